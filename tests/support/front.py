@@ -9,6 +9,8 @@ import numpy as np
 import optax
 
 import ipu_pipeline as ipu
+from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
+from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 
 
@@ -75,14 +77,59 @@ def no_infeed_runs():
     return not any(thread.is_alive() for thread in threads)
 
 
+def minimizing(optimizer):
+    """An optimizer function for a last stage whose first output is the loss."""
+    return lambda loss, *_others: OptimizerFunctionOutput(optimizer, loss)
+
+
+def results(function, *inputs, seed=0):
+    """What a compiled function of arrays returns, in a session of its own."""
+    program = compile_program(function, [np.asarray(value) for value in inputs])
+    with ipu.Session(seed=seed) as session:
+        return session.run(program)
+
+
+class Pipelined:
+    """A pipeline without inputs, its queues and its program.
+
+    Args:
+      stages: the pipeline's.
+      count: micro-batches per weight update.
+      elements: the infeed's data set, or None.
+      optimizer: of what the last stage returns first, or None.
+      mode: the outfeed's.
+      **options: the pipeline's.
+    """
+
+    def __init__(self, stages, count, elements=None, optimizer=None, mode=IPUOutfeedMode.ALL, **options):
+        self.outfeed = IPUOutfeedQueue(mode)
+        given = {"outfeed_queue": self.outfeed}
+        if elements is not None:
+            self.infeed = given["infeed_queue"] = IPUInfeedQueue(elements)
+            self.initializer = self.infeed.initializer
+        if optimizer is not None:
+            given["optimizer_function"] = minimizing(optimizer)
+        self.program = compile_pipeline(stages, count, **(given | options))
+
+    def run(self, session, feed=None):
+        session.run(self.program, feed or {})
+        return session.run(self.outfeed.dequeue())
+
+    def once(self, seed=0):
+        """What a run from initial values enqueues, and the variables after it."""
+        with ipu.Session(seed=seed) as session:
+            if hasattr(self, "initializer"):
+                session.run(self.initializer)
+            return self.run(session), session.variables
+
+
 class Model:
     """Queues, a placeholder and a training program."""
 
     def __init__(self, dataset=None, outfeed_mode=None, **options):
         self.rate = ipu.placeholder(np.float32, [], name="rate")
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data() if dataset is None else dataset)
-        modes = ipu.ipu_outfeed_queue.IPUOutfeedMode
-        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue(outfeed_mode or modes.ALL)
+        self.infeed = IPUInfeedQueue(data() if dataset is None else dataset)
+        self.outfeed = IPUOutfeedQueue(outfeed_mode or IPUOutfeedMode.ALL)
         self.options = {
             "computational_stages": [first_stage, second_stage],
             "gradient_accumulation_count": 3,

@@ -17,7 +17,7 @@ from ipu_pipeline.optimizers import (
     OutfeedOptimizerMode,
     tf1,
 )
-from ipu_pipeline.pipelining_ops import Chunking, OptimizerFunctionOutput, PipelineSchedule, pipeline
+from ipu_pipeline.pipelining_ops import Chunking, OptimizerFunctionOutput, PipelineSchedule
 from tests.support import front
 
 COUNT, UPDATES = 4, 2
@@ -41,12 +41,11 @@ def weight(full_name):
         return ipu.get_variable(name, value.shape, initializer=lambda *_: jnp.asarray(value))
 
 
-class Model:
+class Model(front.Pipelined):
     """Three stages, of which the first and the last share a variable; the first two enqueue."""
 
-    def __init__(self, mapping, optimizer, **options):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows()))
-        self.losses, self.hidden, self.both = IPUOutfeedQueue(), IPUOutfeedQueue(), IPUOutfeedQueue()
+    def __init__(self, mapping, optimizer, count=COUNT, **options):
+        self.hidden, self.both = IPUOutfeedQueue(), IPUOutfeedQueue()
 
         def first(x):
             x = jnp.tanh(x @ weight("first/a")) * weight("tied/table")
@@ -54,32 +53,18 @@ class Model:
             return x
 
         def second(x):
-            before = x
-            x = jnp.tanh(x @ weight("second/b"))
-            self.both.enqueue({"before": before, "mean": (jnp.mean(x),)})
-            return x
+            y = jnp.tanh(x @ weight("second/b"))
+            self.both.enqueue({"before": x, "mean": (jnp.mean(y),)})
+            return y
 
         def last(x):
             return jnp.mean((x * weight("tied/table")) ** 2)
 
-        self.program = front.compile_program(
-            lambda: pipeline(
-                [first, second, last],
-                gradient_accumulation_count=options.pop("count", COUNT),
-                repeat_count=UPDATES,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.losses,
-                optimizer_function=None
-                if optimizer is None
-                else lambda loss: OptimizerFunctionOutput(optimizer, loss),
-                device_mapping=mapping,
-                **options,
-            )
-        )
+        options |= {"repeat_count": UPDATES, "device_mapping": mapping}
+        super().__init__([first, second, last], count, rows, optimizer, **options)
 
     def run(self, session):
-        session.run(self.infeed.initializer)
-        session.run(self.program)
+        session.run([self.initializer, self.program])
 
 
 def forward(weights, x):
@@ -177,33 +162,22 @@ def test_gradients_of_some_variables_only():
 
 def test_gradients_of_a_weighted_loss_are_without_its_counter():
     """BEFORE_APPLY shows them divided, as the optimizer gets them."""
-    each, applied, infeed = (
-        IPUOutfeedQueue(),
-        IPUOutfeedQueue(),
-        ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows())),
-    )
+    each, applied = IPUOutfeedQueue(), IPUOutfeedQueue()
 
     def optimize(loss):
         optimizer = OutfeedOptimizer(optax.sgd(0.1), each, MODES.AFTER_COMPUTE)
         optimizer = OutfeedOptimizer(optimizer, applied, MODES.BEFORE_APPLY)
         return OptimizerFunctionOutput(optimizer, loss, loss_weight=jnp.float32(2))
 
-    program = front.compile_pipeline(
-        [lambda x: jnp.sum((x @ weight("first/a")) ** 2)],
-        COUNT,
-        infeed_queue=infeed,
-        outfeed_queue=IPUOutfeedQueue(),
-        optimizer_function=optimize,
-    )
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        session.run(program)
-        found, sums = session.run(each.dequeue()), session.run(applied.dequeue())
-
-    def plain(w, x):
+    def loss_of(w, x):
         return jnp.sum((x @ w) ** 2)
 
-    wanted = np.stack([jax.grad(plain)(WEIGHTS["first/a"], row["x"]) for row in rows()])
+    stages = [lambda x: loss_of(weight("first/a"), x)]
+    model = front.Pipelined(stages, COUNT, rows, optimizer_function=optimize)
+    with front.session_of(model) as session:
+        session.run(model.program)
+        found, sums = session.run(each.dequeue()), session.run(applied.dequeue())
+    wanted = np.stack([jax.grad(loss_of)(WEIGHTS["first/a"], row["x"]) for row in rows()])
     assert found.keys() == sums.keys() == {"first/a"}
     assert_close(found["first/a"], wanted[:COUNT])
     assert_close(sums["first/a"], wanted[:COUNT].sum(axis=0, keepdims=True) / (2 * COUNT))
@@ -240,14 +214,8 @@ def test_what_is_enqueued_is_not_differentiated_and_costs_no_stage_more():
 
 
 def compile_with(stage, optimizer=None):
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows()))
-    return front.compile_pipeline(
-        [stage, lambda x: jnp.mean(x @ weight("second/b"))],
-        COUNT,
-        infeed_queue=infeed,
-        outfeed_queue=IPUOutfeedQueue(),
-        optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer or optax.sgd(0.1), loss),
-    )
+    stages = [stage, lambda x: jnp.mean(x @ weight("second/b"))]
+    return front.Pipelined(stages, COUNT, rows, optimizer or optax.sgd(0.1))
 
 
 def test_a_program_that_is_refused_leaves_its_queues():
@@ -296,12 +264,9 @@ def test_a_queue_is_for_one_place():
     with pytest.raises(ValueError, match="enqueued to only once in a program"):
         compile_with(twice)
 
-    def once(x):
-        queue.enqueue(x)
-        return x @ weight("first/a")
-
     with pytest.raises(ValueError, match="enqueued to only once in a program"):
-        compile_with(once, OutfeedOptimizer(optax.sgd(0.1), queue, MODES.AFTER_COMPUTE))
+        optimizer = OutfeedOptimizer(optax.sgd(0.1), queue, MODES.AFTER_COMPUTE)
+        compile_with(enqueuing(queue, lambda x: x), optimizer)
     with pytest.raises(ValueError, match="body of scan, where the value cannot be reached"):
         compile_with(lambda x: jax.lax.map(lambda row: (queue.enqueue(row), row)[1], x) @ weight("first/a"))
     with pytest.raises(RuntimeError, match="called in the compiled function. Call it in a stage"):

@@ -22,12 +22,7 @@ from ipu_pipeline.optimizers import (
     LossScalingOptimizer,
     tf1,
 )
-from ipu_pipeline.pipelining_ops import (
-    OptimizerFunctionOutput,
-    PipelineSchedule,
-    RecomputationMode,
-    pipeline,
-)
+from ipu_pipeline.pipelining_ops import PipelineSchedule, RecomputationMode, pipeline
 from ipu_pipeline.tf1.session import host_rows
 from tests.support import front, models
 
@@ -95,94 +90,20 @@ def plain(variables, batches, every, is_mean=False, num_replicas=1):
     return np.asarray(losses), variables
 
 
-class Pipelined:
+class Pipelined(front.Pipelined):
     """A pipeline of two stages, both of which look rows up."""
 
-    def __init__(
-        self,
-        count=3,
-        updates=2,
-        table=None,
-        is_mean=False,
-        replicas=1,
-        missing=0,
-        optimizer=None,
-        **options,
-    ):
+    def __init__(self, count=3, updates=2, table=None, replicas=1, missing=0, optimizer=None, **options):
         self.table = make_table(count) if table is None else table
         self.batches = list(make_batches(count * updates * replicas))
         self.fed = self.batches[: len(self.batches) - missing]
-        self.infeed = IPUInfeedQueue(lambda: iter(self.fed))
-        self.initializer = self.infeed.initializer
-        self.outfeed = IPUOutfeedQueue()
-        if optimizer is None:
-            optimizer = optax.sgd(RATE) if replicas == 1 else CrossReplicaOptimizer(optax.sgd(RATE))
-        self.program = front.compile_pipeline(
-            [encoder(self.table), decoder(self.table)],
-            count,
-            repeat_count=updates,
-            infeed_queue=self.infeed,
-            outfeed_queue=self.outfeed,
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
-            outfeed_loss=True,
-            reduction_method="MEAN" if is_mean else "SUM",
-            **options,
-        )
+        stages, optimizer = [encoder(self.table), decoder(self.table)], optimizer or optax.sgd(RATE)
+        super().__init__(stages, count, lambda: iter(self.fed), optimizer, repeat_count=updates, **options)
 
     def run(self, session):
         session.run(self.initializer)
         with self.table.register(session):
-            session.run(self.program)
-        return session.run(self.outfeed.dequeue())
-
-
-def initial(_model):
-    with ipu.Session(seed=3) as session:
-        session.run(ipu.global_variables_initializer())
-        return session.variables
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {
-            "pipeline_schedule": PipelineSchedule.Interleaved,
-            "recomputation_mode": RecomputationMode.RecomputeThenBackpropagate,
-        },
-        pytest.param(
-            {"pipeline_schedule": PipelineSchedule.Sequential, "is_mean": True, "device_mapping": [0, 0]},
-            marks=pytest.mark.thorough,
-        ),
-    ],
-    ids=["interleaved_recomputed", "sequential_mean_on_one_ipu"],
-)
-def test_pipelines(options):
-    config = ipu.config.IPUConfig()
-    config.allow_recompute = "recomputation_mode" in options
-    config.auto_select_ipus = 2
-    config.configure_ipu_system()
-    model = Pipelined(**options)
-    start = initial(model)
-    with ipu.Session(seed=3) as session:
-        losses = model.run(session)
-        found = session.variables
-        table = session.run(model.table.get_embedding_tensor())
-    wanted, expected = plain(start, model.batches, 3, options.get("is_mean", False))
-    models.assert_trees_close(losses, wanted)
-    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
-    np.testing.assert_array_equal(table, found["words"])
-
-
-@pytest.mark.thorough
-def test_replicas():
-    front.ipu_config(4).configure_ipu_system()
-    model = Pipelined(replicas=2, count=2, updates=1)
-    start = initial(model)
-    with ipu.Session(seed=3) as session:
-        model.run(session)
-        found = session.variables
-    _losses, expected = plain(start, model.batches, 2, num_replicas=2)
-    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+            return front.Pipelined.run(self, session)
 
 
 class Looped:
@@ -191,9 +112,8 @@ class Looped:
     def __init__(self, iterations, every=1, factor=None, sharded=False):
         self.table = make_table(every if factor is None else factor)
         self.batches = list(make_batches(iterations))
-        self.infeed = IPUInfeedQueue(lambda: iter(self.batches))
+        self.infeed, self.outfeed = IPUInfeedQueue(self.batches), IPUOutfeedQueue()
         self.initializer = self.infeed.initializer
-        self.outfeed = IPUOutfeedQueue()
         shard = ipu.scopes.ipu_shard if sharded else lambda _index: contextlib.nullcontext()
         optimizer = GradientAccumulationOptimizerV2(optax.sgd(RATE), every)
 
@@ -204,33 +124,63 @@ class Looped:
                 loss = decoder(self.table)(x, ids, labels)
             return optimizer.minimize(loss), self.outfeed.enqueue(loss)
 
-        self.program = front.compile_program(
-            lambda: loops.repeat(iterations, body, infeed_queue=self.infeed)
-        )
+        self.program = front.compile_program(lambda: loops.repeat(iterations, body, [], self.infeed))
 
     run = Pipelined.run
 
 
-@pytest.mark.thorough
-def test_a_sharded_loop():
-    model = Looped(4, every=2, sharded=True)
-    start = initial(model)
-    with ipu.Session(seed=3) as session:
+@contextlib.contextmanager
+def initialized(seed=3):
+    """A session, and the variables' initial values."""
+    with ipu.Session(seed=seed) as session:
+        session.run(ipu.global_variables_initializer())
+        yield session, session.variables
+
+
+def assert_equal_variables(session, expected):
+    models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
+
+
+RECOMPUTED = {
+    "pipeline_schedule": PipelineSchedule.Interleaved,
+    "recomputation_mode": RecomputationMode.RecomputeThenBackpropagate,
+}
+SEQUENTIAL = {"pipeline_schedule": PipelineSchedule.Sequential, "device_mapping": [0, 0]}
+REPLICAS = {"replicas": 2, "optimizer": CrossReplicaOptimizer(optax.sgd(RATE))}
+
+
+@pytest.mark.parametrize(
+    ("make", "num_ipus", "options"),
+    [
+        pytest.param(lambda: Pipelined(**RECOMPUTED), 2, {}, id="interleaved recomputed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (lambda: Pipelined(**SEQUENTIAL, reduction_method="MEAN"), 2, {"is_mean": True}),
+                (lambda: Pipelined(2, 1, **REPLICAS), 4, {"every": 2, "num_replicas": 2}),
+                (lambda: Looped(4, every=2, sharded=True), 2, {"every": 2}),
+            )
+        ),
+    ],
+)
+def test_training_equals_a_plain_loop(make, num_ipus, options):
+    front.ipu_config(num_ipus, allow_recompute=True).configure_ipu_system()
+    model = make()
+    with initialized() as (session, start):
         losses = model.run(session)
-        found = session.variables
-    wanted, expected = plain(start, model.batches, 2)
-    models.assert_trees_close(losses, wanted)
-    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+        wanted, expected = plain(start, model.batches, **{"every": 3, **options})
+        models.assert_trees_close(losses.reshape(wanted.shape), wanted)
+        assert_equal_variables(session, expected)
+        table = session.run(model.table.get_embedding_tensor())
+        np.testing.assert_array_equal(table, session.variables["words"])
 
 
 @pytest.mark.thorough
 def test_updates_after_each_mini_batch_of_an_accumulating_loop():
     model = Looped(4, every=2, factor=1)
-    start = initial(model)
-    with ipu.Session(seed=3) as session:
+    with initialized() as (session, variables):
         model.run(session)
         found = session.variables["words"]
-    variables = start
     total = jax.tree.map(jnp.zeros_like, variables)
     for number, batch in enumerate(model.batches, 1):
         _loss, gradients = differentiate(variables, *batch)
@@ -245,16 +195,14 @@ def test_updates_after_each_mini_batch_of_an_accumulating_loop():
 
 def test_runs_and_checkpoints_within_an_update(tmp_path):
     model = Looped(3, every=2)
-    start = initial(model)
-    with ipu.Session(seed=3) as session:
+    with initialized() as (session, start):
         model.run(session)
         with pytest.warns(UserWarning, match="saved within a weight update, without the gradients of rows"):
             session.save(tmp_path / "within")
         model.run(session)
-        found = session.variables
         session.save(tmp_path / "complete")
-    _losses, expected = plain(start, [*model.batches, *model.batches], 2)
-    models.assert_trees_close(found, jax.tree.map(np.asarray, expected))
+        assert_equal_variables(session, plain(start, model.batches * 2, 2)[1])
+        found = session.variables
     with ipu.Session() as session:
         session.restore(tmp_path / "within", infeeds=False)
         with pytest.raises(RuntimeError, match="gradients of the host embedding 'words' are known for 0"):
@@ -266,17 +214,13 @@ def test_runs_and_checkpoints_within_an_update(tmp_path):
 
 def test_a_step_that_did_not_end_leaves_the_table_as_it_was():
     model = Pipelined(updates=2, missing=1)
-    start = initial(model)
-    with ipu.Session(seed=3) as session:
+    with initialized() as (session, start):
         with pytest.raises(ipu.errors.OutOfRangeError):
             model.run(session)
-        _losses, expected = plain(start, model.batches[:3], 3)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
-        model.fed = model.batches
-        before = session.variables
+        assert_equal_variables(session, plain(start, model.batches[:3], 3)[1])
+        model.fed, before = model.batches, session.variables
         model.run(session)
-        _losses, expected = plain(before, model.batches, 3)
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, expected))
+        assert_equal_variables(session, plain(before, model.batches, 3)[1])
 
 
 def make_counting(rows=4, rate=1.0, name="words", **options):
@@ -334,9 +278,7 @@ def test_rows_that_are_not_there_do_not_train():
     """Also where only the derivative is needed, and the rows themselves are never looked up."""
     table = make_counting()
     ids = ipu.placeholder(np.int32, [2])
-    program = front.compile_program(
-        lambda ids: minimize(table.lookup(ids, clip_indices=False).sum()), inputs=[ids]
-    )
+    program = front.compile_program(lambda x: minimize(table.lookup(x, clip_indices=False).sum()), [ids])
     with ipu.Session() as session, table.register(session):
         for row in (-1, 99):
             with pytest.raises(Exception, match=f"'words' has 4 rows, and row {row} was looked up"):
@@ -456,12 +398,12 @@ def test_a_big_table_is_not_on_devices():
 
 def test_others_read_weights_and_table_of_one_update(monkeypatch):
     table = make_counting()
-    program = front.compile_program(
-        lambda: loops.repeat(
-            3, lambda: minimize(table.lookup(np.array([0])).sum() + ipu.get_variable("w", ()))
-        )
-    )
-    read, descend = [], host_rows._descend
+
+    def body():
+        return minimize(table.lookup(np.array([0])).sum() + ipu.get_variable("w", ()))
+
+    program = front.compile_program(lambda: loops.repeat(3, body))
+    read, threads, descend = [], [], host_rows._descend
 
     def read_variables(has_begun):
         has_begun.set()
@@ -476,7 +418,6 @@ def test_others_read_weights_and_table_of_one_update(monkeypatch):
         descend(*arguments)
         threads.append(thread)
 
-    threads = []
     monkeypatch.setattr(host_rows, "_descend", descend_while_others_read)
     with ipu.Session() as session, table.register(session):
         session.load({"w": np.float32(0)})
@@ -490,22 +431,19 @@ def test_others_read_weights_and_table_of_one_update(monkeypatch):
 def test_a_fed_count_that_does_not_fit_is_told_before_anything_runs():
     table = make_counting(every=4)
     count = ipu.placeholder(np.int32, [], name="count")
-    feeds = [IPUInfeedQueue(lambda: iter([np.int32(1)] * 8)) for _pipeline in range(2)]
-    queues = [IPUOutfeedQueue() for _pipeline in range(2)]
+    feeds = [IPUInfeedQueue([np.int32(1)] * 8) for _pipeline in range(2)]
 
     def one_pipeline(number, count):
         return pipeline(
             [table.lookup, lambda x: jnp.sum(x) + ipu.get_variable(f"v{number}", initializer=0.0)],
             count,
             infeed_queue=feeds[number],
-            outfeed_queue=queues[number],
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(1.0), loss),
+            outfeed_queue=IPUOutfeedQueue(),
+            optimizer_function=front.minimizing(optax.sgd(1.0)),
             name=f"pipeline{number}",
         )
 
-    program = front.compile_program(
-        lambda count: [one_pipeline(0, 4), one_pipeline(1, count)], inputs=[count]
-    )
+    program = front.compile_program(lambda count: [one_pipeline(0, 4), one_pipeline(1, count)], [count])
     with ipu.Session() as session, table.register(session):
         session.run([feed.initializer for feed in feeds])
         with pytest.raises(ValueError, match=r"HostEmbeddingSGDGAOptimizerSpec\(1.0, 3\)"):
@@ -566,56 +504,54 @@ def test_two_sessions_at_once():
     assert not errors
 
 
-def compiled(lookup):
+def compile_lookup(lookup):
     """Compiles what looks rows up in a table, and another of the same name."""
     table, other = make_table(), make_table()
     return table, front.compile_program(lambda: lookup(table, other))
 
 
-def run_unregistered():
-    _table, program = compiled(lambda table, _other: table.lookup(np.zeros(2, np.int32)))
-    with ipu.Session() as session:
+def run_lookup(lookup, registered=1):
+    table, program = compile_lookup(lambda table, _other: lookup(table))
+    with ipu.Session() as session, contextlib.ExitStack() as stack:
+        for _time in range(registered):
+            stack.enter_context(table.register(session))
         session.run(program)
 
 
-def register_twice():
-    table = make_table()
-    with ipu.Session() as session, table.register(session), table.register(session):
-        pass
-
-
-def look_up_row_20():
-    table, program = compiled(lambda table, _other: table.lookup(np.int32([3, 20]), clip_indices=False))
-    with ipu.Session() as session, table.register(session):
-        session.run(program)
+ROW, IDS, ONES = np.int32([3, 20]), np.zeros(2, np.int32), np.ones((3, 2), "float32")
+HostEmbedding = embedding_ops.HostEmbedding
 
 
 @pytest.mark.parametrize(
     ("refused", "error", "match"),
     [
+        (lambda: make_table().lookup(IDS), RuntimeError, "lookup was called outside of a program"),
         (
-            lambda: make_table().lookup(np.zeros(2, np.int32)),
-            RuntimeError,
-            "lookup was called outside of a program",
-        ),
-        (
-            lambda: compiled(lambda table, _other: table.lookup(np.zeros(2))),
+            lambda: compile_lookup(lambda one, _: one.lookup(ONES)),
             TypeError,
             "indices must be integers; got float32",
         ),
         (
-            lambda: compiled(lambda one, other: one.lookup(0) + other.lookup(1)),
+            lambda: compile_lookup(lambda one, other: one.lookup(0) + other.lookup(1)),
             ValueError,
             "Two host embeddings of the program are named 'words'",
         ),
         (
-            lambda: compiled(lambda one, _other: one.lookup(0) + ipu.get_variable("words", [6])),
+            lambda: compile_lookup(lambda one, _other: one.lookup(0) + ipu.get_variable("words", [6])),
             ValueError,
             "A host embedding and a variable of the program are named 'words'",
         ),
-        (run_unregistered, RuntimeError, "with host_embedding.register"),
-        (register_twice, RuntimeError, "'words' is registered with this session already"),
-        (look_up_row_20, Exception, "'words' has 20 rows, and row 20 was looked up"),
+        (lambda: run_lookup(lambda one: one.lookup(IDS), 0), RuntimeError, "with host_embedding.register"),
+        (
+            lambda: run_lookup(lambda one: one.lookup(IDS), 2),
+            RuntimeError,
+            "'words' is registered with this session already",
+        ),
+        (
+            lambda: run_lookup(lambda one: one.lookup(ROW, clip_indices=False)),
+            Exception,
+            "'words' has 20 rows, and row 20 was looked up",
+        ),
         (lambda: Pipelined(optimizer=LossScalingOptimizer(optax.sgd(RATE))), NotImplementedError, "scales"),
         (lambda: Pipelined(table=make_table(2)), ValueError, r"HostEmbeddingSGDGAOptimizerSpec\(0.4, 3\)"),
         (lambda: Pipelined(table=make_table(1)), ValueError, "mini-batches in an update, but .* has 3"),
@@ -626,19 +562,11 @@ def look_up_row_20():
         (lambda: make_table(rate=-1.0), ValueError, "at least 0"),
         (lambda: make_table(rate="0.1"), TypeError, "learning_rate must be a number"),
         (lambda: make_table(0), ValueError, "accumulation_factor must be at least 1"),
-        (lambda: embedding_ops.HostEmbedding("x", np.ones(3, "float32")), ValueError, r"\[rows, columns\]"),
-        (lambda: embedding_ops.HostEmbedding("x", np.ones((3, 2), "int32")), ValueError, "floating-point"),
-        (
-            lambda: embedding_ops.HostEmbedding("/x", np.ones((3, 2), "float32")),
-            ValueError,
-            "without empty parts",
-        ),
+        (lambda: HostEmbedding("x", ONES[0]), ValueError, r"\[rows, columns\]"),
+        (lambda: HostEmbedding("x", ONES.astype("int32")), ValueError, "floating-point"),
+        (lambda: HostEmbedding("/x", ONES), ValueError, "without empty parts"),
         (lambda: embedding_ops.HostEmbeddingOptimizerSpec(0.1, "Adam"), ValueError, "'SGD'"),
-        (
-            lambda: embedding_ops.HostEmbedding("x", np.ones((3, 2), "float32"), optimizer_spec=0.1),
-            ValueError,
-            "optimizer_spec must be",
-        ),
+        (lambda: HostEmbedding("x", ONES, optimizer_spec=0.1), ValueError, "optimizer_spec must be"),
     ],
 )
 def test_errors(refused, error, match):

@@ -47,20 +47,10 @@ def expected(dtype, make_optimizer, num_updates=2):
     return parameters
 
 
-class Model:
-    def __init__(
-        self,
-        dtype,
-        make_optimizer,
-        mapping=(0, 1, 2),
-        var_list=None,
-        weigh=jnp.sum,
-        is_weighted=True,
-        **options,
-    ):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows(dtype)))
-        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+class Model(front.Pipelined):
+    """Three stages, whose last returns the loss and what `weigh` makes of the mask, its weight."""
 
+    def __init__(self, dtype, make_optimizer, mapping=(0, 1, 2), weigh=jnp.sum, fields=None, **options):
         def first(tokens, mask):
             return jnp.tanh(tokens @ ipu.get_variable("a", (3, 4), dtype, 0.2)), mask
 
@@ -71,34 +61,16 @@ class Model:
             return jnp.sum(mask * jnp.sum(x**2, -1)), weigh(mask)
 
         def optimizer_function(loss, weight):
-            kwargs = None if var_list is None else {"var_list": var_list}
-            return OptimizerFunctionOutput(
-                make_optimizer(),
-                loss,
-                compute_gradients_kwargs=kwargs,
-                loss_weight=weight if is_weighted else None,
-            )
+            given = {"loss_weight": weight} | (fields or {})
+            return OptimizerFunctionOutput(make_optimizer(), loss, **given)
 
-        self.compiled = front.compile_pipeline(
-            [first, second, last],
-            COUNT,
-            repeat_count=2,
-            infeed_queue=self.infeed,
-            outfeed_queue=self.outfeed,
-            optimizer_function=optimizer_function,
-            device_mapping=mapping,
-            **options,
-        )
+        options |= {"optimizer_function": optimizer_function, "device_mapping": mapping, "repeat_count": 2}
+        super().__init__([first, second, last], COUNT, lambda: iter(rows(dtype)), **options)
 
     def train(self):
-        with ipu.Session() as session:
-            session.run(self.infeed.initializer)
-            session.run(self.compiled)
-            variables = session.variables
-            assert (
-                {*variables} == {"a", "b"} == {spec.name for spec in ipu.trainable_variables()} & {"a", "b"}
-            )
-            return variables, session.run(self.outfeed.dequeue())
+        outputs, variables = self.once()
+        assert {*variables} == {"a", "b"} == {spec.name for spec in ipu.trainable_variables()} & {"a", "b"}
+        return variables, outputs
 
 
 def clipped():
@@ -142,7 +114,7 @@ def test_weights_are_counted_in_float32():
 def test_with_loss_scaling_and_a_list_of_variables():
     scaled = Model(np.float32, lambda: LossScalingOptimizer(optax.sgd(0.1), 1024), [0, 0, 0])
     models.assert_trees_close(scaled.train()[0], expected(np.float32, sgd), 1e-5)
-    some = Model(np.float32, sgd, [0, 0, 0], var_list=["a"])
+    some = Model(np.float32, sgd, [0, 0, 0], fields={"compute_gradients_kwargs": {"var_list": ["a"]}})
     variables, _outputs = some.train()
     assert (variables["b"] == np.float32(0.3)).all()
     assert not (variables["a"] == np.float32(0.2)).all()
@@ -167,14 +139,13 @@ def test_wrong_weights():
 @pytest.mark.thorough
 def test_checkpoints_are_those_without_weights(tmp_path):
     values = None
-    for number, is_weighted in enumerate((True, False, True)):
-        model = Model(np.float32, sgd, [0, 0, 0], is_weighted=is_weighted)
+    for number, fields in enumerate(({}, {"loss_weight": None}, {})):
+        model = Model(np.float32, sgd, [0, 0, 0], fields=fields)
         with ipu.Session() as session:
             if values is not None:
                 session.restore(tmp_path / str(number - 1), infeeds=False)
                 models.assert_trees_close(session.variables, values, 0)
-            session.run(model.infeed.initializer)
-            session.run(model.compiled)
+            session.run([model.initializer, model.program])
             session.save(tmp_path / str(number))
             values = session.variables
 
@@ -185,5 +156,4 @@ def test_losses_of_two_dtypes_in_one_session():
         for dtype, scope in ((np.float32, "narrow"), (np.float64, "wide")):
             with ipu.variable_scope(scope):
                 model = Model(dtype, sgd, [0, 0, 0], name=scope)
-            session.run(model.infeed.initializer)
-            session.run(model.compiled)
+            session.run([model.initializer, model.program])

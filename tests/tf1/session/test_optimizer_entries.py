@@ -10,7 +10,6 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.optimizers import LossScalingOptimizer, with_averaged_weights
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 
 COUNT, UPDATES, DECAY = 2, 3, 0.75
@@ -39,25 +38,14 @@ def loss_of(weights, x):
     return jnp.sum((jnp.tanh(x @ weights["a"]) @ weights["b"]) ** 2)
 
 
-class Model:
+class Model(front.Pipelined):
     def __init__(self, optimizer=None, mapping=(0, 1)):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter(rows()))
-        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-        self.initializer = self.infeed.initializer
-        self.program = front.compile_pipeline(
-            [first, second],
-            COUNT,
-            repeat_count=UPDATES,
-            infeed_queue=self.infeed,
-            outfeed_queue=self.outfeed,
-            optimizer_function=optimizer and (lambda loss: OptimizerFunctionOutput(optimizer, loss)),
-            device_mapping=list(mapping),
-        )
+        options = {"repeat_count": UPDATES, "device_mapping": mapping}
+        super().__init__([first, second], COUNT, rows, optimizer, **options)
 
     def run(self, session):
         session.run(self.initializer)
-        session.run(self.program)
-        return session.run(self.outfeed.dequeue())
+        return super().run(session)
 
 
 differentiate = jax.jit(jax.grad(loss_of))
