@@ -91,7 +91,7 @@ def test_the_error_that_the_page_shows():
 
 
 def test_between_the_gradients_and_the_update():
-    """Each replica's gradient is changed before their mean; and the gradient of something else than the loss."""
+    """Each replica's gradient is changed before their mean; jax.grad gives that of something else."""
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32(1), np.float32(3)])
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 

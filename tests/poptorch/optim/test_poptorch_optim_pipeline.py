@@ -1,23 +1,17 @@
 """The optimizers in a pipeline of two devices with gradient accumulation equal plain torch."""
 
-import copy
-
 import pytest
 import torch
 
-import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import optim
 from tests.support.compilations import compiled_in
-from tests.support.poptorch_front import TwoLayers, assert_same_state, make_batch, make_options, seeded
-
-ACCUMULATION = 4
+from tests.support.poptorch_front import TrainedAlike, make_batch, make_model, make_options
 
 
-def groups_of(model):
+def groups_of(parameters):
     """Parameters of both stages are in both groups."""
-    parameters = dict(model.named_parameters())
-    weights = [parameter for name, parameter in parameters.items() if name.endswith("weight")]
-    biases = [parameter for name, parameter in parameters.items() if name.endswith("bias")]
+    parameters = list(parameters)
+    weights, biases = ([p for p in parameters if p.ndim == ndim] for ndim in (2, 1))
     return [{"params": weights}, {"params": biases, "lr": 0.02}]
 
 
@@ -30,35 +24,38 @@ def groups_of(model):
 )
 def test_equal_to_torch(name, arguments, caplog):
     """The learning rate and the scale change half-way, and all is compiled in the first step."""
-    model = seeded(TwoLayers)
+    model = make_model()
     model.first.bias.requires_grad_(False)
-    plain = copy.deepcopy(model)
+    optimizer = getattr(optim, name)(groups_of(model.parameters()), lr=0.01, **arguments)
     max_norm = arguments.get("max_grad_norm")
     of_torch = optim.LAMB if name == "LAMB" else getattr(torch.optim, name)
     others = {n: v for n, v in arguments.items() if n not in ("loss_scaling", "max_grad_norm")}
-    optimizer = getattr(optim, name)(groups_of(model), lr=0.01, **arguments)
-    reference = of_torch(groups_of(plain), lr=0.01, **others)
-    training = poptorch.trainingModel(model, make_options(1, ACCUMULATION), optimizer)
-    inputs = make_batch(2 * ACCUMULATION)
+    trained = TrainedAlike(
+        model,
+        make_options(1, 4),
+        lambda _parameters: optimizer,
+        lambda parameters: of_torch(groups_of(parameters), lr=0.01, **others),
+    )
+    reference, plain = trained.plain.optimizer, trained.plain.model
+
+    def clip(*_step):
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm) > max_norm
+
+    if max_norm is not None:
+        reference.register_step_pre_hook(clip)
 
     def step():
-        training(*inputs)
-        reference.zero_grad()
-        for part in zip(*(tensor.chunk(ACCUMULATION) for tensor in inputs), strict=True):
-            (plain(*part)[1] / ACCUMULATION).backward()
-        if max_norm is not None:
-            assert torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm) > max_norm
-        reference.step()
+        trained.call(*make_batch(8))
 
     def run():
         step()
         optimizer.loss_scaling /= 2
         for changed in (optimizer, reference):
             changed.param_groups[0]["lr"] = 0.003
-        training.setOptimizer(optimizer)
+        trained.executor.setOptimizer(optimizer)
         for _step in range(2):
             step()
 
     assert compiled_in(step, caplog)
     assert compiled_in(run, caplog) == []
-    assert_same_state(model, plain, 1e-6)
+    trained.compare(1e-6)
