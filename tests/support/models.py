@@ -166,7 +166,8 @@ def plain_loop(loss_of, variables, groups, every, transformation, reduction="SUM
       reduction: "SUM", or else the gradients are divided by `every`.
 
     Returns:
-      Losses, [iterations, replicas]; the variables after; the gradients of the update that is not complete.
+      Losses, [iterations, replicas], or lists of them where the number of replicas changes; the variables
+      after; the gradients of the update that is not complete.
     """
     state, losses, gradients = transformation.init(variables), [], []
     gradient_of = jax.jit(jax.value_and_grad(loss_of))
@@ -182,4 +183,5 @@ def plain_loop(loss_of, variables, groups, every, transformation, reduction="SUM
                 changes, state = transformation.update(total, state, variables)
                 variables = optax.apply_updates(variables, changes)
             gradients = []
-    return np.array(losses), variables, gradients
+    is_even = len({len(row) for row in losses}) == 1
+    return np.array(losses) if is_even else losses, variables, gradients

@@ -1,7 +1,7 @@
 """Replicas of loops: each with elements and carried values of its own, and one weight update for all."""
 
 import contextlib
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,25 @@ HALVED = {"halved": lambda: optax.chain(optax.scale(0.5), optax.adam(0.01))}
 
 
 def select(number):
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = number
-    config.require_power_of_two = False
-    config.configure_ipu_system()
+    front.ipu_config(number).configure_ipu_system()
+
+
+@contextlib.contextmanager
+def on_ipus(number, source=None, **options):
+    """A session on so many IPUs, in which a model's infeed, or the infeed, is initialized."""
+    select(number)
+    with ipu.Session(**options) as session:
+        if source is not None:
+            session.run(source.initializer)
+        yield session
+
+
+@contextlib.contextmanager
+def started(model, num_ipus):
+    """A session on so many IPUs, and a model's variables at its start."""
+    with on_ipus(num_ipus, model, seed=3) as session:
+        session.run(ipu.global_variables_initializer())
+        yield session, session.variables
 
 
 def stages(is_sharded, x, labels):
@@ -66,37 +81,21 @@ class Model:
         return session.run(self.outfeed.dequeue())
 
 
-def plain(variables, elements, num_replicas, every, optimizer, reduction):
+def plain(variables, elements, num_replicas, every, optimizer, reduction="SUM"):
     """Losses [iterations, replicas] and variables of a plain loop, and the gradients left accumulated."""
     groups = [elements[n : n + num_replicas] for n in range(0, len(elements), num_replicas)]
-    transformation = (OPTIMIZERS | HALVED)[optimizer]()
-    losses, variables, left = models.plain_loop(
-        plain_loss, variables, groups, every, transformation, reduction
-    )
-    return losses, jax.tree.map(np.asarray, variables), left
-
-
-def started(model):
-    session = ipu.Session(seed=3)
-    session.run(model.initializer)
-    session.run(ipu.global_variables_initializer())
-    return session, session.variables
+    return plain_groups(variables, groups, every, optimizer, reduction)
 
 
 @pytest.mark.parametrize(
     ("count", "every", "num_runs", "optimizer", "reduction", "num_replicas", "is_sharded"),
-    [
-        (5, 3, 3, "adam", "MEAN", 3, False),
-        (2, 5, 5, "sgd", "RUNNING_MEAN", 2, True),
-    ],
+    [(5, 3, 3, "adam", "MEAN", 3, False), (2, 5, 5, "sgd", "RUNNING_MEAN", 2, True)],
 )
 def test_equals_a_plain_loop(count, every, num_runs, optimizer, reduction, num_replicas, is_sharded):
     """Also where a run ends within an update: the next one goes on with what was accumulated."""
     elements = models.elements_of(num_runs * count * num_replicas)
     model = Model(elements, count, every, optimizer, is_sharded, reduction_method=reduction)
-    select(num_replicas * (1 + is_sharded))
-    session, start = started(model)
-    with session:
+    with started(model, num_replicas * (1 + is_sharded)) as (session, start):
         losses = np.concatenate([model.run(session) for _run in range(num_runs)])
         expected, variables, left = plain(start, elements, num_replicas, every, optimizer, reduction)
         assert losses.shape == (num_runs * count, num_replicas)
@@ -107,15 +106,21 @@ def test_equals_a_plain_loop(count, every, num_runs, optimizer, reduction, num_r
         assert session.update_count(name) == num_runs * count // every
 
 
+def plain_groups(variables, groups, every, optimizer, reduction="SUM"):
+    transformation = (OPTIMIZERS | HALVED)[optimizer]()
+    losses, variables, left = models.plain_loop(
+        plain_loss, variables, groups, every, transformation, reduction
+    )
+    return losses, jax.tree.map(np.asarray, variables), left
+
+
 def test_the_optimizers_state_is_shared_out():
     """ZeRO-1: the same numbers, and a part of the state on each IPU."""
     elements = models.elements_of(12)
     found = []
     for is_shared in (False, True):
         model = Model(elements, 6, 3, "adam", replicated_optimizer_state_sharding=is_shared)
-        select(2)
-        session, _start = started(model)
-        with session:
+        with started(model, 2) as (session, _start):
             model.run(session)
             state = session._store.state.pipelines["CrossReplicaGradientAccumulationOptimizerV2"].optimizer
             leaves = dict(zip(state.shapes, jax.tree.leaves(state.tree), strict=True))
@@ -124,9 +129,8 @@ def test_the_optimizers_state_is_shared_out():
             found.append((session.variables, session.optimizer_state(state_name(session))))
     models.assert_trees_close(found[1], found[0], 1e-6)
     program = body_that_trains(Accumulating(optax.sgd(0.1), 3, replicated_optimizer_state_sharding=True))
-    select(1)
     with (
-        ipu.Session() as session,
+        on_ipus(1) as session,
         pytest.warns(UserWarning, match="there is one replica, and nothing is sharded"),
     ):
         session.run(program)
@@ -145,13 +149,10 @@ def test_nests_of_optimizers():
         return optimizers.CrossReplicaOptimizer(opt).minimize(loss), outfeed.enqueue(loss)
 
     program = front.compile_program(lambda: loops.repeat(6, body, [], infeed))
-    select(4)
-    with ipu.Session(seed=3) as session:
-        session.run([infeed.initializer, ipu.global_variables_initializer()])
-        start = session.variables
+    with started(infeed, 4) as (session, start):
         session.run(program)
         losses, found = session.run(outfeed.dequeue()), session.variables
-    expected, wanted, _left = plain(start, elements, 2, 3, "halved", "SUM")
+    expected, wanted, _left = plain(start, elements, 2, 3, "halved")
     models.assert_trees_close(losses, expected)
     models.assert_trees_close(found, wanted)
 
@@ -175,9 +176,7 @@ def test_each_replica_carries_its_own():
         return total, constant, outfeed.enqueue((total, index))
 
     program = front.compile_program(lambda: loops.repeat(3, body, [np.float32(100), np.float32(2)], infeed))
-    select(4)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(4, infeed) as session:
         total, constant = session.run(program)
         totals, indices = session.run(outfeed.dequeue())
     expected = 100 + np.cumsum(2 * np.arange(1, 13).reshape(3, 4), axis=0)
@@ -204,19 +203,12 @@ def test_what_replicas_have_apart_goes_on_in_the_program():
     def function():
         total = loops.repeat(2, first, [np.float32(0)], infeed)
         scaled, _scale = loops.repeat(2, second, [total + 1.0, total])
-        ipu.pipelining_ops.pipeline(
-            [stage, lambda x: x],
-            2,
-            inputs=[scaled * 10.0],
-            outfeed_queue=outfeeds[1],
-            device_mapping=[0, 0],
-        )
+        piped = {"inputs": [scaled * 10.0], "outfeed_queue": outfeeds[1], "device_mapping": [0, 0]}
+        ipu.pipelining_ops.pipeline([stage, lambda x: x], 2, **piped)
         return scaled, total
 
     program = front.compile_program(function)
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(2, infeed) as session:
         scaled, total = session.run(program)
         enqueued, piped = (session.run(outfeed.dequeue()) for outfeed in outfeeds)
     sums = np.array([1 + 3, 2 + 4], np.float32)
@@ -234,12 +226,11 @@ def test_random_numbers_differ_between_replicas():
         return outfeed.enqueue(jax.random.normal(ipu.next_rng_key(), (3,)))
 
     program = front.compile_program(lambda: loops.repeat(2, body))
-    select(2)
     found = []
     try:
         for identical in (False, True):
             ipu.utils.reset_ipu_seed(5, experimental_identical_replicas=identical)
-            with ipu.Session() as session:
+            with on_ipus(2) as session:
                 session.run(program)
                 found.append(session.run(outfeed.dequeue()))
     finally:
@@ -263,9 +254,7 @@ def test_variables_that_bodies_assign():
         return opt.minimize(w * x), outfeed.enqueue(mean)
 
     program = front.compile_program(lambda: loops.repeat(3, body, [], infeed))
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(2, infeed) as session:
         session.run(program)
         means = session.run(outfeed.dequeue())
         # 1 | 2, then 0.5 + 3 | 1 + 4 = 3.5 | 5, of which the update makes 4.25, then 2.125 + 5 | + 6
@@ -285,9 +274,7 @@ def test_variables_of_a_loop_that_does_not_train_are_joined_at_its_end():
 
     infeed = IPUInfeedQueue([np.float32(n) for n in (1, 3, 1, 1)], replication_factor=2)
     program = front.compile_program(lambda: loops.repeat(2, body, [], infeed))
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(2, infeed) as session:
         session.run(program)
         assert session.variables["v"] == (1 * 1 + 1 + 3 * 3 + 1) / 2
 
@@ -303,9 +290,7 @@ def test_gradients_through_values_of_all_replicas():
         return optimizers.CrossReplicaOptimizer(optax.sgd(0.01)).minimize(loss)
 
     program = front.compile_program(lambda: loops.repeat(2, body, [], infeed))
-    select(3)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(3, infeed) as session:
         session.run(program)
         found = session.variables["w"]
 
@@ -331,9 +316,7 @@ def test_while_loops_go_on_together():
     program = front.compile_program(
         lambda: loops.while_loop(lambda total: total < 20, body, [np.float32(0)], infeed)
     )
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(2, infeed) as session:
         assert session.run(program) == [1 + 2 + 3 + 4 + 5 + 6]
         np.testing.assert_array_equal(session.run(outfeed.dequeue()), [[1, 2], [3, 4], [5, 6]])
         assert session.run(program) == [7 + 8 + 9 + 10]
@@ -350,9 +333,7 @@ def test_a_condition_that_differs_between_replicas_is_an_error():
     program = front.compile_program(
         lambda: loops.while_loop(lambda total: total < 9.5, body, [np.float32(0)], infeed)
     )
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with on_ipus(2, infeed) as session:
         with pytest.raises(
             ValueError, match=r"the same in all replicas.* True in replicas \[0\] of 2 only"
         ):
@@ -371,11 +352,9 @@ def test_a_count_that_differs_between_replicas_is_an_error():
         return loops.repeat(number, lambda total: total + 1, [np.int32(0)])
 
     program = front.compile_program(function)
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        with pytest.raises(ValueError, match=r"must be the same in all replicas.* gave them \[1, 2\]"):
-            session.run(program)
+    told = r"must be the same in all replicas.* gave them \[1, 2\]"
+    with on_ipus(2, infeed) as session, pytest.raises(ValueError, match=told):
+        session.run(program)
 
 
 @pytest.mark.parametrize("is_between", [False, True])
@@ -394,18 +373,12 @@ def test_replicas_that_do_not_fit_are_an_error(is_between):
 
     def function():
         one = loops.repeat(1, first, [np.float32(0)], infeed)
-        other = loops.repeat(1, second, [np.float32(0) if is_between else one])
-        return one + other
+        return one + loops.repeat(1, second, [np.float32(0) if is_between else one])
 
     program = front.compile_program(function)
-    select(4)
-    message = (
-        "loops with different numbers of replicas: 2, 4" if is_between else "has 2 replicas, and takes"
-    )
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        with pytest.raises(ValueError, match=message):
-            session.run(program)
+    given = "loops with different numbers of replicas: 2, 4" if is_between else "has 2 replicas, and takes"
+    with on_ipus(4, infeed) as session, pytest.raises(ValueError, match=given):
+        session.run(program)
 
 
 def test_while_loops_of_at_most_so_many_iterations():
@@ -416,17 +389,14 @@ def test_while_loops_of_at_most_so_many_iterations():
         ipu.replication_ops.replication_index()
         return total + x
 
-    program = front.compile_program(
-        lambda: loops.while_loop(
-            lambda total: total < 20, body, [np.float32(0)], infeed, maximum_iterations=limit
-        )
-    )
-    select(2)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        assert session.run(program, {limit: 2}) == [1 + 3]
-        assert session.run(program, {limit: 0}) == [0]
-        assert session.run(program, {limit: 3}) == [5 + 7 + 9]
+    def function():
+        options = {"infeed_queue": infeed, "maximum_iterations": limit}
+        return loops.while_loop(lambda total: total < 20, body, [np.float32(0)], **options)
+
+    program = front.compile_program(function)
+    with on_ipus(2, infeed) as session:
+        for most, expected in ((2, 1 + 3), (0, 0), (3, 5 + 7 + 9)):
+            assert session.run(program, {limit: most}) == [expected]
 
 
 # Sessions: ends of data, interrupts, checkpoints.
@@ -436,13 +406,11 @@ def test_data_that_end_within_a_round_keep_what_was_done():
     elements = models.elements_of(12)
     short = elements[:7]
     model = Model(lambda: iter(short), 6, 1)
-    select(2)
-    session, start = started(model)
-    with session:
+    with started(model, 2) as (session, start):
         with pytest.raises(OutOfRangeError):
             session.run(model.program)
         assert session.update_count("CrossReplicaGradientAccumulationOptimizerV2") == 3
-        losses, variables, _left = plain(start, elements[:6], 2, 1, "sgd", "SUM")
+        losses, variables, _left = plain(start, elements[:6], 2, 1, "sgd")
         models.assert_trees_close(session.run(model.outfeed.dequeue()), losses)
         models.assert_trees_close(session.variables, variables)
 
@@ -451,51 +419,33 @@ def test_a_checkpoint_within_an_update_goes_on_with_other_replicas(tmp_path):
     """What replicas accumulated is saved as their mean, from which any number of them goes on."""
     before, after = 2, 3
     elements = models.elements_of(2 * before + 4 * after)
-    found = []
     model = Model(elements, 2, 3, "adam")
-    select(before)
-    session, start = started(model)
-    with session:
-        found.append(model.run(session))
+    with started(model, before) as (session, start):
+        losses = [*model.run(session)]
         session.save(tmp_path / "saved")
     model = Model(elements[2 * before :], 4, 3, "adam")
-    select(after)
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with on_ipus(after, model) as session:
         session.restore(tmp_path / "saved", infeeds=False)
-        found.append(model.run(session))
+        losses += [*model.run(session)]
         variables = session.variables
-    sizes = [before, before, after, after, after, after]
-    parts = np.split(np.arange(len(elements)), np.cumsum(sizes)[:-1])
-    losses = [row for some in found for row in some]
-    transformation = OPTIMIZERS["adam"]()
-    gradient_of = jax.jit(jax.value_and_grad(plain_loss))
-    state, expected, total = transformation.init(start), start, None
-    for number, (places, row) in enumerate(zip(parts, losses, strict=True), 1):
-        each = [gradient_of(expected, *elements[place]) for place in places]
-        models.assert_trees_close(np.ravel(row), np.array([loss for loss, _gradient in each]))
-        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(g for _loss, g in each))
-        total = mean if total is None else jax.tree.map(jnp.add, total, mean)
-        if number % 3 == 0:
-            with jax.numpy_dtype_promotion("standard"):
-                changes, state = transformation.update(total, state, expected)
-                expected, total = optax.apply_updates(expected, changes), None
-    models.assert_trees_close(variables, jax.tree.map(np.asarray, expected))
+    left = iter(elements)
+    groups = [list(itertools.islice(left, number)) for number in (before, before, *[after] * 4)]
+    expected, wanted, _left = plain_groups(start, groups, 3, "adam")
+    for row, other in zip(losses, expected, strict=True):
+        models.assert_trees_close(row, np.array(other))
+    models.assert_trees_close(variables, wanted)
 
 
 def test_a_restored_session_goes_on_in_the_data(tmp_path):
     elements = models.elements_of(20)
     model = Model(elements, 2, 1)
-    select(2)
-    session, start = started(model)
-    with session:
+    with started(model, 2) as (session, start):
         losses = [model.run(session) for _run in range(2)]
         session.save(tmp_path / "saved")
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         session.restore(tmp_path / "saved")
         losses.append(model.run(session))
-        expected, variables, _left = plain(start, elements[:12], 2, 1, "sgd", "SUM")
+        expected, variables, _left = plain(start, elements[:12], 2, 1, "sgd")
         models.assert_trees_close(np.concatenate(losses), expected)
         models.assert_trees_close(session.variables, variables)
 
@@ -504,8 +454,6 @@ def test_an_interrupted_run_goes_on(monkeypatch):
     """What was done stands, and the elements of the iteration that was not come again."""
     elements = models.elements_of(12)
     model = Model(elements, 4, 3, "adam")
-    select(2)
-    session, start = started(model)
     run, calls = ColumnRunner.run, []
 
     def interrupted(*arguments):
@@ -514,12 +462,12 @@ def test_an_interrupted_run_goes_on(monkeypatch):
             raise KeyboardInterrupt
         return run(*arguments)
 
-    monkeypatch.setattr(ColumnRunner, "run", interrupted)
-    with session:
+    with started(model, 2) as (session, start):
+        monkeypatch.setattr(ColumnRunner, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.run(model.program)
         losses = model.run(session)
-        expected, variables, left = plain(start, elements, 2, 3, "adam", "SUM")
+        expected, variables, left = plain(start, elements, 2, 3, "adam")
         assert not left
         models.assert_trees_close(losses, expected)
         models.assert_trees_close(session.variables, variables)
@@ -528,26 +476,22 @@ def test_an_interrupted_run_goes_on(monkeypatch):
 # How many replicas there are, and what is refused.
 
 
-def test_queues_say_how_many_replicas_there_are():
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_queues_say_how_many_replicas_there_are(is_loop):
     """An older program's `replication_factor`: inference in loops and pipelines has so many replicas."""
-    for call in (
-        lambda infeed, outfeed: loops.repeat(3, lambda x: outfeed.enqueue(x * 2.0), [], infeed),
-        lambda infeed, outfeed: ipu.pipelining_ops.pipeline(
-            [lambda x: x, lambda x: x * 2.0],
-            3,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            device_mapping=[0, 0],
-        ),
-    ):
-        infeed = IPUInfeedQueue([np.float32(n) for n in range(6)], "in", 0, 2)
-        outfeed = IPUOutfeedQueue("out", replication_factor=2)
-        program = front.compile_program(functools.partial(call, infeed, outfeed))
-        select(2)
-        with ipu.Session() as session:
-            session.run(infeed.initializer)
-            session.run(program)
-            np.testing.assert_array_equal(session.run(outfeed.dequeue()), [[0, 2], [4, 6], [8, 10]])
+    infeed = IPUInfeedQueue([np.float32(n) for n in range(6)], "in", 0, 2)
+    outfeed = IPUOutfeedQueue("out", replication_factor=2)
+
+    def function():
+        if is_loop:
+            return loops.repeat(3, lambda x: outfeed.enqueue(x * 2.0), [], infeed)
+        options = {"infeed_queue": infeed, "outfeed_queue": outfeed, "device_mapping": [0, 0]}
+        return ipu.pipelining_ops.pipeline([lambda x: x, lambda x: x * 2.0], 3, **options)
+
+    program = front.compile_program(function)
+    with on_ipus(2, infeed) as session:
+        session.run(program)
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [[0, 2], [4, 6], [8, 10]])
 
 
 def body_that_trains(optimizer, infeed=None):
@@ -564,21 +508,20 @@ def test_wrong_numbers_of_replicas():
     with pytest.raises(ValueError, match="not a valid replicated .* replication_factor of a queue is 2"):
         body_that_trains(plain_optimizer, infeed)
     program = body_that_trains(optimizers.CrossReplicaOptimizer(optax.sgd(0.1)), infeed)
-    select(3)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        with pytest.raises(
+    with (
+        on_ipus(3, infeed) as session,
+        pytest.raises(
             ValueError, match=r"replication_factor=2, but .* 3 replica\(s\) .*auto_select_ipus to 2"
-        ):
-            session.run(program)
+        ),
+    ):
+        session.run(program)
     outfeed = IPUOutfeedQueue(replication_factor=3)
     with pytest.raises(ValueError, match="must be the same; got 2, 3"):
         front.compile_program(lambda: loops.repeat(1, outfeed.enqueue, [], infeed))
     program = body_that_trains(plain_optimizer)
     with ipu.Session() as session, pytest.raises(ValueError, match="no optimizer averages the gradients"):
         session.run(program)
-    select(1)
-    with ipu.Session() as session:
+    with on_ipus(1) as session:
         session.run(program)
         assert session.variables["w"] == np.float32(-0.1) * 3
 
@@ -586,23 +529,19 @@ def test_wrong_numbers_of_replicas():
 def test_more_ipus_alone_make_no_replicas():
     outfeed = IPUOutfeedQueue()
     program = front.compile_program(lambda: loops.repeat(3, lambda x: (x + 1, outfeed.enqueue(x)), [0.0]))
-    select(4)
-    with ipu.Session() as session:
+    with on_ipus(4) as session:
         session.run(program)
         assert session.run(outfeed.dequeue()).shape == (3,)
 
 
 @pytest.mark.thorough
 def test_what_is_told_of_them(tmp_path):
-    elements = models.elements_of(12)
-    model = Model(elements, 3, 3, is_sharded=True)
-    select(4)
-    text = str(model.program.placement())
+    model = Model(models.elements_of(12), 3, 3, is_sharded=True)
+    with started(model, 4) as (session, _start), ipu.reports.capture(tmp_path) as captured:
+        text = str(model.program.placement())
+        session.run(model.program)
     assert "in 2 replicas" in text
     assert f"{jax.devices()[0]}, {jax.devices()[2]}" in text
-    session, _start = started(model)
-    with session, ipu.reports.capture(tmp_path) as captured:
-        session.run(model.program)
     (facts,) = captured.profile.pipelines
     assert (facts.kind, facts.num_replicas) == ("loop", 2)
     (placed,) = model.program.placement().calls
