@@ -12,10 +12,10 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, models
 
-COUNT = 4
+COUNT, ALL, LAST = 4, IPUOutfeedMode.ALL, IPUOutfeedMode.LAST
 
 
 def last_stage(kind):
@@ -45,29 +45,18 @@ def logits_in_memory():
     return {array.unsafe_buffer_pointer(): array for array in found}
 
 
-class Model:
+class Model(front.Pipelined):
     """A program with this last stage, in training or not, and its outfeed."""
 
-    def __init__(
-        self, kind="tuple", mode=IPUOutfeedMode.ALL, trains=True, stage=None, length=None, **options
-    ):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data(length))
-        self.outfeed = IPUOutfeedQueue(mode)
-        options = {"outfeed_queue": self.outfeed, "gradient_accumulation_count": COUNT, **options}
-        self.program = front.compile_program(
-            lambda: pipeline(
-                [front.first_stage, stage or last_stage(kind)],
-                inputs=[np.float32(0)],
-                infeed_queue=self.infeed,
-                optimizer_function=optimizer_function if trains else None,
-                **options,
-            )
-        )
+    def __init__(self, kind="tuple", mode=ALL, trains=True, stage=None, length=None, **options):
+        options |= {"optimizer_function": optimizer_function if trains else None, "inputs": [np.float32(0)]}
+        stages = [front.first_stage, stage or last_stage(kind)]
+        super().__init__(stages, COUNT, front.data(length), mode=mode, **options)
 
     def run(self):
         with ipu.Session(seed=1) as session:
             before = logits_in_memory()
-            session.run([self.infeed.initializer, self.program])
+            session.run([self.initializer, self.program])
             held = [value for address, value in logits_in_memory().items() if address not in before]
             self.num_held = sum(value.size // 40 for value in held)  # micro-batches
             return session.run(self.outfeed.dequeue())
@@ -100,7 +89,7 @@ def test_masks(mapping, unmasked):
         assert model.num_held == 0
     else:
         mask = np.bool_(True), False, True
-        found = Model("nested", IPUOutfeedMode.LAST, outfeed_mask=mask, **options).run()
+        found = Model("nested", LAST, outfeed_mask=mask, **options).run()
         assert list(found[0]) == ["labels", "pair"]
         close(found[0]["pair"], (logits[-1], right[-1]))
 
@@ -187,38 +176,18 @@ def test_sums_survive_between_the_parts_of_an_update(block_bytes, options, rng):
 
 
 def test_a_wider_sum():
-    """128 halves in bfloat16, whose sum in it stops growing."""
-
-    def stage(x):
-        return x
-
-    sums = []
-    for dtype in (None, jnp.float32):
-        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([jnp.bfloat16(1)] * 300)
-        outfeed = IPUOutfeedQueue()
-        program = front.compile_program(
-            lambda infeed=infeed, outfeed=outfeed, dtype=dtype: pipeline(
-                [stage],
-                gradient_accumulation_count=300,
-                infeed_queue=infeed,
-                outfeed_queue=outfeed,
-                accumulate_outfeed=True,
-                accumulate_outfeed_dtype=dtype,
-            )
-        )
-        with ipu.Session() as session:
-            session.run([infeed.initializer, program])
-            sums.append(session.run(outfeed.dequeue()))
-    assert [(total.dtype.name, *map(float, total)) for total in sums] == [
-        ("bfloat16", 256),
-        ("float32", 300),
-    ]
+    """Of 300 ones in bfloat16, in which it stops growing."""
+    for dtype, name, expected in ((None, "bfloat16", 256), (jnp.float32, "float32", 300)):
+        options = {"accumulate_outfeed": True, "accumulate_outfeed_dtype": dtype}
+        model = front.Pipelined([lambda x: x], 300, [jnp.bfloat16(1)] * 300, **options)
+        (total,), _variables = model.once()
+        assert (total.dtype.name, float(total)) == (name, expected)
 
 
 def test_sums_stay_with_the_updates_that_are_complete():
     model = Model(length=2 * COUNT + 1, repeat_count=5, outfeed_loss=True, accumulate_outfeed=True)
     with ipu.Session() as session:
-        session.run(model.infeed.initializer)
+        session.run(model.initializer)
         with pytest.raises(ipu.errors.OutOfRangeError):
             session.run(model.program)
         assert session.run(model.outfeed.dequeue()).shape == (2,)
@@ -227,11 +196,8 @@ def test_sums_stay_with_the_updates_that_are_complete():
 # Errors.
 
 
-LOSS, MASK, SUM = (
-    {"outfeed_loss": True},
-    {"outfeed_mask": [True, False, False]},
-    {"accumulate_outfeed": True},
-)
+LOSS, MASK = {"outfeed_loss": True}, {"outfeed_mask": [True, False, False]}
+SUM, SUM_DTYPE = {"accumulate_outfeed": True}, "accumulate_outfeed_dtype"
 INFERS, DICT, NO_QUEUE = {"trains": False}, {"kind": "dict"}, {"outfeed_queue": None}
 WRONG_VALUES = [
     ({**LOSS, **MASK}, "Only one of `outfeed_loss` and `outfeed_mask` can be set."),
@@ -239,10 +205,7 @@ WRONG_VALUES = [
     ({**LOSS, **INFERS}, "An optimizer_function must be provided when outfeed_loss is True."),
     ({**MASK, **NO_QUEUE}, "An outfeed_queue must be provided when outfeed_mask is set."),
     ({**SUM, **NO_QUEUE}, "An outfeed_queue must be provided when accumulate_outfeed is True."),
-    (
-        {**SUM, "mode": IPUOutfeedMode.LAST},
-        "it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST",
-    ),
+    ({**SUM, "mode": LAST}, "it must be in IPUOutfeedMode ALL. outfeed_queue is in mode LAST"),
     ({"outfeed_mask": [True, False]}, "the last stage's 3 outputs; it has 2"),
     ({"outfeed_mask": []}, "the last stage's 3 outputs; it has 0"),
     ({"outfeed_mask": [True] * 3}, "outfeed_mask leaves nothing to enqueue"),
@@ -250,11 +213,13 @@ WRONG_VALUES = [
     ({**MASK, **DICT}, "outfeed_mask must be a dict of booleans by name"),
     ({"outfeed_mask": {"loss": True, "logit": True}, **DICT}, "outputs, .*'right'; got 'loss', 'logit'"),
     (SUM, r"accumulate_outfeed_dtype: an output of the last stage, bool\[4\], has no sum"),
-]
-WRONG_DTYPES = [
-    (jnp.int32, r"an output of the last stage, float32\[\], is summed in .*hold it; got int32"),
-    ("wide", "accumulate_outfeed_dtype must be a dtype; got 'wide'"),
-    (lambda _value: np.bool_, "is summed in a dtype that can hold it; got bool"),
+    (
+        {**SUM, SUM_DTYPE: jnp.int32},
+        r"an output of the last stage, float32\[\], is summed in .*hold it; got int32",
+    ),
+    ({**SUM, SUM_DTYPE: "wide"}, "accumulate_outfeed_dtype must be a dtype; got 'wide'"),
+    ({**SUM, SUM_DTYPE: lambda _value: np.bool_}, "is summed in a dtype that can hold it; got bool"),
+    ({SUM_DTYPE: jnp.float32}, "only used when accumulate_outfeed is True"),
 ]
 WRONG_TYPES = [
     ({"accumulate_outfeed": 1}, "accumulate_outfeed must be True or False; got 1"),
@@ -267,16 +232,7 @@ WRONG_TYPES = [
 
 @pytest.mark.parametrize(
     ("error", "options", "message"),
-    [
-        *((ValueError, *case) for case in WRONG_VALUES),
-        *((ValueError, {**SUM, "accumulate_outfeed_dtype": dtype}, told) for dtype, told in WRONG_DTYPES),
-        (
-            ValueError,
-            {"accumulate_outfeed_dtype": jnp.float32},
-            "only used when accumulate_outfeed is True",
-        ),
-        *((TypeError, *case) for case in WRONG_TYPES),
-    ],
+    [(ValueError, *case) for case in WRONG_VALUES] + [(TypeError, *case) for case in WRONG_TYPES],
 )
 def test_wrong_calls(error, options, message):
     with pytest.raises(error, match=message):
@@ -284,18 +240,8 @@ def test_wrong_calls(error, options, message):
 
 
 def test_keys_have_no_sum():
-    def stage():
-        return jax.random.key(0)
-
     with pytest.raises(ValueError, match=r"key<fry>\[\], cannot be summed; do not collect it"):
-        front.compile_program(
-            lambda: pipeline(
-                [stage],
-                gradient_accumulation_count=1,
-                outfeed_queue=IPUOutfeedQueue(),
-                accumulate_outfeed=True,
-            )
-        )
+        front.Pipelined([lambda: jax.random.key(0)], 1, accumulate_outfeed=True)
 
 
 def test_a_function_that_chooses_outputs_must_fit():
@@ -306,7 +252,7 @@ def test_a_function_that_chooses_outputs_must_fit():
 
 def test_the_last_element_is_all_that_is_held():
     """In mode LAST nobody can ask for what came before."""
-    queue = IPUOutfeedQueue(outfeed_mode=IPUOutfeedMode.LAST)
+    queue = IPUOutfeedQueue(outfeed_mode=LAST)
     queue.bind(jax.tree.structure(0.0), [jax.ShapeDtypeStruct((), "float32")])
     values = [jnp.float32(number) for number in range(3)]
     dropped = [weakref.ref(value) for value in values]

@@ -1,7 +1,6 @@
 """Replicas through the front: optimizers, devices, outfeeds, sessions and checkpoints."""
 
 import contextlib
-import functools
 import gc
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import optimizers
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, models
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
@@ -61,24 +60,13 @@ def plain_loss(variables, x, y):
     return jnp.mean((x - y) ** 2)
 
 
-class Model:
+class Model(front.Pipelined):
     """The four layers in stages, with queues."""
 
     def __init__(self, elements, num_stages=4, opt=None, stages=None, trains=True, **options):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
-        self.outfeed = Queue()
-        opt = average(optax.adam(0.01)) if opt is None else opt
-        given = {
-            "gradient_accumulation_count": COUNT,
-            "infeed_queue": self.infeed,
-            "outfeed_queue": self.outfeed,
-        }
         if trains:
-            given["optimizer_function"] = lambda loss: OptimizerFunctionOutput(opt, loss)
-            given["outfeed_loss"] = True
-        stages = stages_of(num_stages) if stages is None else stages
-        self.program = front.compile_program(lambda: pipeline(stages, **(given | options)))
-        self.initializer = self.infeed.initializer
+            opt, options = opt or average(optax.adam(0.01)), {"outfeed_loss": True, **options}
+        super().__init__(stages or stages_of(num_stages), COUNT, elements, opt, **options)
 
     def run(self, session, times=1):
         for _time in range(times):
@@ -138,45 +126,43 @@ def test_losses_with_weights_are_divided_by_those_of_all_replicas():
     def optimizer_function(loss, weight):
         return OptimizerFunctionOutput(average(optax.sgd(0.5)), loss, loss_weight=weight)
 
+    def whole(w0):
+        x, y, mask = (np.concatenate(part) for part in zip(*elements, strict=True))
+        loss, weight = losses_of(jnp.tanh(x * w0), y, mask)
+        return loss / weight
+
     stages = [lambda x, y, mask: losses_of(layer(0, x), y, mask)]
     model = Model(elements, stages=stages, optimizer_function=optimizer_function)
     with started(model, 2) as (session, variables):
         model.run(session)
-
-        def whole(variables):
-            x, y, mask = (np.concatenate(part) for part in zip(*elements, strict=True))
-            loss, weight = losses_of(jnp.tanh(x * variables["w0"]), y, mask)
-            return loss / weight
-
-        wanted = variables["w0"] - 0.5 * jax.grad(whole)(variables)["w0"]
+        wanted = variables["w0"] - 0.5 * jax.grad(whole)(variables["w0"])
         models.assert_trees_close(session.variables["w0"], np.asarray(wanted))
 
 
 # Optimizers.
 
 
-NESTS = {
-    "outside": lambda opt, queue: average(_mapped(_scaled(_watched(opt, queue)))),
-    "inside": lambda opt, queue: _watched(_scaled(_mapped(average(opt))), queue),
-    "between": lambda opt, queue: _mapped(average(_watched(_scaled(opt), queue))),
-}
-
-
-def _mapped(opt):
+def mapped(opt):
     return optimizers.MapGradientOptimizer(opt, lambda gradient, variable: gradient * 0.5 + variable)
 
 
-def _scaled(opt):
+def scaled(opt):
     return optimizers.LossScalingOptimizer(opt, initial_scale=2.0**10)
 
 
-def _watched(opt, queue):
-    after = optimizers.OutfeedOptimizerMode.AFTER_COMPUTE
-    return optimizers.OutfeedOptimizer(opt, queue, after, ["w3"])
+def watched(opt, queue, mode=optimizers.OutfeedOptimizerMode.AFTER_COMPUTE):
+    return optimizers.OutfeedOptimizer(opt, queue, mode, ["w3"])
+
+
+NESTS = {
+    "outside": lambda opt, queue: average(mapped(scaled(watched(opt, queue)))),
+    "inside": lambda opt, queue: watched(scaled(mapped(average(opt))), queue),
+    "between": lambda opt, queue: mapped(average(watched(scaled(opt), queue))),
+}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("nest", ["between", "outside", "inside"])
+@pytest.mark.parametrize("nest", NESTS)
 def test_optimizers_in_any_order(nest):
     elements, queue = elements_of(2 * COUNT), Queue()
     model = Model(elements, 2, NESTS[nest](optax.sgd(0.1), queue))
@@ -189,14 +175,13 @@ def test_optimizers_in_any_order(nest):
             for name, value in variables.items()
         }
         models.assert_trees_close(session.variables, jax.tree.map(np.asarray, wanted))
-        mapped = [0.5 * one["w3"] + variables["w3"] for one in each]
-        models.assert_trees_close(gradients, np.stack(mapped).reshape(COUNT, 2, -1))
+        halved = [0.5 * one["w3"] + variables["w3"] for one in each]
+        models.assert_trees_close(gradients, np.stack(halved).reshape(COUNT, 2, -1))
 
 
 def test_gradients_that_the_optimizer_gets_are_means_over_replicas():
     elements, queue = elements_of(2 * COUNT), Queue()
-    before = optimizers.OutfeedOptimizerMode.BEFORE_APPLY
-    opt = average(optimizers.OutfeedOptimizer(optax.sgd(0.1), queue, before, ["w3"]))
+    opt = average(watched(optax.sgd(0.1), queue, optimizers.OutfeedOptimizerMode.BEFORE_APPLY))
     model = Model(elements, 2, opt)
     with started(model, 4) as (session, variables):
         assert session.run(queue.dequeue())["w3"].shape == (0, 4)
@@ -221,12 +206,6 @@ def test_wrong_optimizers():
 # How many replicas there are.
 
 
-def test_more_ipus_alone_make_no_replicas():
-    model = Model(elements_of(COUNT), 2, optax.sgd(0.1))
-    with started(model, 8) as (session, _variables):
-        assert model.run(session).shape == (COUNT,)
-
-
 def test_an_optimizer_alone_makes_no_replicas():
     """Devices that nobody configured are as many as programs need, another one's too."""
     larger = Model(elements_of(COUNT), 4, optax.sgd(0.1), name="other")
@@ -237,12 +216,18 @@ def test_an_optimizer_alone_makes_no_replicas():
     del larger
 
 
-def test_idle_ipus_are_of_no_replica():
-    """Three were asked for, four are there."""
-    elements = elements_of(COUNT)
-    stages = [lambda x, y: (layer(0, x), y), lambda x, y: (layer(1, x), y), lambda x, y: jnp.mean(x - y)]
-    model = Model(elements, stages=stages)
-    with started(model, 3, require_power_of_two=True, auto_round_num_ipus=True) as (session, _variables):
+THREE = [lambda x, y: (layer(0, x), y), lambda x, y: (layer(1, x), y), lambda x, y: jnp.mean(x - y)]
+ROUNDED = {"require_power_of_two": True, "auto_round_num_ipus": True}
+
+
+@pytest.mark.parametrize(
+    ("stages", "opt", "num_ipus", "settings"),
+    [(stages_of(2), optax.sgd(0.1), 8, {}), (THREE, None, 3, ROUNDED)],
+    ids=["no optimizer averages", "three were asked for, four are there"],
+)
+def test_more_ipus_alone_make_no_replicas(stages, opt, num_ipus, settings):
+    model = Model(elements_of(COUNT), stages=stages, opt=opt)
+    with started(model, num_ipus, **settings) as (session, _variables):
         assert model.run(session).shape == (COUNT,)
 
 
@@ -367,19 +352,9 @@ def test_outputs_and_sums_have_an_axis_for_replicas():
         ipu.metric("mean", jnp.mean(x))
         return loss, {"x": x, "labels": labels}
 
-    def optimizer_function(loss, values):
-        return OptimizerFunctionOutput(average(optax.sgd(0.1)), loss)
-
-    model = Model(elements, stages=[stage], optimizer_function=optimizer_function, outfeed_loss=False)
-    sums = Model(
-        elements,
-        stages=[stage],
-        optimizer_function=optimizer_function,
-        outfeed_loss=False,
-        outfeed_mask=[True, False],
-        accumulate_outfeed=True,
-        name="sums",
-    )
+    options = {"stages": [stage], "opt": average(optax.sgd(0.1)), "outfeed_loss": False}
+    model = Model(elements, **options)
+    sums = Model(elements, **options, outfeed_mask=[True, False], accumulate_outfeed=True, name="sums")
     with started(model, 2) as (session, _variables):
         session.run(sums.initializer)
         _loss, values = model.run(session)
@@ -454,6 +429,11 @@ def test_values_of_all_replicas_and_their_gradients():
         queue.enqueue((mean, total, own))
         return (weight * x - mean) ** 2 + total
 
+    def total_loss(weight, values):
+        mean = (weight * values).mean(axis=1, keepdims=True)
+        total = (weight * values).sum(axis=1, keepdims=True)
+        return (weight * values - mean) ** 2 + total
+
     for number in (2, 1):
         queue = Queue()
         model = Model(elements, stages=[stage], opt=average(optax.sgd(1.0)))
@@ -461,18 +441,19 @@ def test_values_of_all_replicas_and_their_gradients():
             losses = model.run(session).reshape(COUNT, number)
             found = [part.reshape(COUNT, number) for part in session.run(queue.dequeue())]
             values = np.array(elements, np.float32)[: number * COUNT, 0].reshape(COUNT, number)
-
-            def total_loss(weight, values=values):
-                mean = (weight * values).mean(axis=1, keepdims=True)
-                total = (weight * values).sum(axis=1, keepdims=True)
-                return (weight * values - mean) ** 2 + total
-
-            models.assert_trees_close(losses, np.asarray(total_loss(np.float32(2))))
+            models.assert_trees_close(losses, np.asarray(total_loss(np.float32(2), values)))
             np.testing.assert_allclose(found[0], np.repeat(2 * values.mean(1, keepdims=True), number, 1))
             np.testing.assert_allclose(found[1], np.repeat(2 * values.sum(1, keepdims=True), number, 1))
             np.testing.assert_array_equal(found[2], values)
-            gradient = jax.grad(lambda weight, f=total_loss: jnp.sum(f(weight)))(jnp.float32(2)) / number
+            gradient = jax.grad(lambda *given: jnp.sum(total_loss(*given)))(jnp.float32(2), values) / number
             np.testing.assert_allclose(session.variables["weight"], 2 - gradient, rtol=1e-5)
+
+
+def select_with_groups(number, size):
+    """Selects IPUs, with batch normalization over so many replicas."""
+    config = front.ipu_config(number)
+    config.norms.experimental.distributed_batch_norm_replica_group_size = size
+    config.configure_ipu_system()
 
 
 def test_synchronized_batch_normalization_is_that_of_one_large_batch():
@@ -489,9 +470,7 @@ def test_synchronized_batch_normalization_is_that_of_one_large_batch():
 
     found = []
     for number, data in ((1, large), (2, elements)):
-        config = front.ipu_config(number)
-        config.norms.experimental.distributed_batch_norm_replica_group_size = number
-        config.configure_ipu_system()
+        select_with_groups(number, number)
         model = Model(data, stages=[stage], opt=average(optax.sgd(0.1)))
         with started(model) as (session, _variables):
             losses = model.run(session, UPDATES).reshape(COUNT * UPDATES, number).mean(axis=1)
@@ -509,29 +488,21 @@ def test_batch_normalization_of_each_replica():
     model = Model(elements, stages=[stage])
     with started(model, 2) as (session, _variables):
         model.run(session)
-        means = []
-        for replica in range(2):
-            moving = np.zeros(4, np.float32)
-            for x, _labels in elements[replica::2]:
-                moving = moving * 0.5 + x.mean(axis=0) * 0.5
-            means.append(moving)
+        moving = np.zeros((2, 4), np.float32)  # of each replica
+        for number, (x, _labels) in enumerate(elements):
+            moving[number % 2] = moving[number % 2] * 0.5 + x.mean(axis=0) * 0.5
         found = session.variables["batch_normalization/moving_mean"]
-        models.assert_trees_close(found, np.mean(means, axis=0))
+        models.assert_trees_close(found, np.mean(moving, axis=0))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_wrong_groups_of_batch_normalization(size):
-    def configure(number):
-        config = front.ipu_config(number)
-        config.norms.experimental.distributed_batch_norm_replica_group_size = size
-        config.configure_ipu_system()
-
     if size == 2:
         model = Model(elements_of(8), 1)
-        configure(2)
+        select_with_groups(2, size)
         text = "is 2, but was 1 when the pipeline 'Pipeline' was compiled"
     else:
-        configure(2)
+        select_with_groups(2, size)
         model = Model(elements_of(8), 1)
         text = "must be 1, for statistics of each replica, or the number of replicas, .* has 2. It is 3"
     with started(model) as (session, _variables), pytest.raises(ValueError, match=text):
@@ -539,29 +510,17 @@ def test_wrong_groups_of_batch_normalization(size):
 
 
 def test_wrong_values_and_places():
-    ops = ipu.cross_replica_ops
-
-    def compile_with(function):
-        def stage(x, labels):
-            function(x)
-            return stages_of(1)[0](x, labels)
-
-        return Model(elements_of(1), stages=[stage])
-
+    mean, total = ipu.cross_replica_ops.cross_replica_mean, ipu.cross_replica_ops.cross_replica_sum
     for function, error, text in (
-        (
-            lambda x: ops.cross_replica_mean(x.astype("int32")),
-            TypeError,
-            "x must be floating-point numbers; got int",
-        ),
-        (lambda _x: ops.cross_replica_sum("x"), TypeError, "cross_replica_sum: x must be an array"),
-        (lambda x: ops.cross_replica_sum(x > 0), TypeError, "x must be an array of numbers; got bool"),
-        (lambda x: ops.cross_replica_sum(x, 2), NotImplementedError, "must be None, .* or 1; got 2"),
-        (lambda x: ops.cross_replica_sum(x, 1.5), TypeError, "must be an integer, or None; got 1.5"),
+        (lambda x: mean(x.astype("int32")), TypeError, "x must be floating-point numbers; got int"),
+        (lambda _x: total("x"), TypeError, "cross_replica_sum: x must be an array"),
+        (lambda x: total(x > 0), TypeError, "x must be an array of numbers; got bool"),
+        (lambda x: total(x, 2), NotImplementedError, "must be None, .* or 1; got 2"),
+        (lambda x: total(x, 1.5), TypeError, "must be an integer, or None; got 1.5"),
     ):
         with pytest.raises(error, match=text):
-            compile_with(function)
-    for function in (functools.partial(ops.cross_replica_sum, 1.0), ipu.replication_ops.replication_index):
+            Model(elements_of(1), stages=[lambda x, labels, use=function: (use(x), jnp.mean(x))[1]])
+    for function in (lambda: total(1.0), ipu.replication_ops.replication_index):
         with pytest.raises(RuntimeError):
             function()
 
@@ -583,12 +542,9 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
         select(number)
         with ipu.Session() as session:
             ipu.utils.reset_ipu_seed(7, experimental_identical_replicas=is_identical)
-            if not found:
-                initializer = model.initializer
-            session.run(initializer)
-            session.run(model.program)
+            session.run(model.initializer)
+            model.run(session)
             found.append(session.run(queue.dequeue()).reshape(COUNT, number))
-            session.run(model.outfeed.dequeue())
     np.testing.assert_array_equal(found[1], np.repeat(found[0], 2, axis=1))
     assert len(np.unique(found[2])) == 2 * COUNT
     with pytest.raises(TypeError, match="experimental_identical_replicas must be True or False; got 1"):
