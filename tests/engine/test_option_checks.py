@@ -22,10 +22,7 @@ X = np.ones(3, np.float32)
         ({"loss": 3}, "loss must be a function of what the last stage returns, or None; got 3"),
         ({"trained": "w"}, "trained must be a collection of full names, .*; got 'w'"),
         ({"trained": lambda names: names}, "trained must be a collection of full names"),
-        (
-            {"gradient_map": lambda gradient, _variable: gradient},
-            "gradient_map=lambda: halve, or None; got",
-        ),
+        ({"gradient_map": lambda gradient, _own: gradient}, "gradient_map=lambda: halve, or None; got"),
         ({"gradient_targets": ()}, r"gradient_targets must be a function without arguments .*; got \(\)"),
         ({"devices": "cpu"}, "devices must be a list of devices, .*; got 'cpu'"),
         ({"devices": [0, 1]}, r"devices must be a list of devices, .*; got \[0, 1\]"),
@@ -69,9 +66,20 @@ def test_what_is_of_another_type_is_refused_at_once(options, text):
         engine.Pipeline(**{"stages": STAGES, **TRAINING, **options})
 
 
-def test_devices_that_are_too_few():
-    with pytest.raises(ValueError, match="needs 2 devices"):
-        engine.Pipeline(STAGES, **TRAINING, devices=[]).init(jax.random.key(0), X)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"devices": []}, "needs 2 devices"),
+        ({"trained": []}, "No variables to optimize: trained names none"),
+        (
+            {"gradient_map": lambda: lambda gradient, _variable: gradient[None]},
+            "map of gradient_map must return the gradient's shape",
+        ),
+    ],
+)
+def test_what_is_refused_as_it_starts(options, text):
+    with pytest.raises(ValueError, match=text):
+        engine.Pipeline(STAGES, **TRAINING, **options).init(jax.random.key(0), X)
 
 
 @pytest.mark.parametrize(
@@ -107,38 +115,9 @@ def test_what_only_training_has_a_use_for(options):
             {"sum_collected": True, "collect_outputs": False, "collect_losses": False},
             "neither outputs nor losses are collected",
         ),
+        ({"shard": ["optimizer_state"]}, "shard has no effect: there is one replica"),
     ],
 )
 def test_what_has_no_effect_beside_others(options, reason):
     with pytest.warns(UserWarning, match=reason):
-        engine.Pipeline(STAGES, **{**TRAINING, **options})
-
-
-def test_one_replica_has_everything():
-    pipeline = engine.Pipeline(STAGES, **TRAINING, shard=["optimizer_state"])
-    with pytest.warns(UserWarning, match="shard has no effect: there is one replica"):
-        pipeline.init(jax.random.key(0), X)
-
-
-def test_names_of_no_variable_are_not_called_a_lack_of_variables():
-    pipeline = engine.Pipeline(STAGES, **TRAINING, trained=[])
-    with pytest.raises(ValueError, match="No variables to optimize: trained names none"):
-        pipeline.trace(X)
-
-
-def test_a_map_that_changes_shapes_is_called_by_the_option():
-    pipeline = engine.Pipeline(
-        STAGES, **TRAINING, gradient_map=lambda: lambda gradient, _variable: gradient[None]
-    )
-    with pytest.raises(ValueError, match="map of gradient_map must return the gradient's shape"):
-        pipeline.trace(X)
-
-
-@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
-def test_a_state_whose_memory_a_step_took_is_refused(mapping):
-    pipeline = engine.Pipeline(STAGES, **TRAINING, donate=True, device_mapping=mapping)
-    old = pipeline.init(jax.random.key(0), X)
-    state, _outputs = pipeline.step(old, [X, X])
-    with pytest.raises(ValueError, match="has been deleted. With donate=True"):
-        pipeline.step(old, [X, X])
-    pipeline.step(state, [X, X])
+        engine.Pipeline(STAGES, **TRAINING, **options).init(jax.random.key(0), X)

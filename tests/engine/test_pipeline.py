@@ -13,6 +13,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError
 from ipu_pipeline.engine.state import Collected
 from tests.support import beside, models
+from tests.support.compilations import compilations
 
 
 def first(x):
@@ -99,10 +100,8 @@ def test_stopped_gradients_across_stages(rng):
         y = models.dense("a", 6, x)
         return y, jax.lax.stop_gradient(y)
 
-    run_both(
-        make([stage0, lambda y, z: jnp.mean(models.dense("b", 6, y) * halved(z))]),
-        arrays(rng, 4, (3, 6)),
-    )
+    pipeline = make([stage0, lambda y, z: jnp.mean(models.dense("b", 6, y) * halved(z))])
+    run_both(pipeline, arrays(rng, 4, (3, 6)))
 
 
 def test_steps_at_the_same_time_and_within_each_other(rng):
@@ -124,16 +123,13 @@ def test_steps_at_the_same_time_and_within_each_other(rng):
 
 def test_threads_take_the_first_step_at_the_same_time(rng):
     micro_batches = models.mlp_batches(rng, 4)
-    together, alone = make(models.mlp_stages(2)), make(models.mlp_stages(2))
 
     def step(pipeline):
         return pipeline.step(pipeline.init(jax.random.key(0), micro_batches[0]), micro_batches)[0].variables
 
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(step, [together] * 3))
-    expected = step(alone)
-    for variables in found:
-        models.assert_trees_close(variables, expected, 0.0)
+        found = list(threads.map(step, [make(models.mlp_stages(2))] * 3))
+    models.assert_trees_close(found, [step(make(models.mlp_stages(2)))] * 3, 0.0)
 
 
 @pytest.mark.parametrize(("schedule", "mapping"), [("zero_bubble", (0, 1, 2)), ("interleaved", (0, 0, 0))])
@@ -152,15 +148,14 @@ def test_arrays_that_are_written_in_place(schedule, mapping, rng):
     activated.defvjp(lambda y: (jnp.tanh(y), jnp.tanh(y)), backward)
 
     def middle(y):
-        array = jax.new_ref(activated(models.dense("b", 6, y)))
+        array = jax.new_ref(models.dense("b", 6, y, activated))
         array[0] = 2 * array[1]
         return array[...]
 
-    stages = [
-        lambda x: models.dense("a", 6, x),
-        middle,
-        lambda y: jnp.mean(activated(models.dense("c", 6, y)) ** 2),
-    ]
+    def last(y):
+        return jnp.mean(models.dense("c", 6, y, activated) ** 2)
+
+    stages = [lambda x: models.dense("a", 6, x), middle, last]
     run_both(make(stages, schedule=schedule, device_mapping=mapping), arrays(rng, 4, (3, 6)))
 
 
@@ -219,11 +214,7 @@ def test_stage_of_parameters_and_inputs(rng):
     start = {"w": rng.normal(size=(6, 6)).astype("float32"), "b": [np.zeros(6, "float32")]}
     stages = [
         engine.Stage(lambda p, x: jnp.tanh(x @ p["w"] + p["b"][0]), start),
-        engine.Stage(
-            lambda p, x: jnp.mean((x @ p) ** 2),
-            lambda key: jax.random.normal(key, (6, 2)),
-            name="head",
-        ),
+        engine.Stage(lambda p, x: jnp.mean((x @ p) ** 2), lambda key: jnp.ones((6, 2)), name="head"),
     ]
     fresh = make(stages).init(jax.random.key(0), arrays(rng, 1, (3, 6))[0])
     assert sorted(fresh.variables) == ["head/parameter", "stage0/b/0", "stage0/w"]
@@ -243,21 +234,19 @@ def test_each_stage_s_variables_are_on_its_own_device(rng):
 
 
 def test_donate_reuses_the_state_s_memory(rng):
-    micro_batches = models.mlp_batches(rng, 4)
-    kept, donated = (
-        make(models.mlp_stages(2), optimizer=optax.sgd(0.1, momentum=0.9), donate=donate)
-        for donate in (False, True)
-    )
+    micro_batches, optimizer = models.mlp_batches(rng, 4), optax.sgd(0.1, momentum=0.9)
+    pipelines = [make(models.mlp_stages(2), optimizer=optimizer, donate=donate) for donate in (False, True)]
     # After a step all is XLA's own; some memory of initial values may be NumPy's.
-    kept_state, _outputs = kept.step(kept.init(jax.random.key(0), micro_batches[0]), micro_batches)
-    state, _outputs = donated.step(donated.init(jax.random.key(0), micro_batches[0]), micro_batches)
-    pointers = {name: array.unsafe_buffer_pointer() for name, array in state.variables.items()}
-    new_state, _outputs = donated.step(state, micro_batches)
-    expected, _outputs = kept.step(kept_state, micro_batches)
-    assert all(array.is_deleted() for array in state.variables.values())
-    assert not any(array.is_deleted() for array in kept_state.variables.values())
-    assert {n: a.unsafe_buffer_pointer() for n, a in new_state.variables.items()} == pointers
-    models.assert_trees_close(new_state.variables, expected.variables, 0.0)
+    before = [
+        own.step(own.init(jax.random.key(0), micro_batches[0]), micro_batches)[0] for own in pipelines
+    ]
+    pointers = [{n: a.unsafe_buffer_pointer() for n, a in own.variables.items()} for own in before]
+    kept, donated = (
+        own.step(state, micro_batches)[0] for own, state in zip(pipelines, before, strict=True)
+    )
+    assert [{a.is_deleted() for a in own.variables.values()} for own in before] == [{False}, {True}]
+    assert {n: a.unsafe_buffer_pointer() for n, a in donated.variables.items()} == pointers[1]
+    models.assert_trees_close(donated.variables, kept.variables, 0.0)
 
 
 def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
@@ -296,12 +285,9 @@ def test_only_some_variables_trained(rng):
 
 def test_a_user_s_schedule(rng):
     def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
         return [
-            [
-                Action(kind, stage, k)
-                for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-                for k in range(num_micro_batches)
-            ]
+            [Action(kind, stage, number) for kind in kinds for number in range(num_micro_batches)]
             for stage in range(num_stages)
         ]
 
@@ -310,38 +296,18 @@ def test_a_user_s_schedule(rng):
 
 
 def test_compile_counts(rng):
-    compiled = []
-
-    def listen(event, duration, **_details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration)
-
-    micro_batches = models.mlp_batches(rng, 8)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        counts = []
-        for count in (2, 8):
-            pipeline = make(
-                models.mlp_stages(3),
-                count=count,
-                donate=True,
-                reduction="running_mean",
-                dispatch_plan=engine.Chunking(),
-            )
-            state = pipeline.init(jax.random.key(0), micro_batches[0])
-            jax.block_until_ready(state)
-            compiled.clear()
-            for step in range(3):
+    micro_batches, counts = models.mlp_batches(rng, 8), []
+    for count in (2, 8):
+        options = {"reduction": "running_mean", "dispatch_plan": engine.Chunking()}
+        pipeline = make(models.mlp_stages(3), count=count, donate=True, **options)
+        state = jax.block_until_ready(pipeline.init(jax.random.key(0), micro_batches[0]))
+        for _step in range(3):
+            with compilations() as compiled:
                 state, outputs = pipeline.step(state, micro_batches)
                 jax.block_until_ready((state, outputs.losses))
-                if step == 0:
-                    counts.append(len(compiled))
-                    compiled.clear()
-            assert compiled == []  # nothing after the first step
-        # Two forwards, two backwards, the last stage's one, three updates.
-        assert counts == [8, 8]
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+            counts.append(len(compiled))
+    # Two forwards, two backwards, the last stage's one, three updates; nothing after the first step.
+    assert counts == [8, 0, 0] * 2
 
 
 def test_too_few_micro_batches_leave_the_state_alone(rng):
@@ -359,10 +325,9 @@ def test_micro_batches_that_change(rng):
     pipeline = make(models.mlp_stages(2), max_shapes=1)
     micro_batches = models.mlp_batches(rng, 4)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
-    ragged = [*micro_batches[:3], models.mlp_batches(rng, 1, size=3)[0]]
-    with pytest.raises(
-        ValueError, match=r"Micro-batch 3 .*float32\[4, 12\]; got float32\[3, 12\].*drop_remainder"
-    ):
+    ragged = [*micro_batches[:3], *models.mlp_batches(rng, 1, size=3)]
+    message = r"Micro-batch 3 .*float32\[4, 12\]; got float32\[3, 12\].*drop_remainder"
+    with pytest.raises(ValueError, match=message):
         pipeline.step(state, ragged)
 
 
@@ -456,19 +421,14 @@ def test_init_with_a_raw_key():
 
 
 def test_counts_that_would_not_fit_into_a_schedule():
-    def stage(x):
-        return x * engine.get_variable("w", ())
-
-    training = {"loss": lambda x: x, "optimizer": optax.sgd(0.1)}
+    stages = [lambda x: x * engine.get_variable("w", ()), lambda x: x]
     with pytest.raises(ValueError, match="are 8589934588 actions; .* has up to 4194304"):
-        engine.Pipeline([stage, lambda x: x], num_micro_batches=2**31 - 1, **training)
-    one = engine.Pipeline(
-        [stage, lambda x: x], num_micro_batches=2**31 - 1, device_mapping=[0, 0], **training
-    )
+        make(stages, count=2**31 - 1)
+    one = make(stages, count=2**31 - 1, device_mapping=[0, 0])
     one.trace(np.float32(1))
     assert len(one.plan_memory()) == 2
     with pytest.raises(ValueError, match="IPUs have numbers up to 65535; got 1099511627776"):
-        engine.Pipeline([stage, lambda x: x], num_micro_batches=2, device_mapping=[0, 2**40])
+        make(stages, device_mapping=[0, 2**40])
 
 
 @pytest.mark.parametrize(("mapping", "count"), [(None, 3), ([0, 0], 2)])
@@ -490,18 +450,19 @@ def test_compiled_before_the_first_step(mapping, count, caplog):
 
 def test_micro_batches_are_converted_or_refused():
     """Masks were dropped, what float32 does not have became inf, and JAX refused big-endian arrays."""
-    pipeline = engine.Pipeline([lambda x: x * 2], num_micro_batches=1, collect_outputs=True)
+    pipeline = engine.Pipeline([lambda x: x * 2], num_micro_batches=1)
     plain = np.arange(3, dtype="f4")
     state = pipeline.init(jax.random.key(0), {"x": plain.astype(">f8")})
     for kind in ("f4", ">f4", ">f8"):
         _state, outputs = pipeline.step(state, [{"x": plain.astype(kind)}])
         np.testing.assert_array_equal(outputs.outputs[0], [0, 2, 4])
-    with pytest.raises(ValueError, match=r"Micro-batch 0, at \['x'\] is a masked array: 1 of its 3"):
-        pipeline.step(state, [{"x": np.ma.masked_array(plain, [0, 0, 1])}])
-    with pytest.raises(
-        ValueError, match=r"Micro-batch 0, at \['x'\], of dtype float64, does not fit float32"
+    masked, large = np.ma.masked_array(plain, [0, 0, 1]), plain.astype("f8") + 1e300
+    for x, message in (
+        (masked, " is a masked array: 1 of its 3"),
+        (large, ", of dtype float64, does not fit float32"),
     ):
-        pipeline.step(state, [{"x": plain.astype("f8") + 1e300}])
+        with pytest.raises(ValueError, match=rf"Micro-batch 0, at \['x'\]{message}"):
+            pipeline.step(state, [{"x": x}])
     integers = engine.Pipeline([lambda x: x * 2], num_micro_batches=1)
     state = integers.init(jax.random.key(0), np.zeros(1, "i4"))
     with pytest.raises(ValueError, match="of dtype int64, does not fit int32: it has 1099511627776"):
@@ -526,18 +487,13 @@ def test_jax_waits_for_what_a_step_returns():
 
 def test_an_optimizer_whose_masks_do_not_fit():
     parameters = [{"w": np.ones((3, 2), "float32")}]
-    pipeline = make(
-        [lambda p, x: jnp.mean(x @ p["w"])],
-        parameters=parameters,
-        optimizer=optax.adamw(0.1, mask=[{"w": True}]),
-    )
+    optimizer = optax.adamw(0.1, mask=[{"w": True}])
+    pipeline = make([lambda p, x: jnp.mean(x @ p["w"])], parameters=parameters, optimizer=optimizer)
     message = "pytree structure error" if jax.__version_info__ >= (0, 10) else "Expected list"
     with pytest.raises(ValueError, match=message) as caught:
         pipeline.trace(np.ones((2, 3), "float32"))
-    assert (
-        "a dict from full name to array (masks and labels of Optax have to fit it): 'stage0/w'"
-        in (caught.value.__notes__[-1])
-    )
+    mend = "a dict from full name to array (masks and labels of Optax have to fit it): 'stage0/w'"
+    assert mend in caught.value.__notes__[-1]
 
 
 def plain_loss(variables, x, labels):
@@ -551,13 +507,8 @@ def plain_loss(variables, x, labels):
 @pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
 def test_gradients_equal_a_loop_without_this_package(mapping, rng):
     # optax.trace without decay keeps the gradients that the update was given.
-    pipeline = engine.Pipeline(
-        models.mlp_stages(2),
-        num_micro_batches=2,
-        loss=lambda loss: loss,
-        optimizer=optax.trace(decay=0.0),
-        device_mapping=mapping,
-    )
+    optimizer = optax.trace(decay=0.0)
+    pipeline = make(models.mlp_stages(2), count=2, optimizer=optimizer, device_mapping=mapping)
     step = models.mlp_batches(rng, 2)
     state = pipeline.init(jax.random.key(0), step[0])
     variables = models.on_one_device(state.variables)
@@ -570,16 +521,10 @@ def test_gradients_equal_a_loop_without_this_package(mapping, rng):
 def test_counts_beyond_32_bits(rng):
     def first(x, labels):
         noise = jax.random.normal(engine.next_rng_key(), x.shape)
-        return models.dense("first", 10, x + noise, jax.nn.relu), labels
+        return models.dense("first", 10, x + noise), labels
 
-    def last(x, labels):
-        return models.cross_entropy(models.dense("last", 10, x, lambda x: x), labels)
-
-    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
-    split, together = (
-        engine.Pipeline([first, last], num_micro_batches=2, device_mapping=mapping, **options)
-        for mapping in ([0, 1], [0, 0])
-    )
+    stages = [first, lambda x, labels: models.cross_entropy(models.dense("last", 10, x), labels)]
+    split, together = (make(stages, count=2, device_mapping=mapping) for mapping in ([0, 1], [0, 0]))
     steps = [models.mlp_batches(rng, 2) for _ in range(2)]
     counts = {"update_count": 2**31 - 1, "execution_count": 2**32 - 1}
     state, outputs = beside.train(split, steps, change=lambda state: dataclasses.replace(state, **counts))
