@@ -22,29 +22,32 @@ from tests.support import models
 SHAPE = (3, 4)
 
 
-def trace(body, element=None):
-    """A body of `body(*element) -> loss` that trains with one iteration per update."""
+def trace(body):
+    """A body of `body(x) -> loss` that trains with one iteration per update."""
 
     def call(carried, fed):
-        loss = body(*fed)
         # optax.trace without decay keeps the gradients that the update was given.
-        GradientAccumulationOptimizerV2(optax.trace(decay=0.0), 1).minimize(loss)
+        GradientAccumulationOptimizerV2(optax.trace(decay=0.0), 1).minimize(body(*fed))
         return carried
 
-    element = (jax.ShapeDtypeStruct(SHAPE, "float32"),) if element is None else element
+    element = (jax.ShapeDtypeStruct(SHAPE, "float32"),)
     return trace_body(call, [], element, frames.ProgramNames(), "the body")
 
 
-def run(body, *element):
-    """Gradients and new variables by name, after one iteration on as many devices as there are shards."""
-    avals = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in element)
-    loop = Loop(trace(body, avals))
+def begin(body):
+    """A loop with as many devices as there are shards, and its state at the start."""
+    loop = Loop(trace(body))
     loop.prepare(jax.devices())
     key = jax.random.key(5)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
-    start = jax.tree.map(np.asarray, variables)
-    state = loop.place_run(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
-    state = models.run_loop(loop, state, [element])
+    return loop, loop.place_run(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
+
+
+def run(body, x):
+    """The loop, and by name the variables, gradients and new variables of one iteration."""
+    loop, state = begin(body)
+    start = jax.tree.map(np.array, state.pipeline.variables)  # the loop may take their memory
+    state = models.run_loop(loop, state, [[x]])
     assert state.num_accumulated == 0
     new = jax.tree.map(np.asarray, state.pipeline.variables)
     return loop, start, jax.tree.map(np.asarray, state.pipeline.optimizer_state.trace), new
@@ -174,6 +177,18 @@ def test_loss_and_outputs_that_the_last_shard_does_not_make():
 # Errors.
 
 
+def with_own_jvp(function):
+    ruled = jax.custom_jvp(function)
+    ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[0]))
+    return ruled
+
+
+def with_own_vjp(function):
+    ruled = jax.custom_vjp(function)
+    ruled.defvjp(lambda x: (ruled(x), None), lambda _, g: (g,))
+    return ruled
+
+
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [
@@ -183,6 +198,8 @@ def test_loss_and_outputs_that_the_last_shard_does_not_make():
         (lambda f: lambda x: jax.lax.fori_loop(0, 2, lambda i, c: f(c), x), "jax.lax.scan"),
         (lambda f: lambda x: jax.lax.while_loop(lambda c: False, f, x), "jax.lax.while_loop"),
         (lambda f: lambda x: jax.lax.map(f, x), "jax.lax.scan"),
+        (with_own_jvp, "jax.custom_jvp"),
+        (with_own_vjp, "jax.custom_vjp"),
     ],
 )
 def test_scopes_inside_bodies(wrap, name):
@@ -195,23 +212,13 @@ def test_scopes_inside_bodies(wrap, name):
             trace(lambda x, function=function: mean_square(function(x @ kernel("a"))))
 
 
-def test_scopes_inside_functions_with_custom_derivatives():
-    def make(decorator):
-        def inner(x):
-            with ipu_shard(1):
-                return jnp.sin(x)
+@pytest.mark.parametrize("index", [1.0, "0", None, True, np.float32(1)])
+def test_index_type(index):
+    with pytest.raises(TypeError, match="ipu_shard: index must be an integer"), ipu_shard(index):
+        pass
 
-        return decorator(inner)
 
-    jvp = make(jax.custom_jvp)
-    jvp.defjvp(lambda primals, tangents: (jvp(*primals), tangents[0]))
-    with pytest.raises(ValueError, match="inside the body of jax.custom_jvp"):
-        trace(lambda x: mean_square(jvp(x @ kernel("a"))))
-    vjp = make(jax.custom_vjp)
-    vjp.defvjp(lambda x: (vjp(x), None), lambda _, g: (g,))
-    with pytest.raises(ValueError, match="inside the body of jax.custom_vjp"):
-        trace(lambda x: mean_square(vjp(x @ kernel("a"))))
-
+def test_scopes_inside_a_rule():
     plain = jax.custom_vjp(jnp.sin)
 
     def forward(x):
@@ -223,23 +230,14 @@ def test_scopes_inside_functions_with_custom_derivatives():
         Loop(trace(lambda x: mean_square(plain(x @ kernel("a")))))
 
 
-@pytest.mark.parametrize("index", [1.0, "0", None, True, np.float32(1)])
-def test_index_type(index):
-    with pytest.raises(TypeError, match="ipu_shard: index must be an integer"), ipu_shard(index):
-        pass
-
-
 def test_index_range_and_place():
     with pytest.raises(ValueError, match="index must be at least 0; got -1"), ipu_shard(-1):
         pass
     with pytest.raises(RuntimeError, match="ipu_shard was called outside of a program"), ipu_shard(0):
         pass
     frame = frames.Frame(frames.ProgramNames(), True, "stage 0 (encoder)", is_stage=True)
-    with (
-        frames.frame(frame),
-        pytest.raises(RuntimeError, match=r"in stage 0 \(encoder\).*device_mapping"),
-        ipu_shard(0),
-    ):
+    refused = pytest.raises(RuntimeError, match=r"in stage 0 \(encoder\).*device_mapping")
+    with frames.frame(frame), refused, ipu_shard(0):
         pass
 
 
@@ -294,20 +292,12 @@ def test_state_stays_where_its_shard_is(rng):
         with ipu_shard(1):
             return mean_square(x @ kernel("b"))
 
-    avals = (jax.ShapeDtypeStruct(SHAPE, "float32"),)
-    loop = Loop(trace(body, avals))
+    loop, state = begin(body)
     assert loop.num_devices == 3
-    loop.prepare(jax.devices())
-    key = jax.random.key(0)
-    variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
-    state = loop.place_run(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
-    x = rng.normal(size=SHAPE).astype("float32")
-    state = models.run_loop(loop, state, [[x]] * 2)
+    state = models.run_loop(loop, state, [[rng.normal(size=SHAPE).astype("float32")]] * 2)
+    places = {"a": [jax.devices()[2]], "b": [jax.devices()[1]]}
     for kept in (state.pipeline.variables, state.accumulators, state.pipeline.optimizer_state.trace):
-        assert {name: list(value.devices()) for name, value in kept.items()} == {
-            "a": [jax.devices()[2]],
-            "b": [jax.devices()[1]],
-        }
+        assert {name: list(value.devices()) for name, value in kept.items()} == places
 
 
 # Generated models against plain JAX.
