@@ -57,6 +57,7 @@ def fork_server():
 
 @pytest.fixture(autouse=True)
 def no_process_and_no_memory_left():
+    """Those of a test's loaders and accessors end with these."""
     before = list_shared_memory()
     yield
     gc.collect()  # a failed test's traceback
@@ -78,13 +79,13 @@ def make_rows(count=103):
     return torch.utils.data.TensorDataset(torch.arange(float(count)), torch.arange(count) * 2)
 
 
-def copy_batch(batch):
-    return [part.clone() for part in batch]
+def as_lists(batches):
+    return [[part.tolist() for part in batch] for batch in batches]
 
 
 def read(loader, times=1):
     """The batches of some iterations, as lists of numbers."""
-    return [[[part.tolist() for part in batch] for batch in loader] for _time in range(times)]
+    return [as_lists(loader) for _time in range(times)]
 
 
 def read_rows(loader):
@@ -166,19 +167,16 @@ class StrangeError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("mode", "drop_last", "num_workers", "shuffle"),
-    [(SYNC, False, 0, True), (ASYNC, True, 0, True), (REBATCHED, False, 1, True)],
+    ("mode", "drop_last", "num_workers", "worker_size"),
+    [(SYNC, False, 0, None), (ASYNC, True, 0, None), (REBATCHED, False, 1, 5)],
 )
-def test_batches_are_those_of_torch(mode, drop_last, num_workers, shuffle):
-    arguments = {"shuffle": shuffle, "num_workers": num_workers, "drop_last": drop_last}
+def test_batches_are_those_of_torch(mode, drop_last, num_workers, worker_size):
+    arguments = {"shuffle": True, "num_workers": num_workers, "drop_last": drop_last}
     torch.manual_seed(3)
-    worker_size = 5 if mode == REBATCHED else None
-    loader = DataLoader(
-        make_options(), make_rows(), 4, mode=mode, rebatched_worker_size=worker_size, **arguments
-    )
+    ours = {"mode": mode, "rebatched_worker_size": worker_size}
+    loader = DataLoader(make_options(), make_rows(), 4, **ours, **arguments)
     given = read(loader, times=2)
     assert loader.combinedBatchSize == 16
-    loader.terminate()
     torch.manual_seed(3)
     arguments["persistent_workers"] = num_workers > 0  # as ours are, if nothing else is said
     expected = torch.utils.data.DataLoader(make_rows(), 16, **arguments)
@@ -188,20 +186,11 @@ def test_batches_are_those_of_torch(mode, drop_last, num_workers, shuffle):
 
 def test_arguments_of_torch_go_to_the_other_process():
     arguments = {"shuffle": True, "collate_fn": torch.stack}
-    loader = DataLoader(
-        make_options(),
-        Rows(20),
-        mode=ASYNC,
-        generator=torch.Generator().manual_seed(7),
-        num_workers=1,
-        multiprocessing_context="fork",
-        prefetch_factor=1,
-        **arguments,
-    )
+    of_workers = {"num_workers": 1, "multiprocessing_context": "fork", "prefetch_factor": 1}
+    first, second = (torch.Generator().manual_seed(7) for _time in range(2))
+    loader = DataLoader(make_options(), Rows(20), mode=ASYNC, generator=first, **of_workers, **arguments)
     given = [batch.tolist() for batch in loader]
-    loader.terminate()
-    generator = torch.Generator().manual_seed(7)
-    expected = torch.utils.data.DataLoader(Rows(20), 4, generator=generator, **arguments)
+    expected = torch.utils.data.DataLoader(Rows(20), 4, generator=second, **arguments)
     assert given == [batch.tolist() for batch in expected]
 
 
@@ -213,19 +202,16 @@ def test_combined_batch_size_and_options():
     assert loader.combinedBatchSize == 2 * 3 * 5 * 2
     assert loader.options is options
     assert isinstance(loader, torch.utils.data.DataLoader)
-    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
-        options.deviceIterations(2)
-    with pytest.raises(AttributeError, match="Can't modify frozen Options"):
-        options.Training.gradientAccumulation(2)
+    for change in (options.deviceIterations, options.Training.gradientAccumulation):
+        with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+            change(2)
 
 
 def test_without_batch_size():
-    loader = DataLoader(
-        make_options(), Rows(5), batch_size=None, drop_last=False, mode=ASYNC, async_options=FORK
-    )
+    forked = {"mode": ASYNC, "async_options": FORK}
+    loader = DataLoader(make_options(), Rows(5), batch_size=None, drop_last=False, **forked)
     assert loader.combinedBatchSize is None
     assert [row.tolist() for row in loader] == [[0.0], [1.0], [2.0], [3.0], [4.0]]
-    loader.terminate()
 
 
 def test_batch_sampler():
@@ -235,18 +221,11 @@ def test_batch_sampler():
         (make_options(2, 1), True, 8, [[9, 8, 7, 6, 5, 4, 3, 2]], SYNC),
         (make_options(1, 2), False, 8, [[9, 8, 7, 6, 5, 4, 3, 2], [1, 0]], ASYNC),
     ]:
-        loader = DataLoader(
-            options,
-            make_rows(10),
-            batch_sampler=sampler,
-            drop_last=drop_last,
-            mode=mode,
-            async_options=FORK if mode else None,
-        )
+        given = {"batch_sampler": sampler, "drop_last": drop_last, "async_options": FORK if mode else None}
+        loader = DataLoader(options, make_rows(10), mode=mode, **given)
         assert [batch[0].tolist() for batch in loader] == expected
         assert loader.combinedBatchSize == combined
         assert len(loader) == len(expected)
-        loader.terminate()
 
 
 def test_workers_are_forked_without_a_warning():
@@ -256,29 +235,23 @@ def test_workers_are_forked_without_a_warning():
     loader = DataLoader(make_options(), make_rows(8), num_workers=1)
     with warnings.catch_warnings(action="error"):
         assert len(list(loader)) == 2
-    loader.terminate()
 
 
-@pytest.mark.parametrize(("mode", "num_workers", "drop_last"), [(SYNC, 0, True), (REBATCHED, 2, False)])
-def test_iterable_data_set(mode, num_workers, drop_last, log):
-    loader = DataLoader(
-        make_options(1, 1),
-        Stream(22),
-        batch_size=8,
-        num_workers=num_workers,
-        drop_last=drop_last,
-        mode=mode,
-        async_options=FORK if mode else None,
-        rebatched_worker_size=3 if mode == REBATCHED else None,
-    )
+REBATCHING = {"mode": REBATCHED, "async_options": FORK, "rebatched_worker_size": 3, "num_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"), [({"mode": SYNC}, [8, 8]), ({**REBATCHING, "drop_last": False}, [8, 8, 6])]
+)
+def test_iterable_data_set(arguments, sizes, log):
+    loader = DataLoader(make_options(1, 1), Stream(22), batch_size=8, **arguments)
     for _time in range(2):
         batches = [batch.tolist() for batch in loader]
-        assert [len(batch) for batch in batches] == ([8, 8] if drop_last else [8, 8, 6])
+        assert [len(batch) for batch in batches] == sizes
         rows = list(itertools.chain(*batches))
         assert sorted(rows) == list(range(len(rows)))
     warned = ["each of the 2 workers iterates over the whole IterableDataset" in line for line in log]
-    assert warned == [True] * (num_workers == 2)
-    loader.terminate()
+    assert warned == [True] * ("num_workers" in arguments)
 
 
 def test_arguments(log):
@@ -375,7 +348,6 @@ def test_accessor_over_what_can_be_iterated_over():
         assert last[1] == 5
         assert isinstance(last[0], np.ndarray)
         assert last[0].tolist() == [0, 1]  # the last one is still valid
-    accessor.terminate()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +364,6 @@ def test_accessor_over_other_things(data, expected):
     assert len(accessor) == len(expected)
     for _time in range(2):
         assert [row.item() for row in accessor] == expected
-    accessor.terminate()
 
 
 def test_arguments_of_the_accessor(log):
@@ -410,7 +381,6 @@ def test_arguments_of_the_accessor(log):
     used = DataLoader(make_options(), make_rows(16), mode=ASYNC, async_options=FORK)
     with pytest.raises(Error, match="The DataLoader already uses an AsynchronousDataAccessor internally."):
         AsynchronousDataAccessor(used)
-    used.terminate()
     assert log == []
     AsynchronousDataAccessor(Rows(), miss_sleep_time_in_ms=0, **FORK).terminate()
     assert len(log) == 1
@@ -426,7 +396,6 @@ def test_accessor_rebatches():
         assert list(itertools.chain(*given)) == list(range(24 if drop_last else 31))
         assert [len(batch) for batch in given] == ([6] * 4 if drop_last else [6] * 5 + [1])
         assert len(accessor) == len(given)
-        accessor.terminate()
 
 
 def test_length_after_rebatching_may_be_unknown():
@@ -434,7 +403,6 @@ def test_length_after_rebatching_may_be_unknown():
         accessor = AsynchronousDataAccessor(data, rebatched_size=2, **FORK)
         with pytest.raises(TypeError, match="known only for a DataLoader of a known length and batch size"):
             len(accessor)
-        accessor.terminate()
 
 
 def test_shapes_may_change():
@@ -452,7 +420,6 @@ def test_shapes_may_change():
 def test_batches_lie_in_a_ring():
     accessor = AsynchronousDataAccessor([torch.full((5,), n) for n in range(20)], buffer_size=3, **FORK)
     assert len({batch.data_ptr() for batch in accessor}) <= 3
-    accessor.terminate()
 
 
 def test_iterating_again_starts_over():
@@ -462,26 +429,22 @@ def test_iterating_again_starts_over():
     given = []
     for count in (1, 7, 2, 0, 7, 7):
         iterator = iter(loader)
-        given.append([copy_batch(next(iterator)) for _number in range(count)])
-    with pytest.raises(StopIteration):
-        next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
+        given.append(as_lists(next(iterator) for _number in range(count)))
+    for _time in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
     first = iter(loader)
     next(first)
     second = iter(loader)
     with pytest.raises(Error, match="Another iteration over the same data has begun"):
         next(first)
     assert len(list(second)) == 7
-    loader.terminate()
     torch.manual_seed(3)
     for batches in given:
         # Here as there, an iteration draws one permutation, however far it goes.
         iterator = iter(expected)
-        wanted = [next(iterator) for _number in range(max(len(batches), 1))][: len(batches)]
-        assert [[part.tolist() for part in batch] for batch in batches] == [
-            [part.tolist() for part in batch] for batch in wanted
-        ]
+        wanted = as_lists(next(iterator) for _number in range(max(len(batches), 1)))
+        assert batches == wanted[: len(batches)]
 
 
 class Draws:
@@ -511,10 +474,9 @@ def test_random_numbers_go_on_from_those_of_the_process():
     assert torch.equal(torch.stack(given), torch.stack(expected))
 
 
-def wait_for_loads(path, count):
-    """Waits until a row was loaded so often."""
+def wait_until(is_so):
     guard = time.monotonic() + 300
-    while not path.exists() or path.stat().st_size < count:
+    while not is_so():
         assert time.monotonic() < guard
         time.sleep(0.01)
 
@@ -525,15 +487,14 @@ def wait_for_loads(path, count):
 def test_when_an_iteration_begins_to_load(tmp_path, option, before, after):
     """How often the first row was loaded, before and after one iteration while no other has begun."""
     path = tmp_path / "loaded"
+    path.touch()
     options = {"load_indefinitely": False, **({} if option is None else {option: True})}
     accessor = AsynchronousDataAccessor(Rows(9, at=0, what=Append(path)), **options)
-    if before:
-        wait_for_loads(path, before)
+    wait_until(lambda: path.stat().st_size >= before)
     assert len(list(accessor)) == 9
-    wait_for_loads(path, after)
+    wait_until(lambda: path.stat().st_size >= after)
     assert path.stat().st_size == after
     assert [row.item() for row in accessor] == list(range(9))
-    accessor.terminate()
 
 
 # What goes wrong
@@ -548,11 +509,9 @@ def test_an_error_comes_with_its_traceback():
         assert "in __getitem__" in "".join(raised.value.__notes__)
         iterator = iter(accessor)
         assert [next(iterator).item() for _number in range(3)] == [0, 1, 2]
-    accessor.terminate()
     accessor = AsynchronousDataAccessor(Rows(8, at=3, what=fail_strangely), **FORK)
     with pytest.raises(RuntimeError, match="StrangeError: 1 and 2"):  # it does not pickle
         list(accessor)
-    accessor.terminate()
 
 
 def test_an_error_of_a_worker():
@@ -563,7 +522,6 @@ def test_an_error_of_a_worker():
         KeyError, match="DataLoader worker process 0(.|\n)*in __getitem__(.|\n)*row 3 is missing"
     ):
         list(loader)
-    loader.terminate()
 
 
 @pytest.mark.parametrize(
@@ -578,7 +536,6 @@ def test_a_process_that_dies(what, code, strategy):
             for row in accessor:
                 given.append(row.item())
         assert given == [0, 1, 2][: len(given)]
-    accessor.terminate()
 
 
 def test_terminated_in_the_middle():
@@ -617,11 +574,9 @@ def test_what_cannot_be_pickled():
         AsynchronousDataAccessor(Local())
     accessor = AsynchronousDataAccessor(Local(3), **FORK)
     assert [row.item() for row in accessor] == [0, 1, 2]
-    accessor.terminate()
     loader = DataLoader(make_options(), make_rows(16), mode=ASYNC, async_options=FORK)
     with pytest.raises(TypeError, match="in mode Async has a process, and cannot be pickled"):
         take_apart(loader)
-    loader.terminate()
 
 
 class Unloadable:
@@ -646,7 +601,6 @@ def test_a_data_set_that_does_not_load():
     for _time in range(2):
         with pytest.raises(FileNotFoundError, match="no such disk here"):
             list(accessor)
-    accessor.terminate()
 
 
 def test_a_program_without_a_guard_is_told_to_have_one(monkeypatch):
@@ -691,18 +645,12 @@ def use_data_and_end(connection, how):
         signal.pause()
 
 
-def wait_for_end(pid):
-    """Waits until there is no such process, or it is a zombie that waits for its parent."""
-    guard = time.monotonic() + 300
-    while True:
-        try:
-            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state == "Z":
-            return
-        assert time.monotonic() < guard
-        time.sleep(0.01)
+def has_ended(pid):
+    """Whether there is no such process, or it is a zombie that waits for its parent."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.parametrize(("how", "code"), [("returns", 0), ("interrupted", 1), ("killed", -signal.SIGKILL)])
@@ -718,10 +666,9 @@ def test_the_process_ends_with_the_one_that_uses_it(how, code):
         program.kill()
     program.join()
     assert program.exitcode == code
-    program.close()
-    here.close()
-    there.close()
-    wait_for_end(loader)
+    for resource in (program, here, there):
+        resource.close()
+    wait_until(lambda: has_ended(loader))
 
 
 # Whole programs
@@ -778,7 +725,6 @@ def test_processes_that_are_spawned():
     given = read(loader)
     torch.manual_seed(3)
     assert given == read(torch.utils.data.DataLoader(make_rows(), 4, shuffle=True, drop_last=True))
-    loader.terminate()
 
 
 # Parcels and batches
