@@ -1,5 +1,7 @@
 """Variables and random keys inside loops, conditionals, checkpoints and jitted functions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,45 +93,26 @@ def in_vmap_and_grad(x):
     [
         pytest.param(in_scan, marks=pytest.mark.thorough),
         pytest.param(in_nested_scan, marks=pytest.mark.thorough),
-        in_both_branches,
-        in_switch,
-        in_while,
-        in_checkpoint,
-        in_cached_jit,
-        in_vmap_and_grad,
+        *(in_both_branches, in_switch, in_while, in_checkpoint, in_cached_jit, in_vmap_and_grad),
     ],
 )
 def test_equals_reference_and_values_reach_the_body(stage, rng):
     micro_batches = [rng.normal(size=(3, WIDTH)).astype("float32") for _ in range(2)]
-    for _second_program in range(
-        1 + (stage is in_cached_jit)
-    ):  # what JAX has cached by then does not matter
-        pipeline = engine.Pipeline(
-            [stage, lambda x: jnp.mean(x**2)],
-            num_micro_batches=2,
-            loss=lambda loss: loss,
-            optimizer=optax.sgd(0.1),
-        )
+    for _program in range(1 + (stage is in_cached_jit)):  # what JAX has cached by then does not matter
+        pipeline = make(stage, num_micro_batches=2, optimizer=optax.sgd(0.1))
         state, _outputs = beside.train(pipeline, [micro_batches], seed=3)
-    trainable = [name for name, spec in pipeline.variables.items() if spec.trainable]
-    assert trainable
+    assert any(spec.trainable for spec in pipeline.variables.values())
     if "count" in state.variables:
         assert state.variables["count"] == 2  # once per micro-batch
+
+
+def make(stage, **options):
+    return engine.Pipeline([stage, lambda x: jnp.mean(x**2)], loss=lambda loss: loss, **options)
 
 
 def test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(rng):
     def stage(x):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ variable("w")), None), x, None, length=3)[0]
-
-    x = rng.normal(size=(3, WIDTH)).astype("float32")
-    pipeline = engine.Pipeline(
-        [stage, lambda x: jnp.mean(x**2)],
-        num_micro_batches=1,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(1.0),
-    )
-    state = pipeline.init(jax.random.key(0), x)
-    new_state, _outputs = pipeline.step(state, [x])
 
     def by_hand(w):
         value = x
@@ -137,12 +120,12 @@ def test_a_scan_s_variable_has_the_gradient_of_the_same_scan_by_hand(rng):
             value = jnp.tanh(value @ w)
         return jnp.mean(value**2)
 
+    x = rng.normal(size=(3, WIDTH)).astype("float32")
+    pipeline = make(stage, num_micro_batches=1, optimizer=optax.sgd(1.0))
+    state = pipeline.init(jax.random.key(0), x)
+    new_state, _outputs = pipeline.step(state, [x])
     w = state.variables["w"]
     models.assert_trees_close(new_state.variables["w"], w - jax.jit(jax.grad(by_hand))(w))
-
-
-def trace_stage(stage):
-    engine.Pipeline([stage], num_micro_batches=1).trace(np.zeros((3, WIDTH), "float32"))
 
 
 def assigning_in_a_scan(x):
@@ -181,7 +164,7 @@ TRACED_ONCE = "was asked for in a function that JAX has traced once and used"
 )
 def test_what_is_refused(stage, message):
     with pytest.raises(ValueError, match=message):
-        trace_stage(stage)
+        engine.Pipeline([stage], num_micro_batches=1).trace(np.zeros((3, WIDTH), "float32"))
 
 
 @jax.jit
@@ -193,23 +176,18 @@ def moving_mean(x):
 def test_cached_functions_in_several_stages_and_pipelines():
     """Each stage traces them anew: names and keys are those of the call, not of an earlier one."""
 
-    def make(scopes):
-        def stage(scope):
-            def call(x):
-                with engine.variable_scope(scope):
-                    engine.get_variable("mean", (), trainable=False)
-                    return moving_mean(cached_noise(cached(x)))
+    def run(scopes):
+        def stage(scope, x):
+            with engine.variable_scope(scope):
+                engine.get_variable("mean", (), trainable=False)
+                return moving_mean(cached_noise(cached(x)))
 
-            return call
-
-        pipeline = engine.Pipeline(
-            [stage(scope) for scope in scopes], num_micro_batches=1, device_mapping=[0] * len(scopes)
-        )
-        state = pipeline.init(jax.random.key(0), np.zeros((3, WIDTH), "float32"))
-        state, outputs = pipeline.step(state, [np.zeros((3, WIDTH), "float32")])
+        stages = [functools.partial(stage, scope) for scope in scopes]
+        pipeline = engine.Pipeline(stages, num_micro_batches=1, device_mapping=[0] * len(scopes))
+        x = np.zeros((3, WIDTH), "float32")
+        state, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
         assert sorted(state.variables) == sorted(f"{s}/{v}" for s in scopes for v in ("cached", "mean"))
         assert all(state.variables[f"{scope}/mean"] != 0 for scope in scopes)
         return outputs.outputs[0]
 
-    first, second = make("ab"), make("c")
-    assert not np.array_equal(first, second)
+    assert not np.array_equal(run("ab"), run("c"))

@@ -91,10 +91,9 @@ def test_modules_whose_parameters_would_not_be_trained(name):
 
 
 def test_that_nothing_is_trained_is_no_fault_of_its_own():
-    stages = [Block(), jnp.mean]
-    pipeline = engine.Pipeline(stages, num_micro_batches=1, loss=lambda x: x, optimizer=optax.sgd(0.1))
+    training = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
     with pytest.raises(ValueError, match=r"^stage 0 \(Block\) is the Flax module Block"):
-        pipeline.trace(X)
+        engine.Pipeline([Block(), jnp.mean], num_micro_batches=1, **training).trace(X)
 
 
 def merged(module):
@@ -155,10 +154,11 @@ class Scaled:
 
 def test_pytrees_that_can_be_called():
     scaled = Scaled(jnp.arange(3.0))
-    with pytest.raises(
-        ValueError, match=r"stage 0 \(Scaled\) is a pytree that can be called: its arrays wo"
-    ):
+    message = r"stage 0 \(Scaled\) is a pytree that can be called: its arrays would"
+    with pytest.raises(ValueError, match=message):
         make(scaled).trace(X)
     make(lambda x: scaled(x)).trace(X)  # constants that are arrays
     pipeline = make(engine.Stage(lambda module, x: module(x), scaled))
     assert "stage0/0" in pipeline.init(jax.random.key(0), X).variables
+    listed = engine.Pipeline([lambda module, x: module(x)], parameters=[scaled], num_micro_batches=1)
+    assert isinstance(listed.parameters(listed.init(jax.random.key(0), X))[0], Scaled)

@@ -58,7 +58,7 @@ def test_parameters_equal_plain_jax(rng):
     """Tied embeddings: the gradients of both stages are added, and there is one variable."""
     parameters = tied_parameters(rng)
     step = [tuple(rng.integers(0, 10, 4).astype("int32") for _ in range(2)) for _ in range(4)]
-    pipeline = make(tied_stages(), parameters=parameters, optimizer=optax.sgd(0.1))
+    pipeline = make(tied_stages(), parameters=parameters)
     state = pipeline.init(jax.random.key(0), step[0])
     assert sorted(state.variables) == ["stage0/scale", "stage1/w", "words/bias", "words/in"]
     assert state.variables["stage1/w"].devices() == {jax.devices()[1]}
@@ -74,10 +74,8 @@ def test_parameters_equal_plain_jax(rng):
 
     before = (given[0].pop("table"), given[0], {"w": given[1]["w"]})
     state, outputs = pipeline.step(state, step)
-    differentiate = jax.jit(jax.value_and_grad(plain))
-    losses, grads = zip(*(differentiate(before, *each) for each in step), strict=True)
-    expected = jax.tree.map(lambda value, *own: value - np.float32(0.1) * sum(own), before, *grads)
-    models.assert_trees_close(tuple(outputs.losses), losses)
+    losses, expected, _left = models.plain_loop(plain, before, [[each] for each in step], 4, optax.sgd(0.1))
+    models.assert_trees_close(list(outputs.losses), list(losses[:, 0]))
     models.assert_trees_close(pipeline.parameters(state), tied(*expected))
 
 
@@ -90,11 +88,14 @@ def test_a_variable_shared_twice_within_a_stage(rng):
     assert pipeline.parameters(state)[0][0] is pipeline.parameters(state)[0][1]
 
 
-def test_evaluation_by_shapes_on_the_trainer_s_state(rng):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_evaluation_by_shapes_on_the_trainer_s_state(is_shared, rng):
     """Without values an evaluator cannot start, but it runs on the state of the pipeline that trains."""
     parameters, micro_batches = start(rng), arrays(rng, 4, (3, 6))
+    if is_shared:
+        parameters = [engine.Shared(f"layer{number}", own) for number, own in enumerate(parameters)]
     trainer = make(STAGES, parameters=parameters)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
+    shapes = jax.eval_shape(lambda: parameters)
     evaluator = engine.Pipeline(STAGES, parameters=shapes, num_micro_batches=2)
     state = trainer.init(jax.random.key(0), micro_batches[0])
     state, _outputs = trainer.step(state, micro_batches)
@@ -108,22 +109,24 @@ def test_evaluation_by_shapes_on_the_trainer_s_state(rng):
 def test_other_values_go_into_a_state(rng):
     micro_batches = arrays(rng, 4, (3, 6))
     other = start(rng)
-    pipeline = make(STAGES, parameters=start(rng), optimizer=optax.adam(0.1))
-    expected = make(STAGES, parameters=other, optimizer=optax.adam(0.1))
+    pipeline, expected = (
+        make(STAGES, parameters=own, optimizer=optax.adam(0.1)) for own in (start(rng), other)
+    )
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     float64 = jax.tree.map(lambda leaf: leaf.astype("float64"), other)  # as NumPy makes them
-    state = pipeline.with_parameters(state, float64)
-    state, _outputs = pipeline.step(state, micro_batches)
+    state, _outputs = pipeline.step(pipeline.with_parameters(state, float64), micro_batches)
     wanted, _outputs = expected.step(expected.init(jax.random.key(0), micro_batches[0]), micro_batches)
     models.assert_trees_close(state.variables, wanted.variables, 0.0)
-    with pytest.raises(
-        ValueError, match=re.escape("parameters[2] must be float32[6, 2]; got float32[6, 3]")
+    for given, message in (
+        (
+            [*other[:2], np.zeros((6, 3), "float32")],
+            "parameters[2] must be float32[6, 2]; got float32[6, 3]",
+        ),
+        ([other[0], {"w": other[1]["w"]}, other[2]], "parameters[1] must be a dict with the keys 'b'"),
+        (other[:2], "parameters must be a list of 3 pytrees, one for each stage; got a list of 2"),
     ):
-        pipeline.with_parameters(state, [*other[:2], np.zeros((6, 3), "float32")])
-    with pytest.raises(ValueError, match=re.escape("parameters[1] must be a dict with the keys 'b'")):
-        pipeline.with_parameters(state, [other[0], {"w": other[1]["w"]}, other[2]])
-    with pytest.raises(ValueError, match="parameters must be a list of 3 pytrees, .* got a list of 2"):
-        pipeline.with_parameters(state, other[:2])
+        with pytest.raises(ValueError, match=re.escape(message)):
+            pipeline.with_parameters(state, given)
     with pytest.raises(ValueError, match="no variable stage0/b, which is one of the parameters of stage 0"):
         pipeline.parameters(engine.PipelineState({}, None, 0, 0, jax.random.key(0)))
 
@@ -136,9 +139,8 @@ def test_shared_values_of_a_list_are_one(rng):
     for given in (parameters, plain):
         models.assert_trees_close(pipeline.with_parameters(state, given).variables, state.variables, 0.0)
     plain[1]["tied"] = jax.tree.map(lambda leaf: leaf + 1, plain[1]["tied"])
-    with pytest.raises(
-        ValueError, match=r"words/bias is shared.* parameters\[0\]\['table'\]\['bias'\] and "
-    ):
+    message = r"words/bias is shared.* parameters\[0\]\['table'\]\['bias'\] and "
+    with pytest.raises(ValueError, match=message):
         pipeline.with_parameters(state, plain)
 
 
@@ -162,12 +164,10 @@ def test_parallel_stages_and_stages_without_parameters(rng):
 
 
 def test_integers_and_booleans_are_constants(rng):
-    parameters = [
-        {"w": rng.normal(size=6).astype("float32"), "order": np.arange(6)[::-1], "on": np.array(True)}
-    ]
+    own = {"w": rng.normal(size=6).astype("float32"), "order": np.arange(6)[::-1], "on": np.array(True)}
     pipeline = make(
         [lambda p, x: jnp.mean(jnp.where(p["on"], p["w"][p["order"]] * x, x))],
-        parameters=parameters,
+        parameters=[own],
         optimizer=optax.adamw(0.1, weight_decay=1.0),
     )
     step = arrays(rng, 4, (3, 6))
@@ -187,27 +187,6 @@ def test_random_keys_of_stages_are_those_of_the_step(rng):
     run_both(pipeline, arrays(rng, 4, (30,)), updates=1)
 
 
-class Callable(dict):
-    """A pytree that can be called, as are those of Equinox."""
-
-    def __call__(self):
-        raise AssertionError
-
-
-jax.tree_util.register_pytree_node(
-    Callable,
-    lambda node: (list(node.values()), tuple(node)),
-    lambda keys, values: Callable(zip(keys, values, strict=True)),
-)
-
-
-def test_a_pytree_that_can_be_called_is_a_pytree(rng):
-    (layer, *_rest) = start(rng)
-    pipeline = engine.Pipeline([tanh_layer], parameters=[Callable(layer)], num_micro_batches=1)
-    state = pipeline.init(jax.random.key(0), np.ones((3, 6), "float32"))
-    assert isinstance(pipeline.parameters(state)[0], Callable)
-
-
 def test_a_function_of_a_key_makes_parameters_that_are_shared():
     def init(key):
         return {"table": engine.Shared("table", jax.random.normal(key, (4, 4)))}
@@ -222,10 +201,7 @@ W = np.zeros((2, 2), "float32")
 FAULTS = {
     "number": ([W], "parameters must be a list of 2 pytrees, one for each stage; got a list of 1."),
     "a dict": ({"a": W, "b": W}, "parameters must be a list of 2 pytrees, one for each stage; got a dict."),
-    "no array": (
-        [{"heads": 4}, W],
-        "parameters of stage 0 (stage)['heads'] must be an array; got int 4.",
-    ),
+    "no array": ([{"heads": 4}, W], "parameters of stage 0 (stage)['heads'] must be an array; got int 4."),
     "text": ([W, [W, "relu"]], "parameters of stage 1 (stage)[1] must be an array; got str 'relu'."),
     "a key": (
         [jax.eval_shape(jax.random.key, 0), W],
@@ -266,9 +242,7 @@ def test_errors(fault):
 
 
 def test_errors_of_names_and_of_stages():
-    with pytest.raises(
-        ValueError, match="Shared: name must be a non-empty string without empty parts; got ''"
-    ):
+    with pytest.raises(ValueError, match="Shared: name must be .* string without empty parts; got ''"):
         engine.Shared("", W)
     stages = [engine.Stage(head, W), head]
     with pytest.raises(ValueError, match=r"stages\[0\] is a Stage, which has parameters of its own"):
@@ -276,13 +250,6 @@ def test_errors_of_names_and_of_stages():
     named = [engine.Stage(functools.partial(head), W, name="head")] * 2
     with pytest.raises(ValueError, match="would both be the variable head/parameter. Rename one"):
         engine.Pipeline(named, num_micro_batches=1)
-
-
-def named_layers(rng, count):
-    return [
-        engine.Shared(f"layer{number}", {"w": rng.normal(size=(6, 6)).astype("float32")})
-        for number in range(count)
-    ]
 
 
 def run_layers(p, x):
@@ -302,7 +269,12 @@ def cut(layers, sizes, last):
 
 def test_names_that_do_not_depend_on_the_split(rng, tmp_path):
     """Layers as whole values with names: a state of one split is one of all, in memory and on disk."""
-    layers, last = named_layers(rng, 2), engine.Shared("head", rng.normal(size=(6, 2)).astype("float32"))
+
+    def draw(size):
+        return rng.normal(size=(6, size)).astype("float32")
+
+    layers = [engine.Shared(f"layer{number}", {"w": draw(6)}) for number in range(2)]
+    last = engine.Shared("head", draw(2))
     micro_batches = arrays(rng, 4, (3, 6))
     first, second = cut(layers, [2], last), cut(layers, [1, 1], last)
     state, other = (p.init(jax.random.key(0), micro_batches[0]) for p in (first, second))
@@ -319,56 +291,23 @@ def test_names_that_do_not_depend_on_the_split(rng, tmp_path):
         models.assert_trees_close(found.optimizer_state, expected.optimizer_state)
 
 
-def make_layer(key):
-    return {"w": jax.random.normal(key, (6, 6)) / 2}
-
-
-@pytest.mark.thorough
 def test_functions_make_values_with_names(rng):
     """As all of a stage's parameters, or a part of them; two stages have the same layer."""
-    layer = engine.Shared("layer", make_layer)
-    parameters = [layer, {"own": np.ones(6, "float32"), "layer": layer}]
-    stages = [
-        lambda p, x: run_layers([p], x),
-        lambda p, x: jnp.mean((run_layers([p["layer"]], x) * p["own"]) ** 2),
-    ]
-    micro_batches = arrays(rng, 4, (3, 6))
-    pipeline = make(stages, parameters=parameters, optimizer=optax.sgd(0.1))
-    state = pipeline.init(jax.random.key(0), micro_batches[0])
-    assert sorted(state.variables) == ["layer/w", "stage1/own"]
-    in_another_stage = make([lambda p, x: head(jnp.eye(6), run_layers([p], x))], parameters=[layer]).init(
-        jax.random.key(0), micro_batches[0]
+    layer = engine.Shared("layer", lambda key: {"w": jax.random.normal(key, (6, 6)) / 2})
+    (x,) = arrays(rng, 1, (3, 6))
+    pipeline = make(
+        [lambda p, x: run_layers([p], x), lambda p, x: head(p["own"], run_layers([p["layer"]], x))],
+        parameters=[layer, {"own": np.ones((6, 2), "float32"), "layer": layer}],
     )
-    np.testing.assert_array_equal(in_another_stage.variables["layer/w"], state.variables["layer/w"])
-
-    def loss(variables, x):
-        w = {"w": variables["layer/w"]}
-        return jnp.mean((run_layers([w, w], x) * variables["stage1/own"]) ** 2)
-
-    before = models.on_one_device(state.variables)
-    state, _outputs = pipeline.step(state, micro_batches)
-    grads = [jax.grad(loss)(before, *each) for each in micro_batches]
-    expected = jax.tree.map(lambda value, *own: value - np.float32(0.1) * sum(own), before, *grads)
-    models.assert_trees_close(state.variables, expected)
+    state = pipeline.init(jax.random.key(0), x)
+    assert sorted(state.variables) == ["layer/w", "stage1/own"]
+    alone = make([lambda p, x: head(jnp.eye(6), run_layers([p], x))], parameters=[layer])
+    in_another_stage = alone.init(jax.random.key(0), x).variables["layer/w"]
+    np.testing.assert_array_equal(in_another_stage, state.variables["layer/w"])
     found = pipeline.parameters(state)
     assert found[0]["w"] is found[1]["layer"]["w"]
     again = pipeline.with_parameters(state, found)
     models.assert_trees_close(again.variables, state.variables, 0.0)
-
-
-def test_shapes_of_values_with_names(rng):
-    layers, last = named_layers(rng, 2), rng.normal(size=(6, 2)).astype("float32")
-    trainer = cut(layers, [1, 1], engine.Shared("head", last))
-    (x,) = arrays(rng, 1, (3, 6))
-    state = trainer.init(jax.random.key(0), x)
-    shapes = jax.eval_shape(lambda: [*layers, engine.Shared("head", last)])
-    evaluator = engine.Pipeline([run_layers, head], parameters=[shapes[:2], shapes[2]], num_micro_batches=1)
-    _state, outputs = evaluator.step(state, [x])
-    np.testing.assert_allclose(
-        outputs.outputs[0], head(last, run_layers([n.value for n in layers], x[0])), rtol=1e-5
-    )
-    with pytest.raises(ValueError, match=r"stage 0 \(run_layers\)\[0\]\['w'\] must be an array to start"):
-        evaluator.init(jax.random.key(0), x)
 
 
 def test_a_function_that_takes_no_key():
