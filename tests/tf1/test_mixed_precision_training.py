@@ -138,6 +138,14 @@ def test_a_transformer_equals_the_plain_loop():
     models.assert_trees_close(models.on_one_device(trained), sums)
 
 
+def gradients_of(stages, micro_batches):
+    """What the optimizer gets after a step, by the variables' names."""
+    options = {"loss": lambda loss: loss, "optimizer": optax.trace(decay=0.0)}
+    pipeline = engine.Pipeline(stages, num_micro_batches=len(micro_batches), **options)
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    return pipeline.step(state, micro_batches)[0].optimizer_state.trace
+
+
 def test_gradients_are_added_in_float32():
     """301 ones: in bfloat16, 256 + 1 is 256."""
 
@@ -145,32 +153,17 @@ def test_gradients_are_added_in_float32():
     def stage(x):
         return jnp.sum(layers.Dense(2, name="dense")(x).astype("float32"))
 
-    pipeline = engine.Pipeline(
-        [stage], num_micro_batches=301, loss=lambda loss: loss, optimizer=optax.trace(decay=0.0)
-    )
-    x = np.ones((1, 3), "float32")
-    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x] * 301)
-    for gradient in state.optimizer_state.trace.values():
+    for gradient in gradients_of([stage], [np.ones((1, 3), "float32")] * 301).values():
         np.testing.assert_array_equal(gradient, np.full(gradient.shape, 301, "float32"))
 
 
 def test_the_gradient_of_a_bias_is_added_in_float32():
     """Of 301 examples within one micro-batch, too."""
 
-    def stage(x):
-        return jnp.sum(
-            layers.Dense(2, name="dense", dtype=jnp.bfloat16, param_dtype=jnp.float32)(x), axis=1
-        )
-
-    pipeline = engine.Pipeline(
-        [stage, lambda y: jnp.sum(y.astype("float32"))],
-        num_micro_batches=1,
-        loss=lambda loss: loss,
-        optimizer=optax.trace(decay=0.0),
-    )
-    x = np.ones((301, 3), "float32")
-    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x])
-    np.testing.assert_array_equal(state.optimizer_state.trace["dense/bias"], np.full(2, 301, "float32"))
+    layer = layers.Dense(2, name="dense", dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    stages = [lambda x: jnp.sum(layer(x), axis=1), lambda y: jnp.sum(y.astype("float32"))]
+    gradients = gradients_of(stages, [np.ones((301, 3), "float32")])
+    np.testing.assert_array_equal(gradients["dense/bias"], np.full(2, 301, "float32"))
 
 
 # Memory and transfers.
@@ -178,8 +171,8 @@ def test_the_gradient_of_a_bias_is_added_in_float32():
 BATCH, UNITS = 4, 64
 
 
-def make_dense(**dtypes):
-    """Three stages of dense layers, as a pipeline and as a program of the front."""
+def compile_dense(**dtypes):
+    """A program with three stages of dense layers."""
 
     def hidden(x, name):
         for number in range(2):
@@ -191,40 +184,25 @@ def make_dense(**dtypes):
         lambda x: hidden(x, "b"),
         lambda x: jnp.mean(hidden(x, "c").astype("float32")),
     ]
-    pipeline = engine.Pipeline(
-        stages, num_micro_batches=NUM, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
-    )
-    pipeline.trace(np.zeros((BATCH, UNITS), "float32"))
-    program = front.compile_pipeline(
-        stages,
-        NUM,
-        infeed_queue=ipu.ipu_infeed_queue.IPUInfeedQueue([np.zeros((BATCH, UNITS), "float32")]),
-        outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-        optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
-        outfeed_loss=True,
-    )
-    return pipeline, program
+    return front.Pipelined(stages, NUM, [np.zeros((BATCH, UNITS), "float32")], optax.sgd(0.1)).program
 
 
 def test_half_the_bytes_are_held_and_sent_and_no_weight_is_held():
-    whole, whole_program = make_dense()
-    half, half_program = make_dense(dtype=jnp.bfloat16, param_dtype=jnp.float32)
-    activation = BATCH * UNITS * 4
-    for stage in (0, 1):
-        expected, held = whole.plan_memory()[stage], half.plan_memory()[stage]
+    whole, half = compile_dense(), compile_dense(dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    activation, halved = BATCH * UNITS * 4, BATCH * UNITS * 2
+    plans = (program.calls[0].pipeline.plan_memory()[:2] for program in (whole, half))
+    for expected, held in zip(*plans, strict=True):
         assert 3 * activation <= expected.num_held_bytes < UNITS * UNITS * 4  # a weight's bytes
         assert held.num_held_bytes == expected.num_held_bytes / 2
         assert held.in_flight == expected.in_flight
-    edges = half_program.placement().calls[0].edges
-    feed, *between = edges
+    placed = half.placement().calls[0]
+    feed, *between = placed.edges
     assert feed == Edge(None, 0, activation, 0)
-    assert between == [
-        Edge(sender, receiver, activation // 2 * (sender < receiver), activation // 2 * (sender > receiver))
-        for sender, receiver in ((0, 1), (1, 0), (1, 2), (2, 1))
-    ]
-    assert [part.num_variable_bytes for part in half_program.placement().calls[0].parts] == [
-        part.num_variable_bytes for part in whole_program.placement().calls[0].parts
-    ]
+    one_way = [Edge(0, 1, halved, 0), Edge(1, 2, halved, 0)]
+    assert between[::2] == one_way
+    assert between[1::2] == [Edge(edge.target, edge.source, 0, halved) for edge in one_way]
+    wanted = [part.num_variable_bytes for part in whole.placement().calls[0].parts]
+    assert [part.num_variable_bytes for part in placed.parts] == wanted
 
 
 # Through the front: float16 with a scale of the loss, loops, checkpoints.
@@ -297,14 +275,10 @@ def test_an_exported_program(tmp_path):
         return layers.Dense(4)(x)
 
     x = np.ones((2, 4), "float32")
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([x, 2 * x])
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = front.compile_pipeline([stage, stage], 2, infeed_queue=infeed, outfeed_queue=outfeed)
-    with ipu.Session(seed=1) as session:
-        session.run(infeed.initializer)
-        session.run(program)
-        expected = session.run(outfeed.dequeue())
-        session.export(tmp_path / "exported", program)
+    model = front.Pipelined([stage, stage], 2, [x, 2 * x])
+    with front.session_of(model, seed=1) as session:
+        expected = model.run(session)
+        session.export(tmp_path / "exported", model.program)
     assert expected.dtype == jnp.bfloat16
     loaded = ipu.load_program(tmp_path / "exported")
     np.testing.assert_array_equal(loaded.run([x, 2 * x]), expected)
@@ -368,8 +342,8 @@ class Block(linen.Module):
 
 
 class NnxBlock(nnx.Module):
-    def __init__(self, rngs, dtype=None, param_dtype="float32"):
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, **dtypes):
+        dtypes["rngs"] = nnx.Rngs(7)
         self.dense = nnx.Linear(12, 6, **dtypes)
         self.norm = nnx.BatchNorm(6, momentum=0.8, **dtypes)
         self.out = nnx.Linear(6, 3, **dtypes)
@@ -379,20 +353,20 @@ class NnxBlock(nnx.Module):
 
 
 def make_block(kind, **dtypes):
-    return Block(**dtypes) if kind == "linen" else NnxBlock(nnx.Rngs(7), **dtypes)
+    return Block(**dtypes) if kind == "linen" else NnxBlock(**dtypes)
 
 
-def trained(layers):
-    """Outputs, variables and gradients of layers that train for one micro-batch."""
+def trained(layer):
+    """Outputs, variables and gradients of a layer that trains for one micro-batch."""
 
     def stage(x):
-        ys = [layer(x) for layer in layers]
-        return sum(jnp.mean(y.astype("float32") ** 2) for y in ys), ys
+        y = layer(x)
+        return jnp.mean(y.astype("float32") ** 2), y
 
     pipeline = engine.Pipeline(
         [stage],
         num_micro_batches=1,
-        loss=lambda loss, ys: loss,
+        loss=lambda loss, _y: loss,
         optimizer=optax.trace(decay=0.0),
         forward_options=[AS_WRITTEN],
         backward_options=[AS_WRITTEN],
@@ -409,9 +383,9 @@ def test_a_module_is_as_if_it_had_the_dtypes():
     options = {"has_norm": False}
     with_dtypes = layers.Flax(make_block("linen", dtype="bfloat16", **options), name="linen")
     without = layers.Flax(make_block("linen", **options), name="linen", dtype="bfloat16")
-    outputs, ours, gradients = trained([without])
-    assert [y.dtype.name for y in outputs] == ["bfloat16"]
-    models.assert_trees_close((outputs, ours, gradients), trained([with_dtypes]))
+    outputs, ours, gradients = trained(without)
+    assert outputs.dtype == "bfloat16"
+    models.assert_trees_close((outputs, ours, gradients), trained(with_dtypes))
     assert {value.dtype.name for value in ours.values()} == {"float32"}
 
 
@@ -420,13 +394,9 @@ def test_parameters_of_a_module_have_the_param_dtype(kind):
     layer = layers.Flax(make_block(kind), dtype=jnp.float32, param_dtype=jnp.bfloat16)
     outputs, variables = layer_cases.dtypes_of(layer, ROWS)
     assert outputs == ["float32"]
-    assert {name.rpartition("/")[2]: dtype for name, dtype in variables.items()} == {
-        "kernel": "bfloat16",
-        "bias": "bfloat16",
-        "scale": "bfloat16",
-        "mean": "float32",
-        "var": "float32",
-    }
+    found = {name.rpartition("/")[2]: dtype for name, dtype in variables.items()}
+    trained = dict.fromkeys(("kernel", "bias", "scale"), "bfloat16")
+    assert found == {**trained, "mean": "float32", "var": "float32"}
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -467,7 +437,5 @@ def test_what_a_module_keeps_is_cast_back():
     state, outputs = pipeline.step(pipeline.init(jax.random.key(3), x), [x, 2 * x])
     assert outputs.outputs[0].dtype == jnp.bfloat16
     np.testing.assert_array_equal(state.variables["flax/kept/last"], 2 * x)
-    assert (state.variables["flax/kept/last"].dtype, state.variables["flax/kept/number"]) == (
-        np.float32,
-        3,
-    )  # once in `init`
+    assert state.variables["flax/kept/last"].dtype == np.float32
+    assert state.variables["flax/kept/number"] == 3  # once in `init`
