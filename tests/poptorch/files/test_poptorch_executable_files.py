@@ -1,7 +1,10 @@
 """Files of models that are not what they should be: each is refused by name, and nothing in one is run."""
 
+import collections
+import functools
 import io
 import json
+import operator
 import os
 import pickle
 import struct
@@ -23,30 +26,19 @@ KEY = "ipu_pipeline.poptorch"
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(3, 2)
+        self.inner = nn.Sequential(collections.OrderedDict(fc=nn.Linear(3, 2)))
         self.shift = torch.ones(2)
 
     def forward(self, x):
-        return self.fc(x) + self.shift
+        return poptorch.identity_loss(self.inner(x) + self.shift, "sum")
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """The bytes of a file."""
     file = tmp_path_factory.mktemp("exported") / "model"
-    model = seeded(Small)
-    executor = poptorch.trainingModel(WithLoss(model), make_options())
-    executor.compileAndExport(file, x)
+    poptorch.trainingModel(seeded(Small), make_options()).compileAndExport(file, x)
     return file.read_bytes()
-
-
-class WithLoss(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return poptorch.identity_loss(self.inner(x), "sum")
 
 
 def split(content):
@@ -77,7 +69,7 @@ def refuse(tmp_path, content, match):
     """Loads a file that must be refused; nothing of it may run."""
     file = tmp_path / "file"
     file.write_bytes(content)
-    for load in (poptorch.load, poptorch.trainingModel(WithLoss(Small()), make_options()).loadExecutable):
+    for load in (poptorch.load, poptorch.trainingModel(Small(), make_options()).loadExecutable):
         with pytest.raises(poptorch.Error, match=match) as raised:
             load(file)
         assert not isinstance(raised.value.__cause__, AssertionError), raised.value.__cause__
@@ -229,10 +221,7 @@ GRAPHS = {
         "or for a node that comes later",
     ),
     "a later node": (lambda data: nodes(data).insert(-1, nodes(data).pop(0)), "a node that comes later"),
-    "a name that is there twice": (
-        lambda data: nodes(data).insert(0, nodes(data)[0]),
-        "which is another's",
-    ),
+    "a name twice": (lambda data: nodes(data).insert(0, nodes(data)[0]), "which is another's"),
     "no output": (drop("output"), "'output' is not in list"),
     "nodes behind the output": (lambda data: nodes(data).append(nodes(data)[0]), "nodes behind the output"),
     "fewer arguments": (set_in("call_function", args=[]), "with arguments that it does not have"),
@@ -258,10 +247,7 @@ GRAPHS = {
     "an unknown kind of input": (spec("inputs", 0, "CUSTOM_OBJ", "evil"), "KeyError: 'CUSTOM_OBJ'"),
     "an unknown kind of output": (spec("outputs", 0, "TOKEN", None), "KeyError: 'TOKEN'"),
     "another input of the user": (spec("inputs", 0, "USER_INPUT", None), "another number of inputs"),
-    "a change of what is no buffer": (
-        spec("outputs", 0, "BUFFER_MUTATION", "model.inner.fc.weight"),
-        "which is no buffer",
-    ),
+    "no buffer": (spec("outputs", 0, "BUFFER_MUTATION", "model.inner.fc.weight"), "which is no buffer"),
     "an unknown constant": (lambda data: constant_spec(data).__setitem__(1, "evil"), "KeyError: 'evil'"),
     "another constant": (
         lambda data: data["constants"].update(
@@ -331,9 +317,7 @@ def add_tensor(name, **changes):
 HEADERS = {
     "a size beyond the file": set_header("0", shape=[2**40], data_offsets=[0, 2**42]),
     "a negative size": set_header("0", shape=[-2, -3]),
-    "the shape of as many elements": lambda header: header["0"].update(
-        shape=header["0"]["shape"][::-1] + [1]
-    ),
+    "as many elements": lambda header: header["0"].update(shape=header["0"]["shape"][::-1] + [1]),
     "another dtype": set_header("0", dtype="I32"),
     "an unknown dtype": set_header("0", dtype="EVIL"),
     "the bytes of another": lambda header: header["0"].update(data_offsets=header["1"]["data_offsets"]),
@@ -378,59 +362,48 @@ def test_no_files(tmp_path):
             poptorch.load(wrong)
 
 
+def update(changes, *keys):
+    """Changes the dict that some keys lead to."""
+    return lambda data: functools.reduce(operator.getitem, keys, data).update(changes)
+
+
+def returns(kind, name):
+    return update({"is": kind, "class": name, "of": []}, "outputs")
+
+
 MANIFESTS = {
-    "version": (
-        lambda data: data.update(version=99),
-        "is of version 99 of its format, made by ipu_pipeline",
-    ),
-    "class": (
-        lambda data: data["outputs"].update({"is": "object", "class": "antigravity:Evil", "of": []}),
-        "objects of class Evil. Import it from antigravity",
-    ),
-    "a class that is no structure": (
-        lambda data: data["outputs"].update({"is": "object", "class": "subprocess:Popen", "of": []}),
-        "neither a named tuple nor a data class",
-    ),
-    "a dict that is no data class": (
-        lambda data: data["outputs"].update({"is": "dict of fields", "class": "builtins:dict", "of": []}),
-        "builtins:dict is no dict that is a data class",
-    ),
+    "version": (update({"version": 99}), "is of version 99 of its format, made by ipu_pipeline"),
+    "class": (returns("object", "antigravity:Evil"), "objects of class Evil. Import it from antigravity"),
+    "no structure": (returns("object", "subprocess:Popen"), "neither a named tuple nor a data class"),
+    "no data class": (returns("dict of fields", "builtins:dict"), "dict is no dict that is a data class"),
     "a data class that is no dict": (
-        lambda data: data["outputs"].update(
-            {"is": "dict of fields", "class": "ipu_pipeline.poptorch.structures:Structure", "of": []}
-        ),
-        "is no dict that is a data class",
+        returns("dict of fields", "ipu_pipeline.poptorch.structures:Structure"),
+        "structures:Structure is no dict that is a data class",
     ),
-    "nothing": (lambda data: data.clear(), "KeyError: 'version'"),
+    "nothing": (dict.clear, "KeyError: 'version'"),
     "optimizer": (
-        lambda data: data["model"]["optimizer"].update({"class": "subprocess.Popen"}),
+        update({"class": "subprocess.Popen"}, "model", "optimizer"),
         "KeyError: 'subprocess.Popen'",
     ),
     "options": (
-        lambda data: data["model"]["options"][""]["values"].update(of=[["device_iterations", -1]]),
+        update({"of": [["device_iterations", -1]]}, "model", "options", "", "values"),
         "KeyError|must be",
     ),
     "name": (rename("inner.fc.weight", ".."), r"a tensor of the name '\.\.'"),
     "name of a method": (rename("inner.fc.weight", "forward"), "a tensor of the name 'forward'"),
-    "unknown name": (
-        lambda data: data["model"]["tensors"][0].update(name="other"),
-        "KeyError: 'inner.fc.weight'",
-    ),
+    "unknown name": (update({"name": "other"}, "model", "tensors", 0), "KeyError: 'inner.fc.weight'"),
     "other names": (
         lambda data: data["model"]["tensors"].pop(),
         "KeyError|parameter inner.fc.bias, which this one does not have",
     ),
-    "number": (lambda data: data["model"]["tensors"][0].update(number=10**9), "KeyError"),
+    "number": (update({"number": 10**9}, "model", "tensors", 0), "KeyError"),
     "number of another": (
         lambda data: data["model"]["tensors"][0].update(number=next(iter(data["constants"].values()))),
         r"whose inner.fc.weight is torch.float32 of shape \(2, 3\); this model's",
     ),
-    "random numbers": (lambda data: data.update({"rng state": ["x"]}), "'x' is no int"),
-    "negative random numbers": (
-        lambda data: data.update({"rng state": [1, 1, -1]}),
-        "is no state of random numbers",
-    ),
-    "other random numbers": (lambda data: data.update({"rng state": [1, 1]}), "another kind of random"),
+    "random numbers": (update({"rng state": ["x"]}), "'x' is no int"),
+    "negative random numbers": (update({"rng state": [1, 1, -1]}), "is no state of random numbers"),
+    "other random numbers": (update({"rng state": [1, 1]}), "another kind of random"),
 }
 
 
@@ -446,11 +419,8 @@ def test_a_program_of_another_torch(tmp_path, exported):
         find(data, "call_function")["kwargs"] = {"new": 1}
         data["made by"]["torch"] = "9.9.9"
 
-    refuse(
-        tmp_path,
-        with_manifest(exported, change),
-        "made with torch 9.9.9, and torch .* has other operations",
-    )
+    content = with_manifest(exported, change)
+    refuse(tmp_path, content, "made with torch 9.9.9, and torch .* has other operations")
 
 
 def test_files_that_were_cut_off(tmp_path, exported):

@@ -40,6 +40,13 @@ def make(name, parameters, **arguments):
     return getattr(optim, name)(list(parameters.values()), lr=0.01, **arguments)
 
 
+def start(name, **arguments):
+    """An optimizer, and a model that runs with it."""
+    parameters = make_parameters()
+    optimizer = make(name, parameters, **arguments)
+    return optimizer, Executor(optimizer, parameters)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "num_before", "is_automatic"),
     [
@@ -82,11 +89,10 @@ def test_as_if_never_interrupted(name, arguments, num_before, is_automatic):
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
 def test_under_the_names_of_torch(name):
-    parameters, references = make_parameters(), make_parameters()
+    references = make_parameters()
     arguments = {} if name == "Adam" else {"momentum": 0.9}
     reference = getattr(torch.optim, name)(list(references.values()), lr=0.01, **arguments)
-    optimizer = make(name, parameters, **arguments)
-    ours = Executor(optimizer, parameters)
+    optimizer, ours = start(name, **arguments)
     for gradients in make_gradients(count=3):
         ours.step(gradients)
         step_torch(reference, references, gradients)
@@ -105,9 +111,7 @@ def test_under_the_names_of_torch(name):
 
 
 def test_hyperparameters_in_use():
-    parameters = make_parameters()
-    optimizer = make("AdamW", parameters, max_grad_norm=2.0, loss_scaling=4.0)
-    executor = Executor(optimizer, parameters)
+    optimizer, executor = start("AdamW", max_grad_norm=2.0, loss_scaling=4.0)
     optimizer.param_groups[0]["lr"] = 0.5  # not yet in use
     found = {name: value.tolist() for name, value in optimizer.state_dict()["ipu_param"].items()}
     assert found == {
@@ -137,9 +141,7 @@ def test_only_states_with_what_was_on_the_devices():
 
 def test_loading_while_a_model_runs():
     """What was loaded counts until the model has taken it."""
-    parameters = make_parameters()
-    optimizer = make("Adam", parameters)
-    ours = Executor(optimizer, parameters)
+    optimizer, ours = start("Adam")
     first, second, third = make_gradients(count=3)
     ours.step(first)
     saved = optimizer.state_dict()
@@ -156,10 +158,9 @@ def test_loading_while_a_model_runs():
 
 
 def test_a_state_before_the_first_update_resets():
-    parameters = make_parameters()
-    ours = Ours(make("SGD", parameters, momentum=0.9, dampening=0.5), parameters)
+    ours = start("SGD", momentum=0.9, dampening=0.5)[1]
     fresh = export_state(ours.state, ours.spec, ours.group_of)
-    assert set(fresh.ipu_state) == {f"step___{name}" for name in parameters}  # torch has no buffers yet
+    assert set(fresh.ipu_state) == {f"step___{name}" for name in ours.params}  # torch has no buffers yet
     first, second = make_gradients(count=2)
     ours.step(first)
     ours.state = import_state(ours.state, fresh, ours.spec, ours.group_of)
@@ -171,8 +172,7 @@ def test_a_state_before_the_first_update_resets():
 
 def test_a_state_in_part(caplog):
     """What is not there stays as it is."""
-    parameters = make_parameters()
-    ours = Ours(make("SGD", parameters, momentum=0.9), parameters)
+    ours = start("SGD", momentum=0.9)[1]
     for gradients in make_gradients(count=2):
         ours.step(gradients)
     key = "momentum_buffer___model/a.bias"
@@ -189,25 +189,17 @@ def test_a_state_in_part(caplog):
 
 
 def test_states_of_others():
-    parameters = make_parameters()
-    ours = Ours(make("Adam", parameters), parameters)
-    adams = export_state(ours.state, ours.spec, ours.group_of)
-    other = Ours(make("SGD", parameters, momentum=0.9), parameters)
-    with pytest.raises(
-        RuntimeError, match="is of another optimizer or of another model: it has exp_avg___model"
-    ):
-        import_state(other.state, adams, other.spec, other.group_of)
-    key = "exp_avg___model/a.bias"
-    saved = SavedState({**adams.ipu_state, key: torch.zeros(5)}, {})
-    with pytest.raises(
-        ValueError, match=r"exp_avg___model/a.bias must have the shape \[4\] .* it has \[5\]"
-    ):
-        import_state(ours.state, saved, ours.spec, ours.group_of)
-    saved = SavedState({**adams.ipu_state, "step___model/b": torch.tensor(3.0)}, {})
-    with pytest.raises(
-        ValueError, match=r"updated 0 and 3 times \(model/b\)\. Variables of one group must"
-    ):
-        import_state(ours.state, saved, ours.spec, ours.group_of)
+    ours, other = start("Adam")[1], start("SGD", momentum=0.9)[1]
+    state = export_state(ours.state, ours.spec, ours.group_of).ipu_state
+    wide = {"exp_avg___model/a.bias": torch.zeros(5)}
+    ahead = {"step___model/b": torch.tensor(3.0)}
+    for model, changes, error, match in [
+        (other, {}, RuntimeError, "is of another optimizer or of another model: it has exp_avg___model"),
+        (ours, wide, ValueError, r"exp_avg___model/a.bias must have the shape \[4\] .* it has \[5\]"),
+        (ours, ahead, ValueError, r"updated 0 and 3 times \(model/b\)\. Variables of one group must"),
+    ]:
+        with pytest.raises(error, match=match):
+            import_state(model.state, SavedState({**state, **changes}, {}), model.spec, model.group_of)
 
 
 def test_groups_count_for_themselves():
