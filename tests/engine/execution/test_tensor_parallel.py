@@ -16,11 +16,9 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.inspect import LiveBytes
-from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.reports.events import EventKind
-from ipu_pipeline.reports.profile import read_profile
 from tests.engine.execution.test_replicas import COUNT, make, make_steps
 from tests.support import beside, front, joined, models
 from tests.support.compilations import compilations
@@ -71,6 +69,12 @@ def parts(array):
     return array.addressable_shards[0].data.shape
 
 
+def begun(pipeline, num_replicas=1, **options):
+    """The state before a step, and the step."""
+    step = make_steps(num_replicas, **options)[0]
+    return pipeline.init(jax.random.key(0), step[0]), step
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -83,7 +87,7 @@ def test_what_is_divided(options):
     """Also over replicas, where the axis allows it."""
     pipeline = make_divided(**options)
     num_replicas, size = pipeline.num_replicas, pipeline.options.num_devices_per_ipu
-    state = pipeline.init(jax.random.key(0), make_steps(1)[0][0])
+    state, _step = begun(pipeline)
     share = size * (num_replicas if "shard" in options else 1)
     for name in ("first/in", "second/out"):
         variable = state.variables[name]
@@ -95,30 +99,36 @@ def test_what_is_divided(options):
 def test_what_devices_have():
     """Each has the part of variables, gradients and state that the plan says."""
     whole, divided = make_divided(size=1), make_divided()
-    (step, *_rest) = make_steps(1)
-    state, _whole_state = (pipeline.init(jax.random.key(0), step[0]) for pipeline in (divided, whole))
+    begun(whole)
+    state, _step = begun(divided)
     num_divided = 4 * (2 * 12 * SIZE + SIZE)  # of a stage
     for own, plain in zip(divided.plan_ipu_memory(), whole.plan_ipu_memory(), strict=True):
         assert plain.num_variable_bytes - own.num_variable_bytes == num_divided // 2
         assert plain.num_optimizer_bytes - own.num_optimizer_bytes == num_divided
         assert plain.num_accumulator_bytes - own.num_accumulator_bytes == num_divided // 2
-    first = set(jax.devices()[:2])
     measured = sum(
         array.addressable_shards[0].data.nbytes
-        for array in (*state.variables.values(), *jax.tree.leaves(state.optimizer_state))
-        if isinstance(array, jax.Array) and array.devices() == first
+        for array in jax.tree.leaves((state.variables, state.optimizer_state))
+        if isinstance(array, jax.Array) and array.devices() == set(jax.devices()[:2])
     )
     planned = divided.plan_ipu_memory()[0]
     assert measured == planned.num_variable_bytes + planned.num_optimizer_bytes
 
 
 @pytest.mark.thorough
-def test_dense_layers_have_one_sum_over_the_devices():
+def test_dense_layers_have_one_sum_over_the_devices(monkeypatch):
     """As in Megatron-LM."""
+    texts, compile_ = {}, jax.stages.Lowered.compile
+
+    def compile_and_note(lowered, *arguments, **options):
+        made = compile_(lowered, *arguments, **options)
+        texts[re.search(r"module @jit_(\w+)", lowered.as_text())[1]] = made.as_text()
+        return made
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
     pipeline = make_divided()
-    (step, *_rest) = make_steps(1)
-    state = pipeline.init(jax.random.key(0), step[0])
-    text = compiled_text(pipeline, state, step)
+    pipeline.step(*begun(pipeline))
+    text = texts["stage0_forward"]
     assert len(re.findall(r"all-reduce(-start)?\(", text)) == 1
     assert not re.search(r"all-to-all|all-gather|collective-permute", text)
 
@@ -132,14 +142,10 @@ ONLY = {"only/in": P(None, "model"), "only/out": P("model", None), "only/offset"
 
 def test_nothing_is_compiled_twice():
     """Also where a partition ends with None, which JAX leaves away in what it gives back."""
-    pipeline = make_divided(
-        2,
-        stages=[only_stage],
-        tensor_parallel=engine.TensorParallel(2, ONLY),
-        shard=["optimizer_state", "weights"],
-    )
-    step = make_steps(2)[0]
-    state = pipeline.init(jax.random.key(0), step[0])
+    parallel = engine.TensorParallel(2, ONLY)
+    options = {"tensor_parallel": parallel, "shard": ["optimizer_state", "weights"]}
+    pipeline = make_divided(2, stages=[only_stage], **options)
+    state, step = begun(pipeline, 2)
     state, _outputs = pipeline.step(state, step)
     with compilations() as found:
         pipeline.step(state, step)
@@ -152,16 +158,9 @@ def test_what_is_kept_and_goes_on():
     def first(x, labels):
         return jnp.tanh(jnp.tanh(x @ engine.get_variable("w", (12, 16), x.dtype))), labels
 
-    def second(x, labels):
-        return models.cross_entropy(models.dense("last", 10, x), labels)
-
-    pipeline = make_divided(
-        stages=[first, second],
-        tensor_parallel=engine.TensorParallel(2, {"w": P(None, "model")}),
-        num_micro_batches=1,
-    )
-    (step, *_rest) = make_steps(1, 1)
-    state = pipeline.init(jax.random.key(0), step[0])
+    parallel = engine.TensorParallel(2, {"w": P(None, "model")})
+    pipeline = make_divided(stages=[first, last_stage], tensor_parallel=parallel, num_micro_batches=1)
+    state, step = begun(pipeline, count=1)
     live_bytes = LiveBytes(pipeline.prepare())
     pipeline.step(state, step)
     whole, half = 4 * 4 * 16, 4 * 4 * 16 // 2
@@ -187,6 +186,10 @@ def test_constraints_in_an_optimizer_say_nothing():
     beside.train(pipeline, [make_steps(1)[0][:1]])
 
 
+def last_stage(x, labels):
+    return models.cross_entropy(models.dense("last", 10, x), labels)
+
+
 @pytest.mark.thorough
 def test_a_state_of_another_layout():
     """Also divided along another axis, or where the new layout leaves it whole."""
@@ -200,113 +203,90 @@ def test_a_state_of_another_layout():
     ]
     state = first.init(jax.random.key(3), steps[0][0])
     state, _outputs = first.step(state, steps[0])
-    for number, pipeline in enumerate(layouts):
-        pipeline.trace(steps[0][0])
-        expected, _wanted = beside.step_plainly(pipeline, beside.copied(state), steps[number])
-        state, _outputs = pipeline.step(state, steps[number])
+    for pipeline, step in zip(layouts, steps, strict=True):
+        pipeline.trace(step[0])
+        expected, _wanted = beside.step_plainly(pipeline, beside.copied(state), step)
+        state, _outputs = pipeline.step(state, step)
         models.assert_trees_close(state.variables, expected.variables)
 
 
-def compiled_text(pipeline, state, step):
-    """What XLA made of the first stage's forward."""
-    runner = pipeline.prepare()
-    template = runner.columns[0].plan.templates[ActionKind.FORWARD, 0]
-    given = []
-    template.function = lambda *arguments: given.append(arguments) or template.jitted(*arguments)
-    pipeline.step(state, step)
-    template.function = template.jitted
-    return template.jitted.lower(*given[0]).compile().as_text()
-
-
 def test_dividing_nothing_warns():
-    pipeline = make_divided(
-        stages=models.mlp_stages(2), tensor_parallel=engine.TensorParallel(2), reduction="sum"
-    )
-    (step, *_rest) = make_steps(1)
+    element = make_steps(1)[0][0]
+    stages = models.mlp_stages(2)
+    pipeline = make_divided(stages=stages, tensor_parallel=engine.TensorParallel(2), reduction="sum")
     with pytest.warns(UserWarning, match="each IPU has 2 devices, but nothing is divided over them"):
-        pipeline.trace(step[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_divided(size=1, stages=models.mlp_stages(2)).trace(step[0])
+        pipeline.trace(element)
+    with warnings.catch_warnings(action="error"):
+        make_divided(size=1, stages=stages).trace(element)
+
+
+def partitions(size, given):
+    make_divided(tensor_parallel=engine.TensorParallel(size, given)).trace(make_steps(1)[0][0])
+
+
+SERIALIZED = {"num_serialized": 2, "schedule": "sequential", "device_mapping": [0, 0]}
 
 
 WRONG = {
-    "size": (lambda: engine.TensorParallel(0), "size must be an integer of at least 1; got 0"),
-    "variables": (lambda: engine.TensorParallel(2, "in"), "variables must be a dict from full names"),
-    "not one": (
-        lambda: make_divided(tensor_parallel=2),
-        "tensor_parallel must be a TensorParallel or None; got 2",
+    "size must be an integer of at least 1; got 0": lambda: engine.TensorParallel(0),
+    "variables must be a dict from full names": lambda: engine.TensorParallel(2, "in"),
+    "tensor_parallel must be a TensorParallel or None; got 2": lambda: make_divided(tensor_parallel=2),
+    r"num_serialized must be 1 with several devices for each IPU; got 2 and tensor_parallel.size 2": (
+        lambda: make_divided(**SERIALIZED)
     ),
-    "serialized": (
-        lambda: make_divided(num_serialized=2, schedule="sequential", device_mapping=[0, 0]),
-        r"num_serialized must be 1 with several devices for each IPU; got 2 and tensor_parallel.size 2",
+    "there is no variable 'nobody'; there are first/in, ": lambda: partitions(2, {"nobody": P("model")}),
+    "variable first/in: its partition must be a .*PartitionSpec": (
+        lambda: partitions(2, {"first/in": "model"})
     ),
-    "unknown name": ({"nobody": P("model")}, "there is no variable 'nobody'; there are first/in, "),
-    "no partition": ({"first/in": "model"}, "variable first/in: its partition must be a .*PartitionSpec"),
-    "other axis": (
-        {"first/in": P("data")},
-        "variable first/in: .* names 'data'. The one axis .* is 'model'",
+    "variable first/in: .* names 'data'. The one axis .* is 'model'": (
+        lambda: partitions(2, {"first/in": P("data")})
     ),
-    "sums": (
-        {"first/in": P(None, None, unreduced={"model"})},
-        "variable first/in: .* has axes that are summed",
+    "variable first/in: .* has axes that are summed": (
+        lambda: partitions(2, {"first/in": P(None, None, unreduced={"model"})})
     ),
-    "two axes": ({"first/in": P("model", "model")}, "variable first/in: .* divides axes 0 and 1"),
-    "too long": ({"first/offset": P(None, "model")}, r"has 2 places, and the shape \(16,\) 1\."),
-    "no multiple": (
-        {"seen": P("model")},
-        r"variable seen: axis 0 of its shape \(12,\) must be a multiple of size 8",
+    "variable first/in: .* divides axes 0 and 1": (
+        lambda: partitions(2, {"first/in": P("model", "model")})
+    ),
+    r"has 2 places, and the shape \(16,\) 1\.": lambda: partitions(2, {"first/offset": P(None, "model")}),
+    r"variable seen: axis 0 of its shape \(12,\) must be a multiple of size 8": (
+        lambda: partitions(8, {"seen": P("model")})
     ),
 }
 
 
-@pytest.mark.parametrize(("given", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_not_usable(given, message):
-    (step, *_rest) = make_steps(1)
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_not_usable(message):
     with pytest.raises(ValueError, match=message):
-        if isinstance(given, dict):
-            size = 8 if "seen" in given else 2
-            make_divided(tensor_parallel=engine.TensorParallel(size, given)).trace(step[0])
-        else:
-            given()
+        WRONG[message]()
 
 
 def test_constraints_that_do_not_fit():
-    (step, *_rest) = make_steps(1)
-
-    def stage(partition):
+    def pipeline(partition):
         def first(x, labels):
-            return models.cross_entropy(
-                models.dense("last", 10, engine.constrain(x, partition)[:, :12]), labels
-            )
+            return last_stage(engine.constrain(x, partition)[:, :12], labels)
 
-        return [first]
+        return make([first], 1, tensor_parallel=engine.TensorParallel(8, {"last/kernel": P()}))
 
     for partition, message in ((P("model"), "must be a multiple of the 8 devices"), (P("x"), "'model'")):
-        pipeline = make(stage(partition), 1, tensor_parallel=engine.TensorParallel(8, {"last/kernel": P()}))
         with pytest.raises(ValueError, match=f"constrain: .*{message}"):
-            pipeline.trace(step[0])
+            pipeline(partition).trace(make_steps(1)[0][0])
     x = np.ones((3, 4), "float32")
     assert engine.constrain(x, P("model")) is not None  # outside of a pipeline it says nothing
 
 
 def test_too_few_devices_and_other_replicas_in_stages():
-    (step, *_rest) = make_steps(1)
-    pipeline = make_divided(4)
-    pipeline.trace(step[0])
     with pytest.raises(
         ValueError, match="needs 16 devices, 2 per IPU of device_mapping of 4 replicas, but"
     ):
-        pipeline.prepare()
+        begun(make_divided(4))
 
     def first(x, labels):
         return engine.cross_replica_sum(block("first", x)), labels
 
-    pipeline = make_divided(2, stages=[first, make_stages()[1]])
-    pipeline.trace(step[0])
+    stages = [first, make_stages()[1]]
     with pytest.raises(ValueError, match=r"computes with other replicas .* tensor_parallel"):
-        pipeline.prepare()
-    make_divided(1, stages=[first, make_stages()[1]]).init(jax.random.key(0), step[0])
+        begun(make_divided(2, stages=stages))
+    begun(make_divided(1, stages=stages))
 
 
 # The front.
@@ -337,20 +317,16 @@ def train(num_replicas, size, directory=None, restores=False):
             optimizer = ipu.optimizers.CrossReplicaOptimizer(optimizer)
         return ipu.pipelining_ops.OptimizerFunctionOutput(optimizer, loss)
 
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            make_stages(),
-            gradient_accumulation_count=COUNT,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=optimizer_function,
-            reduction_method="mean",
-            tensor_parallel=ipu.pipelining_ops.TensorParallel(size, divide),
-        )
-
-    compiled = front.compile_program(model)
-    with ipu.Session(seed=3) as session:
-        session.run(infeed.initializer)
+    compiled = front.compile_pipeline(
+        make_stages(),
+        COUNT,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=optimizer_function,
+        reduction_method="mean",
+        tensor_parallel=ipu.pipelining_ops.TensorParallel(size, divide),
+    )
+    with front.session_of(infeed, seed=3) as session:
         if restores:
             session.restore(directory)
         else:
@@ -382,22 +358,16 @@ def test_sessions_and_checkpoints(tmp_path):
 def test_arguments_of_the_front(tmp_path):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(models.mlp_batches(np.random.default_rng(0), 4))
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def model(parallel):
-        return ipu.pipelining_ops.pipeline(
-            make_stages(), 4, infeed_queue=infeed, outfeed_queue=outfeed, tensor_parallel=parallel
-        )
-
+    queues = {"infeed_queue": infeed, "outfeed_queue": outfeed}
     with pytest.raises(TypeError, match="tensor_parallel must be a TensorParallel, or None; got 2"):
-        front.compile_program(lambda: model(2))
-    compiled = front.compile_program(lambda: model(ipu.pipelining_ops.TensorParallel(2, divide)))
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+        front.compile_pipeline(make_stages(), 4, tensor_parallel=2, **queues)
+    parallel = ipu.pipelining_ops.TensorParallel(2, divide)
+    compiled = front.compile_pipeline(make_stages(), 4, tensor_parallel=parallel, **queues)
+    with front.session_of(infeed) as session:
         session.run(compiled)
         assert session.run(outfeed.dequeue()).shape == (4,)
-        with pytest.raises(
-            NotImplementedError, match=r"one device for each stage, and this pipeline has 2"
-        ):
+        told = r"one device for each stage, and this pipeline has 2"
+        with pytest.raises(NotImplementedError, match=told):
             session.export(tmp_path / "exported", compiled)
 
 
@@ -452,19 +422,12 @@ def test_an_execution_report(tmp_path):
         return models.cross_entropy(x @ engine.get_variable("out", (SIZE, 10)), labels)
 
     pipeline = make_divided(stages=[first, last], optimizer=optax.sgd(0.1))
-    (step, *_rest) = make_steps(1)
-    state = pipeline.init(jax.random.key(0), step[0])
-    with ipu.reports.capture(tmp_path / "report"):
+    state, step = begun(pipeline)
+    with ipu.reports.capture(tmp_path) as captured:
         pipeline.step(state, step)
-    profile = read_profile((tmp_path / "report" / "profile.json").read_text())
-    computed = Counter(
-        (event.kind, event.ipu)
-        for event in profile.events
-        if event.kind in (EventKind.FORWARD, EventKind.BACKWARD)
-    )
-    assert computed == dict.fromkeys(
-        itertools.product([EventKind.FORWARD, EventKind.BACKWARD], [0, 1]), COUNT
-    )
+    kinds = [EventKind.FORWARD, EventKind.BACKWARD]
+    computed = Counter((one.kind, one.ipu) for one in captured.profile.events if one.kind in kinds)
+    assert computed == dict.fromkeys(itertools.product(kinds, [0, 1]), COUNT)
 
 
 # Several processes.
@@ -513,25 +476,13 @@ def change_layouts(num_devices, *layouts):
 
 @pytest.mark.thorough
 def test_layouts_change_in_two_processes(tmp_path):
-    layouts = [(1, 4), (2, 2), (4, 1), (1, 4)]
+    layouts, found = [(1, 4), (2, 2), (4, 1), (1, 4)], []
     for number in (1, 2):
-        (tmp_path / str(number)).mkdir()
-    found = [
-        joined.finish(
-            joined.start(
-                change_layouts,
-                number,
-                8 // number,
-                8 // number,
-                *layouts,
-                directory=tmp_path / str(number),
-                joins_itself=True,
-            ),
-            tmp_path / str(number),
-            timeout=600,
-        )
-        for number in (1, 2)
-    ]
+        place = tmp_path / str(number)
+        place.mkdir()
+        sizes = number, 8 // number, 8 // number
+        started = joined.start(change_layouts, *sizes, *layouts, directory=place, joins_itself=True)
+        found.append(joined.finish(started, place, timeout=600))
     ((expected,), made) = found
     for variables in made:
         models.assert_trees_close(variables, expected)
