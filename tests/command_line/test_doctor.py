@@ -29,17 +29,10 @@ def lines_of(capsys, status=0):
 
 def test_a_line_each(capsys):
     found = lines_of(capsys)
-    assert list(found)[:6] == [
-        "ipu_pipeline",
-        "Python",
-        "JAX",
-        "devices",
-        "cores",
-        "compiled programs kept",
-    ]
-    assert {name: state for name, (state, _text) in found.items() if state != "ok"} == {
-        "compiled programs kept": "note"
-    }
+    names = ["ipu_pipeline", "Python", "JAX", "devices", "cores", "compiled programs kept"]
+    assert list(found)[:6] == names
+    others = {name: state for name, (state, _text) in found.items() if state != "ok"}
+    assert others == {"compiled programs kept": "note"}
     assert found["JAX"][1].startswith(f"{jax.__version__}, jaxlib {jaxlib.__version__}; tested with 0.9.0")
     assert found["poptorch"][1].startswith("torch 2.")
     assert "pillow" in found["MNIST of tensorflow-datasets"][1]
@@ -68,9 +61,8 @@ def test_a_broken_jax_is_wrong(tmp_path):
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = start("-m", "ipu_pipeline", "doctor", folder=tmp_path, as_tests=True, PYTHONPATH=path)
     assert done.returncode == 1, done.stderr
-    assert re.search(
-        r"^  wrong +JAX +\S+ jaxlib \S+: ImportError: a library is missing$", done.stdout, re.M
-    )
+    wrong = r"^  wrong +JAX +\S+ jaxlib \S+: ImportError: a library is missing$"
+    assert re.search(wrong, done.stdout, re.M)
     assert "devices" not in done.stdout
     assert re.search(r"^  ok +poptorch ", done.stdout, re.M)
 

@@ -89,11 +89,8 @@ def test_what_a_session_runs(announcer, announced, capsys):
         optimizer_function=lambda *args: ipu.pipelining_ops.OptimizerFunctionOutput(opt, args[-1]),
         repeat_count=2,
     )
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 4
-    config.configure_ipu_system()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    front.ipu_config(4).configure_ipu_system()
+    with front.session_of(model) as session:
         for _ in range(3):
             model.run(session)
         pipeline = model.program.calls[0].pipeline
@@ -109,15 +106,8 @@ def test_what_a_session_runs(announcer, announced, capsys):
     assert program["pid"] == os.getpid()
     assert program["program"] == sys.argv[0]
     assert 2**20 < program["resident_bytes"] < 2**40
-    told = (
-        run["name"],
-        run["handled"],
-        run["batch_size"],
-        run["unit"],
-        run["process"],
-        run["num_processes"],
-    )
-    assert told == ("Pipeline", 36, 4, "micro-batch", 0, 1)
+    told = {"name": "Pipeline", "handled": 36, "batch_size": 4, "unit": "micro-batch"}
+    assert run | told | {"process": 0, "num_processes": 1} == run
     assert [(one["ipu"], one["device"], one["platform"]) for one in run["ipus"]] == [
         (number, device.id, "cpu") for number, device in enumerate(jax.devices()[:4])
     ]
@@ -149,8 +139,8 @@ def test_several_sessions_of_a_process_and_loops(announcer, capsys):
     kept = []
     with ipu.Session() as first:
         first.run([model.initializer, infeed.initializer])
-        threads = [threading.Thread(target=train, args=(number,)) for number in (1, 2)]
-        for thread in threads:
+        for number in (1, 2):
+            thread = threading.Thread(target=train, args=(number,))
             thread.start()
             thread.join()
         first.run(loop)
@@ -158,19 +148,19 @@ def test_several_sessions_of_a_process_and_loops(announcer, capsys):
         wait_for(lambda: len((read_programs(capsys) or [{"runs": []}])[0]["runs"]) == 3)
         wait_for(lambda: read_programs(capsys)[0]["runs"][2]["count"] == 10)
         runs = read_programs(capsys)[0]["runs"]
-    assert [run["count"] for run in runs] == [1, 2, 10]
-    assert [run["handled"] for run in runs] == [3, 6, 10]
-    assert [run["unit"] for run in runs] == ["micro-batch", "micro-batch", "iteration"]
-    assert [run["batch_size"] for run in runs] == [4, 4, 4]
-    assert [run["samples_per_second"] for run in runs][2] is None
-    assert [run["trains"] for run in runs] == [True, True, False]
+    names = ("count", "handled", "unit", "batch_size", "trains")
+    assert [tuple(run[name] for name in names) for run in runs] == [
+        (1, 3, "micro-batch", 4, True),
+        (2, 6, "micro-batch", 4, True),
+        (10, 10, "iteration", 4, False),
+    ]
+    assert runs[2]["samples_per_second"] is None
 
 
 def test_nothing_is_kept_alive_by_it(announcer, capsys):
     def run_once():
         model = front.Model(gradient_accumulation_count=4)
-        with ipu.Session() as session:
-            session.run(model.initializer)
+        with front.session_of(model) as session:
             model.run(session)
 
     run_once()
@@ -189,8 +179,7 @@ def test_nothing_is_kept_alive_by_it(announcer, capsys):
 def test_it_can_be_turned_off(announcer, announced, monkeypatch):
     monkeypatch.setenv(announcing.SWITCH_VARIABLE, "0")
     model = front.Model()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
     assert announcer._thread is None
     assert not announced.exists()
@@ -211,8 +200,7 @@ def test_training_goes_on_where_nothing_can_be_announced(fault, announcer, annou
         original = board._put
         monkeypatch.setattr(board, "_put", put_nowhere)
     model = front.Model()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         losses = model.run(session)
         assert len(losses) == 3
         if fault == "a file in its place":
@@ -242,8 +230,7 @@ import os, sys, time
 import ipu_pipeline as ipu
 from tests.support import front
 model = front.Model()
-with ipu.Session() as session:
-    session.run(model.initializer)
+with front.session_of(model) as session:
     model.run(session)
     print("ready", flush=True)
     time.sleep(1000)
@@ -297,9 +284,7 @@ def test_files_of_processes_that_are_gone_are_removed(announced):
     gone = [
         board.Process(NOBODY, 5, **own),
         board.Process(here.pid, here.start - 1, **own),  # a pid that was used before
-        board.Process(
-            here.pid, here.start + 1, **own | {"boot": "before"}
-        ),  # before the machine was started
+        board.Process(here.pid, here.start + 1, **own | {"boot": "before"}),  # of an earlier start
     ]
     elsewhere = [
         board.Process(here.pid, 6, **own | {"namespace": "pid:[1]"}),  # in a container
@@ -333,6 +318,7 @@ def test_what_is_no_announcement_is_passed_over(announced, capsys):
     here = board.this_process()
     put(here, make_run())
     good = json.loads((announced / here.file_name).read_text())
+    job = {"begun": 1, "restarts": 3, "failures": [{"what": 3}], "goodput": None}
     strange = {
         "junk.json": b"\xff{",
         "deep.json": b"[" * 100_000,
@@ -343,9 +329,7 @@ def test_what_is_no_announcement_is_passed_over(announced, capsys):
         "1-3.json": json.dumps(good | {"process": {"pid": "1"}}).encode(),
         "1-4.json": json.dumps(good | {"runs": [make_run(ipus=[5])]}).encode(),
         "1-5.json": json.dumps(good | {"job": {"restarts": "3"}}).encode(),
-        "1-6.json": json.dumps(
-            good | {"job": {"begun": 1, "restarts": 3, "failures": [{"what": 3}], "goodput": None}}
-        ).encode(),
+        "1-6.json": json.dumps(good | {"job": job}).encode(),
         ".-.new": b"",
     }
     for name, text in strange.items():
@@ -481,8 +465,7 @@ def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, mo
         history = history.after(failure)
     dataclasses.replace(history, num_restarts=3).write(tmp_path)
     model = front.Model()
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
         wait_for(lambda: any(program["runs"] for program in read_programs(capsys)))
         (program,) = read_programs(capsys)

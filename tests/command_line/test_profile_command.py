@@ -23,8 +23,7 @@ parser.add_argument("--steps", type=int, default=7)
 parser.add_argument("--status", type=int, default=0)
 args = parser.parse_args()
 model = front.Model(repeat_count=args.steps)
-with ipu.Session() as session:
-    session.run([model.initializer, ipu.global_variables_initializer()])
+with front.session_of(model) as session:
     session.run(model.program, {model.rate: 0.01})
     print("losses", len(session.run(model.outfeed.dequeue())))
 raise SystemExit(args.status)
@@ -120,21 +119,6 @@ def test_a_program_without_a_pipeline(tmp_path):
     assert done.returncode == 1
     assert "ran no pipeline or loop" in done.stderr
     assert not (tmp_path / "profile_hello").exists()
-
-
-@pytest.mark.thorough
-def test_the_tutorial(tmp_path):
-    done = run(SCRIPT, ROOT / "answers" / "step2_sharding.py", "--dataset", "digits", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "nan" not in done.stdout
-    (directory,) = tmp_path.iterdir()
-    profile = read(directory)
-    facts = profile.pipelines[0]  # the second one evaluates
-    assert (facts.kind, len(profile.devices)) == ("loop", 2)
-    kinds = Counter(event.kind for event in profile.events if event.pipeline == 0)
-    assert kinds[EventKind.FORWARD] == kinds[EventKind.BACKWARD] == 16 * len(facts.stages)
-    assert kinds[EventKind.UPDATE] == 2
-    assert profile.num_lost == 0
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -33,15 +34,12 @@ HALVED = (EventKind.FORWARD, EventKind.INPUT_GRADIENTS, EventKind.WEIGHT_GRADIEN
 
 def make_pipeline(mapping=(0, 1, 2, 3), plan=1, num_stages=4, **options):
     def make(index):
-        def stage(x, *rest):
-            weights = engine.get_variable(f"layer_{index}/weights", (WIDTH, WIDTH))
-            return (jnp.tanh(x @ weights), *rest)
+        def stage(x, y):
+            x = jnp.tanh(x @ engine.get_variable(f"layer_{index}/weights", (WIDTH, WIDTH)))
+            return jnp.mean((x - y) ** 2) if index == num_stages - 1 else (x, y)
 
         stage.__name__ = f"stage_{index}"
         return stage
-
-    def last(x, y):
-        return jnp.mean((make(num_stages - 1)(x)[0] - y) ** 2)
 
     settings = {
         "num_micro_batches": COUNT,
@@ -51,7 +49,7 @@ def make_pipeline(mapping=(0, 1, 2, 3), plan=1, num_stages=4, **options):
         **({"dispatch_plan": engine.Chunking(plan)} if len(set(mapping)) > 1 else {}),
         **options,
     }
-    pipeline = engine.Pipeline([*(make(index) for index in range(num_stages - 1)), last], **settings)
+    pipeline = engine.Pipeline([make(index) for index in range(num_stages)], **settings)
     rng = np.random.default_rng(0)
     data = [tuple(rng.normal(size=(2, 4, WIDTH)).astype("float32")) for _ in range(COUNT)]
     return pipeline, data
@@ -250,8 +248,7 @@ def test_numbers_are_the_same_with_and_without(tmp_path, mapping):
 
 def test_a_session_is_traced(tmp_path):
     model = front.Model(repeat_count=2, gradient_accumulation_count=4, device_mapping=[0, 0])
-    with ipu.Session() as session:
-        session.run([model.initializer, ipu.global_variables_initializer()])
+    with front.session_of(model) as session:
         model.run(session)
         with ipu.reports.capture(tmp_path) as captured:
             model.run(session)  # and dequeues
@@ -277,16 +274,13 @@ def test_loops_are_traced(tmp_path):
 
         return ipu.loops.repeat(3, body, [jnp.float32(0), jnp.ones(4)])[0]
 
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        compiled = ipu.ipu_compiler.compile(program, [])
+    compiled = front.compile_program(program)
     with ipu.Session() as session, ipu.reports.capture(tmp_path) as captured:
         assert session.run(compiled) == [24.0]
     (facts,) = captured.profile.pipelines
     assert facts.kind == "loop"
-    found = [
-        (event.stage, event.micro_batch) for event in captured.profile.events if event.stage is not None
-    ]
-    assert {(stage, number) for stage in (0, 1) for number in range(3)} <= set(found)
+    found = {(event.stage, event.micro_batch) for event in captured.profile.events}
+    assert {(stage, number) for stage in (0, 1) for number in range(3)} <= found
 
 
 @pytest.mark.thorough
@@ -318,9 +312,8 @@ def test_chrome_trace(traced):
     assert Counter(event["cat"] for event in events) == Counter(e.kind.value for e in profile.events)
     tracks = {}
     for event in events:
-        tracks.setdefault((event["pid"], event["tid"]), []).append(
-            (event["ts"], event["ts"] + event["dur"])
-        )
+        span = event["ts"], event["ts"] + event["dur"]
+        tracks.setdefault((event["pid"], event["tid"]), []).append(span)
     for spans in tracks.values():
         spans.sort()
         assert all(end <= begin + 0.01 for (_b, end), (begin, _e) in itertools.pairwise(spans))
@@ -406,10 +399,8 @@ def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
     assert 0.0 not in seen
     for number, (num_stages, num_steps) in enumerate([(3, 2), (2, 2), (2, 1)]):
         own = [event for event in captured.profile.events if event.pipeline == number]
-        assert (
-            len([event for event in own if event.kind is EventKind.FORWARD])
-            == num_stages * num_steps * COUNT
-        )
+        num_forwards = sum(event.kind is EventKind.FORWARD for event in own)
+        assert num_forwards == num_stages * num_steps * COUNT
         check_order(own)
 
 
@@ -452,12 +443,8 @@ def test_threads_are_traced_together(tmp_path):
     def work(number):
         run(*made[number], 2, states[number])
 
-    with ipu.reports.capture(tmp_path) as captured:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with ipu.reports.capture(tmp_path) as captured, ThreadPoolExecutor() as threads:
+        list(threads.map(work, range(2)))
     for number in range(2):
         own = [event for event in captured.profile.events if event.pipeline == number]
         assert len(actions_of(own)) == 2 * 4 * COUNT * 2
@@ -484,13 +471,9 @@ def test_no_thread_begins_the_recording_while_another_one_measures(tmp_path, mon
         other_runs.set()
         run(*made[1], 1, states[1])
 
-    with ipu.reports.capture(tmp_path):
-        first = threading.Thread(target=run, args=(*made[0], 1, states[0]))
-        threads = [first, threading.Thread(target=second)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with ipu.reports.capture(tmp_path), ThreadPoolExecutor() as threads:
+        for begun in (threads.submit(run, *made[0], 1, states[0]), threads.submit(second)):
+            begun.result()
     assert has_begun in ([False], [False, False])
 
 
@@ -598,12 +581,8 @@ def test_programs_of_one_name_are_told_apart():
 
     runs = [made(5), made(-2_000_000_000), made(4), made(-1_999_999_990), made(7_000_000), made(6, 1)]
     groups = device_profile.group_runs(runs)
-    assert sorted([run.number for run in group] for group in groups) == [
-        [-2_000_000_000, -1_999_999_990],
-        [4, 5],
-        [6],
-        [7_000_000],
-    ]
+    numbers = sorted([run.number for run in group] for group in groups)
+    assert numbers == [[-2_000_000_000, -1_999_999_990], [4, 5], [6], [7_000_000]]
 
 
 # Whole programs.
@@ -613,8 +592,7 @@ import sys
 import ipu_pipeline as ipu
 from tests.support import front
 model = front.Model(repeat_count=1)
-with ipu.Session() as session:
-    session.run([model.initializer, ipu.global_variables_initializer()])
+with front.session_of(model) as session:
     model.run(session)
     losses = session.run(model.outfeed.dequeue())
     print(len(losses), session.update_count())

@@ -4,7 +4,6 @@ import dataclasses
 import re
 import time
 
-import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
@@ -124,12 +123,10 @@ def slow_data(seconds):
 @pytest.mark.soak  # what else runs may take more time than the data set
 def test_a_slow_data_set_and_a_program_that_does_something_between_runs(tmp_path, capsys):
     model = front.Model(slow_data(0.1), repeat_count=1)
-    with ipu.Session() as session:
-        session.run([model.initializer, ipu.global_variables_initializer()])
-        with ipu.reports.capture(tmp_path) as found:
-            for run in range(4):
-                model.run(session)
-                time.sleep(0.2 * (run == 1))
+    with front.session_of(model) as session, ipu.reports.capture(tmp_path) as found:
+        for run in range(4):
+            model.run(session)
+            time.sleep(0.2 * (run == 1))
     (one,) = study(found.profile)
     assert one.host.share > 0.8
     assert one.host.between_steps > 0.1 * one.host.idle
@@ -162,41 +159,6 @@ def test_what_compiles_meanwhile_does_not_count(tmp_path):
     one, _other = study(found.profile)
     whole = one.analysis.steps[-1].end - one.analysis.steps[0].begin
     assert one.host.length < whole - 0.99 * compiled.length
-
-
-@pytest.mark.soak
-def test_a_program_whose_devices_are_busy(tmp_path):
-    """Other programs of the machine may hold up the host, and not each time."""
-
-    def stage(x, y):
-        weights = ipu.get_variable("weights", (500, 500))
-        for _layer in range(3):
-            x = np.float32(1e-3) * (x @ weights)
-        return ((x - y) ** 2).mean()
-
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([(np.ones((300, 500), np.float32),) * 2] * 200)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: ipu.pipelining_ops.pipeline(
-            [stage],
-            4,
-            repeat_count=2,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            outfeed_loss=True,
-            optimizer_function=lambda loss: front.optimizer_function(0.1, loss),
-        )
-    )
-    seen = []
-    with ipu.Session() as session:
-        session.run([infeed.initializer, ipu.global_variables_initializer()])
-        while not seen or (any("the host" in sentence for sentence in seen[-1].advice) and len(seen) < 10):
-            with ipu.reports.capture(tmp_path / f"reports{len(seen)}") as found:
-                for _run in range(2):
-                    session.run(program)
-                    session.run(outfeed.dequeue())
-            seen += study(found.profile)
-    assert not any("the host" in sentence for sentence in seen[-1].advice), seen[-1].host
 
 
 def test_a_program_that_waits_for_its_host_is_not_told_of_its_stages():

@@ -10,7 +10,7 @@ from ipu_pipeline.engine.schedules import Costs, Scenario
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.page import write_page, write_simulation
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE
-from tests.reports.test_report_page import NASTY, make_replicas, nasty_profile
+from tests.reports.test_report_page import NASTY, make_replicas, moved, nasty_profile
 from tests.support import browsers
 from tests.support.traces import (
     ACTION,
@@ -58,6 +58,13 @@ def rows_of(page, colour, num_rows):
     return collections.Counter(int((bar[2] + bar[3]) / 2 / row) for bar in page.bars(colour))
 
 
+def labels_of(page, selector):
+    """The texts of elements of a drawing."""
+    return page.run(
+        "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector
+    )
+
+
 def test_every_action_is_a_bar_in_the_row_of_its_ipu(show):
     facts = make_facts(4, 8)
     waits = tuple(
@@ -75,14 +82,8 @@ def test_every_action_is_a_bar_in_the_row_of_its_ipu(show):
     width, length = page.area()[2], 22 * SLOT + UPDATE
     (first,) = [bar for bar in page.bars(FORWARD) if bar[2] < 40 and bar[0] < width / 24]
     assert first[1] - first[0] == pytest.approx(width * ACTION / (1.04 * length), abs=2)
-    titles = page.run(
-        "return [...document.querySelectorAll('#trace .ytick')].map((tick) => tick.textContent)"
-    )
-    assert titles == ["IPU 0", "IPU 1", "IPU 2", "IPU 3", "Host"]
-    phases = page.run(
-        "return [...document.querySelectorAll('#trace .annotation-text')].map((a) => a.textContent)"
-    )
-    assert phases == ["ramp-up", "main phase", "ramp-down"]
+    assert labels_of(page, "#trace .ytick") == ["IPU 0", "IPU 1", "IPU 2", "IPU 3", "Host"]
+    assert labels_of(page, "#trace .annotation-text") == ["ramp-up", "main phase", "ramp-down"]
 
 
 def test_replicas_and_hosts_of_processes_have_rows_of_their_own(show):
@@ -97,10 +98,8 @@ def test_replicas_and_hosts_of_processes_have_rows_of_their_own(show):
     assert rows_of(page, FORWARD, 6) == rows_of(page, BACKWARD, 6) == dict.fromkeys(range(4), 4)
     assert rows_of(page, COLOURS[EventKind.INFEED_WAIT], 6) == {4: 3, 5: 5}
     assert rows_of(page, IDLE, 6).keys() == set(range(4))
-    titles = page.run(
-        "return [...document.querySelectorAll('#trace .ytick')].map((tick) => tick.textContent)"
-    )
-    assert titles == ["IPU 0", "IPU 1", "IPU 2", "IPU 3", "Host of process 0", "Host of process 1"]
+    hosts = ["Host of process 0", "Host of process 1"]
+    assert labels_of(page, "#trace .ytick") == ["IPU 0", "IPU 1", "IPU 2", "IPU 3", *hosts]
     page.choose("input[value=free]")
     assert rows_of(page, FORWARD, 4) == dict.fromkeys(range(4), 4)
 
@@ -191,14 +190,7 @@ def test_the_switch_between_measured_and_simulated(show):
         assert page.text("#peak").endswith("simulated.")
         assert page.run("return document.querySelectorAll('#memory .scatterlayer .lines path').length") == 4
     page.choose("#ipu", "1")
-    assert (
-        len(
-            page.run(
-                "return [...document.querySelectorAll('#memory .legendtext')].map((a) => a.textContent)"
-            )
-        )
-        == 6
-    )
+    assert len(labels_of(page, "#memory .legendtext")) == 6
     page.choose("input[value=measured]")
     assert rows_of(page, COLOURS[EventKind.OUTFEED], 5) == {4: 1}
 
@@ -207,9 +199,7 @@ def test_the_two_simulated_timelines_differ(show):
     """Before a slow last stage, IPU 0 goes ahead with its forwards, and waits in lock-step."""
     facts = make_facts(4, 8)
     events = [
-        dataclasses.replace(event, end=event.end + 1800)
-        if event.stage == 3 and not event.num_bytes
-        else event
+        moved(event, end=1800.0 * (event.stage == 3 and not event.num_bytes))
         for event in make_events(facts)
     ]
     page = show(make_profile(facts, tuple(events)))

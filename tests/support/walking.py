@@ -1,54 +1,43 @@
 """Follows rows as IPUs would that wait only for data: independent of `check`."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ipu_pipeline.engine.schedules.actions import ActionKind
-
-__all__ = ["Times", "Walk", "walk"]
 
 F, B, I, W = ActionKind  # noqa: E741
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """How long a forward and both halves of a backward take. A whole backward takes as long as both."""
 
     forward: float = 1
     inputs: float = 1
     weights: float = 1
 
-    def of(self, kind: ActionKind) -> float:
+    def of(self, kind):
         """The time of one kind."""
         times = {F: self.forward, B: self.inputs + self.weights, I: self.inputs, W: self.weights}
         return times[kind]
 
 
-@dataclass(frozen=True)
-class Walk:
-    """What was found.
+class Walk(NamedTuple):
+    """What was found."""
 
-    Attributes:
-      wait: how long an IPU waits in one step.
-      wait_across: how long it does where steps follow each other at once.
-      held: for each IPU, the most micro-batches of its stages from their forwards to the end of their
-        backwards.
-    """
-
-    wait: float
-    wait_across: float
-    held: list[int]
+    wait: float  # of an IPU in one step
+    wait_across: float  # where steps follow each other at once
+    held: list[int]  # by each IPU at most: micro-batches from forwards to the end of their backwards
 
 
-def walk(rows: Sequence[Sequence[object]], times: Times = Times()) -> Walk:
+ALL_EQUAL = Times()
+
+
+def walk(rows, times=ALL_EQUAL):
     """Follows rows, for three steps after each other."""
     rows = [[action for action in row if action is not None] for row in rows]
     num_micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
     last_stage = max(action.stage for row in rows for action in row)
-    ends: dict[tuple[bool, int, int], float] = {}  # of (is backward, stage, micro-batch)
+    ends = {}  # of (is backward, stage, micro-batch)
     now, places, step_ends = [0.0] * len(rows), [0] * len(rows), [[] for _row in rows]
     num_steps = 3
     while any(place < num_steps * len(row) for place, row in zip(places, rows, strict=True)):
