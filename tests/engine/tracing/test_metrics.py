@@ -14,7 +14,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.optimizers import LossScalingOptimizer, with_metrics
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from ipu_pipeline.tf1.session import metrics as session_metrics
 from tests.support import front, models
 
@@ -97,24 +97,26 @@ class Model:
         **options,
     ):
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue((lambda: iter(rows())) if data is None else data)
-        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-        self.program = front.compile_program(
-            lambda: pipeline(
-                list(stages),
-                gradient_accumulation_count=options.pop("count", COUNT),
-                repeat_count=repeat,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimizer,
-                device_mapping=mapping,
-                **options,
-            )
+        self.program = front.compile_pipeline(
+            list(stages),
+            COUNT,
+            repeat_count=repeat,
+            infeed_queue=self.infeed,
+            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
+            optimizer_function=optimizer,
+            device_mapping=mapping,
+            **options,
         )
 
     def run(self, session):
         session.run(self.infeed.initializer)
         session.run(self.program)
         return session
+
+
+def metrics_of(*arguments, **options):
+    with ipu.Session() as session:
+        return Model(*arguments, **options).run(session).metrics()
 
 
 @functools.cache
@@ -182,9 +184,8 @@ def check(found, reduction="sum"):
     ids=["chunks", "sums"],
 )
 def test_metrics_are_those_of_a_plain_loop(mapping, options):
-    with ipu.Session() as session:
-        Model(mapping, outfeed_loss=True, **options).run(session)
-        check(session.metrics(), options.get("reduction_method", "sum"))
+    found = metrics_of(mapping, outfeed_loss=True, **options)
+    check(found, options.get("reduction_method", "sum"))
 
 
 def test_the_engine_returns_those_of_a_step():
@@ -212,8 +213,7 @@ def test_recomputation_does_not_report_again():
         optimizer=optax.sgd(0.1),
         recompute="recompute_then_backpropagate",
     )
-    state = pipeline.init(jax.random.key(0), rows()[0])
-    _state, outputs = pipeline.step(state, rows())
+    _state, outputs = pipeline.step(pipeline.init(jax.random.key(0), rows()[0]), rows())
     wanted = expected()
     optimizer_s = {"loss", "gradient_norm", "update_norm", "learning_rate"}
     assert outputs.metrics.keys() == wanted.keys() - optimizer_s
@@ -259,30 +259,21 @@ def test_a_model_computes_with_the_global_step(mapping):
     def scaled(x, y):
         return layer(0, x) * (1 + step).astype(jnp.float32), y
 
-    def last(x, y):
-        return jnp.mean(layer(1, x))
-
     def optimize(loss):
         rate = 0.1 * 0.5 ** step.astype(jnp.float32)
         return OptimizerFunctionOutput(with_metrics(optax.sgd(rate), rate), loss)
 
-    @jax.jit
-    @jax.grad
-    def differentiate(weights, row, number):
+    def loss_of(weights, row, number):
         x = jnp.tanh(row["x"] @ weights["w0"]) * (1 + number)
         return jnp.mean(jnp.tanh(x @ weights["w1"]))
 
-    weights, rates = {name: first_weights()[name] for name in ("w0", "w1")}, []
-    for update in range(UPDATES):
-        parts = [
-            differentiate(weights, row, np.float32(update))
-            for row in rows()[update * COUNT : (update + 1) * COUNT]
-        ]
-        rates.append(np.float32(0.1 * 0.5**update))
-        weights = jax.tree.map(lambda w, *g: w - rates[-1] * sum(g), weights, *parts)
-    stages = [scaled, last] if len(mapping) > 1 else [lambda x, y: last(*scaled(x, y))]
+    groups = [[(row, np.float32(index // COUNT))] for index, row in enumerate(rows())]
+    weights, rates = {name: first_weights()[name] for name in ("w0", "w1")}, np.float32([0.1, 0.05, 0.025])
+    by_rates = optax.sgd(lambda count: jnp.asarray(rates)[count])
+    _losses, weights, _left = models.plain_loop(loss_of, weights, groups, COUNT, by_rates)
+    stages = [scaled, mean] if len(mapping) > 1 else [lambda x, y: mean(*scaled(x, y))]
     with ipu.Session() as session:
-        Model(mapping, stages=stages, optimizer=optimize).run(session)
+        Model(mapping, stages, optimize).run(session)
         models.assert_trees_close(session.variables, weights)
         np.testing.assert_allclose(session.metrics()["learning_rate"], rates, rtol=1e-6)
 
@@ -328,14 +319,16 @@ def test_the_global_step_is_an_array_to_whatever_takes_arrays():
             assert step in (0, 1)
         return layer(0, x), y
 
-    with ipu.Session() as session:
-        found = Model([0, 0], stages=(stage, mean)).run(session).metrics()
-    assert list(found["eq"]) == [0, 1, 0]
-    assert list(found["ne"]) == [1, 0, 1]
-    assert list(found["minimum"]) == [0, 1, 1]
-    assert list(found["where"]) == list(found["index"]) == [0, 1, 2]
-    assert list(found["jit"]) == [0, 2, 4]
-    assert list(found["cond"]) == [0, 11, 12]
+    found = metrics_of([0, 0], (stage, mean))
+    wanted = {
+        "eq": [0, 1, 0],
+        "ne": [1, 0, 1],
+        "minimum": [0, 1, 1],
+        "where": [0, 1, 2],
+        "index": [0, 1, 2],
+    }
+    wanted |= {"jit": [0, 2, 4], "cond": [0, 11, 12]}
+    assert {name: found[name].tolist() for name in wanted} == wanted
     np.testing.assert_allclose(found["schedule"], [1, 0.75, 0.5])
     assert step in {step}
 
@@ -358,9 +351,7 @@ def test_norms_are_without_the_scale_of_the_loss():
         inner = with_metrics(optax.adam(schedule), schedule)
         return OptimizerFunctionOutput(LossScalingOptimizer(inner, initial_scale=2.0**10), loss)
 
-    with ipu.Session() as session:
-        data = seen + rows(COUNT)
-        found = Model([0, 0, 0], optimizer=optimize, data=data, repeat=4).run(session).metrics()
+    found = metrics_of([0, 0, 0], optimizer=optimize, data=seen + rows(COUNT), repeat=4)
     wanted = expected()
     for name in ("gradient_norm", "update_norm", "learning_rate"):
         np.testing.assert_allclose(found[name][:2], wanted[name][:2], rtol=1e-5)
@@ -370,13 +361,7 @@ def test_norms_are_without_the_scale_of_the_loss():
 
 def test_what_cannot_be_summed_is_infinite():
     """And nobody warns: warnings are errors here."""
-
-    def stage(x, y):
-        ipu.metric("much", 3e38, "sum")
-        return layer(0, x), y
-
-    with ipu.Session() as session:
-        found = Model([0, 1], stages=(stage, mean)).run(session).metrics()
+    found = metrics_of([0, 1], (report("much", 3e38, "sum"), mean))
     assert list(found["much"]) == [np.inf] * UPDATES
 
 
@@ -434,13 +419,12 @@ def test_the_learning_rate_is_found_in_the_state_and_fed_by_a_placeholder():
         return OptimizerFunctionOutput(with_metrics(optax.inject_hyperparams(optax.sgd)(schedule)), loss)
 
     with ipu.Session() as session:
-        model = Model([0, 1], stages=(first, mean), optimizer=by_placeholder)
+        model = Model([0, 1], (first, mean), by_placeholder)
         session.run(model.infeed.initializer)
         session.run(model.program, {rate: 0.25})
         np.testing.assert_array_equal(session.metrics()["learning_rate"], [0.25] * UPDATES)
-    with ipu.Session() as session:
-        found = Model([0, 1], stages=(first, mean), optimizer=by_state).run(session).metrics()
-        np.testing.assert_allclose(found["learning_rate"], list(map(schedule, range(UPDATES))), rtol=1e-6)
+    found = metrics_of([0, 1], (first, mean), by_state)["learning_rate"]
+    np.testing.assert_allclose(found, list(map(schedule, range(UPDATES))), rtol=1e-6)
 
 
 def test_a_pipeline_that_infers_reports_per_execution():
@@ -494,6 +478,14 @@ def report(*arguments, **options):
     return stage
 
 
+def reporting(x):
+    ipu.metric("a", jnp.mean(x))
+    return x
+
+
+traced_once = jax.jit(reporting)
+
+
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
@@ -506,34 +498,17 @@ def report(*arguments, **options):
         (report("a", 1.0, "median"), "must be one of 'mean', 'sum', 'min', 'max', 'last'; got 'median'"),
         (report("gradient_norm", 1.0), "'gradient_norm' is reported by a stage and by the weight update"),
         (report("loss", 1.0), "third\\) has a metric 'loss' already. Give"),
+        (lambda x, y: (jax.lax.map(reporting, layer(0, x)), y), "body of scan"),
+        (lambda x, y: (jax.lax.cond(True, reporting, lambda v: v, layer(0, x)), y), "body of cond"),
         (
-            lambda x, y: (jax.lax.map(lambda v: (ipu.metric("a", 1.0), v)[1], layer(0, x)), y),
-            "body of scan",
-        ),
-        (
-            lambda x, y: (
-                jax.lax.cond(True, lambda v: (ipu.metric("a", 1.0), v)[1], lambda v: v, layer(0, x)),
-                y,
-            ),
-            "body of cond",
+            lambda x, y: (layer(0, traced_once(traced_once(x))), y),
+            "metric or enqueue was called in a function that JAX has traced once",
         ),
     ],
 )
 def test_wrong_metrics(stage, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Model([0, 1, 2], stages=(stage, second, third))
-
-
-def test_a_function_that_is_traced_once_and_used_twice_reports_once():
-    @jax.jit
-    def inner(x):
-        ipu.metric("a", jnp.mean(x))
-        return x
-
-    with pytest.raises(
-        ValueError, match="metric or enqueue was called in a function that JAX has traced once"
-    ):
-        Model([0, 1, 2], stages=(lambda x, y: (layer(0, inner(inner(x))), y), second, third))
 
 
 def test_metrics_have_their_places():
@@ -550,9 +525,8 @@ def test_metrics_have_their_places():
         inner = optax.MultiSteps(with_metrics(optax.sgd(0.1)), 2).gradient_transformation()
         return OptimizerFunctionOutput(inner, loss)
 
-    with pytest.raises(
-        ValueError, match="with_metrics goes around transformations that update now and then"
-    ):
+    message = "with_metrics goes around transformations that update now and then"
+    with pytest.raises(ValueError, match=message):
         Model([0, 1, 2], optimizer=now_and_then)
 
 
@@ -566,10 +540,6 @@ def test_nothing_is_differentiated_through_a_metric():
 
         return layer(0, x + 0.1 * jax.grad(energy)(x)), y
 
-    with ipu.Session() as session:
-        found = Model([0, 0], stages=(stage, mean)).run(session).metrics()
-    wanted = [
-        np.mean([np.sum(row["x"] ** 2) for row in rows()[n * COUNT : (n + 1) * COUNT]])
-        for n in range(UPDATES)
-    ]
-    np.testing.assert_allclose(found["energy"], wanted, rtol=1e-5)
+    found = metrics_of([0, 0], (stage, mean))
+    squares = np.array([np.sum(row["x"] ** 2) for row in rows()])
+    np.testing.assert_allclose(found["energy"], squares.reshape(UPDATES, COUNT).mean(1), rtol=1e-5)
