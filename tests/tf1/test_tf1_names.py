@@ -1,5 +1,6 @@
 """Names that programs for TensorFlow 1 on IPUs use: scopes, variables, savers, functions of `ipu.ops`."""
 
+import functools
 import threading
 
 import jax
@@ -10,16 +11,9 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import nn_ops, normalization_ops, rand_ops
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
-
-
-def variables_of(function):
-    """The variables that a function asks for: name -> specification."""
-    compiled = front.compile_program(function)
-    return compiled.variables
 
 
 # Scopes
@@ -43,7 +37,7 @@ def test_auto_reuse_and_scopes_that_are_opened_again():
             scope.reuse_variables()
         return first + again, inner
 
-    assert {*variables_of(function)} == {"a/w", "a/b/w"}
+    assert {*front.compile_program(function).variables} == {"a/w", "a/b/w"}
 
 
 def test_default_names():
@@ -62,7 +56,7 @@ def test_default_names():
             assert scope == "named"
         return sum(found)
 
-    assert {*variables_of(function)} == {"block/w", "block_1/w", "used/w"}
+    assert {*front.compile_program(function).variables} == {"block/w", "block_1/w", "used/w"}
 
 
 def test_what_scopes_say_to_variables():
@@ -77,8 +71,7 @@ def test_what_scopes_say_to_variables():
         with ipu.variable_scope("b", initializer=4.0), ipu.variable_scope(scope):
             return first, second, third, ipu.get_variable("u", (2,))
 
-    with ipu.Session() as session:
-        found = session.run(front.compile_program(function))
+    found = front.results(function)
     assert [value.tolist() for value in found] == [[1, 1], [3, 3], [0, 0], [1, 1]]
     assert [value.dtype for value in found] == [jnp.bfloat16, jnp.bfloat16, np.float32, jnp.bfloat16]
 
@@ -133,15 +126,12 @@ def test_wrong_scopes(arguments, error, message):
 
 def test_get_variable():
     def function():
-        with pytest.warns(
-            UserWarning, match="regularizer of variable 'w' has no effect.*add_decayed_weights"
-        ):
-            value = ipu.get_variable(
-                "w", (2, 2), initializer="glorot_uniform", regularizer=abs, use_resource=True
-            )
+        options = {"initializer": "glorot_uniform", "regularizer": abs, "use_resource": True}
+        message = "regularizer of variable 'w' has no effect.*add_decayed_weights"
+        with pytest.warns(UserWarning, match=message):
+            ipu.get_variable("w", (2, 2), **options)
         with pytest.raises(ValueError, match="use_resource must be True"):
             ipu.get_variable("v", (2,), use_resource=False)
-        return value
 
     front.compile_program(function)
     scope = ipu.variable_scope(default_name="a")
@@ -153,18 +143,14 @@ def test_get_variable():
 
 
 def test_lists_of_variables():
-    inside = []
-
     def function():
         ipu.get_variable("w", (2,))
         ipu.get_variable("n", (), np.int32, 3)
-        inside.append(
-            ([s.name for s in ipu.global_variables()], [s.name for s in ipu.trainable_variables()])
-        )
+        assert [spec.name for spec in ipu.global_variables()] == ["w", "n"]
+        assert [spec.name for spec in ipu.trainable_variables()] == ["w"]
         return ipu.get_variable("v", (2,))
 
     compiled = front.compile_program(function)
-    assert inside == [(["w", "n"], ["w"])]
     assert {"v"} <= {spec.name for spec in ipu.global_variables()}
     assert all(spec.trainable for spec in ipu.trainable_variables())
     del compiled
@@ -173,22 +159,16 @@ def test_lists_of_variables():
 # Savers
 
 
-class Trained:
-    def __init__(self):
-        def stage():
-            return jnp.sum(ipu.get_variable("w", (3,), initializer="ones") ** 2)
+def compile_training():
+    def stage():
+        return jnp.sum(ipu.get_variable("w", (3,), initializer="ones") ** 2)
 
-        self.compiled = front.compile_pipeline(
-            [stage],
-            1,
-            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.adam(0.1), loss),
-        )
+    return front.Pipelined([stage], 1, optimizer=optax.adam(0.1)).program
 
 
 def test_a_saver_keeps_the_newest(tmp_path):
     """And deletes and counts nothing but checkpoints."""
-    trained, saver = Trained(), ipu.Saver(max_to_keep=2)
+    trained, saver = compile_training(), ipu.Saver(max_to_keep=2)
     directory = tmp_path / "checkpoints"
     assert ipu.latest_checkpoint(directory) is None
     for name in ("0", "2020"):
@@ -198,18 +178,18 @@ def test_a_saver_keeps_the_newest(tmp_path):
         with pytest.raises(ValueError, match="nothing to save"):
             saver.save(session, directory)
         for step in range(1, 5):
-            session.run(trained.compiled)
+            session.run(trained)
             assert saver.save(session, directory) == str(directory / str(step))
         saver.save(session, directory)  # the same once more
         values = session.variables["w"]
-        session.run(trained.compiled)
+        session.run(trained)
         later = session.variables["w"]
     assert sorted(path.name for path in directory.iterdir()) == ["0", "2020", "3", "4"]
     assert ipu.latest_checkpoint(str(directory)) == str(directory / "4")
     with ipu.Session() as session:
         saver.restore(session, ipu.latest_checkpoint(directory))
         np.testing.assert_array_equal(session.variables["w"], values)
-        session.run(trained.compiled)
+        session.run(trained)
         np.testing.assert_array_equal(session.variables["w"], later)
         path = ipu.Saver(max_to_keep=None).save(session, directory, np.int64(100))
         assert path == str(directory / "100")
@@ -217,34 +197,32 @@ def test_a_saver_keeps_the_newest(tmp_path):
     assert sorted(path.name for path in directory.iterdir()) == ["0", "100", "2020", "7"]
 
 
-def test_wrong_savers():
+def test_a_saver_as_in_tensorflow(tmp_path):
+    """The path is a prefix there, and the newest checkpoint is asked for by the directory around it."""
+    trained = compile_training()
+    assert ipu.latest_checkpoint(tmp_path) is None
+    with ipu.Session() as session:
+        session.run(trained)
+        for step in (1, 2):
+            path = ipu.Saver().save(session, save_path=tmp_path / "model.ckpt", global_step=step)
+        assert ipu.latest_checkpoint(tmp_path) == path == str(tmp_path / "model.ckpt" / "2")
+        assert ipu.latest_checkpoint(tmp_path / "model.ckpt") == path
+        none = ipu.latest_checkpoint(tmp_path / "other")
+        with pytest.raises(
+            ValueError, match="it is None, as latest_checkpoint returns it where there is none"
+        ):
+            ipu.Saver().restore(session, none)
+    with pytest.raises(ValueError, match="var_list must be None"):
+        ipu.Saver([trained])
     for number in (-1, 1.5, True, "3"):
         with pytest.raises(ValueError, match="max_to_keep must be an integer from 0, or None"):
             ipu.Saver(max_to_keep=number)
 
 
-def test_a_saver_as_in_tensorflow(tmp_path):
-    """The path is a prefix there, and the newest checkpoint is asked for by the directory around it."""
-    trained = Trained()
-    assert ipu.latest_checkpoint(tmp_path) is None
-    with ipu.Session() as session:
-        session.run(trained.compiled)
-        for step in (1, 2):
-            path = ipu.Saver().save(session, save_path=tmp_path / "model.ckpt", global_step=step)
-        assert ipu.latest_checkpoint(tmp_path) == path == str(tmp_path / "model.ckpt" / "2")
-        assert ipu.latest_checkpoint(tmp_path / "model.ckpt") == path
-        with pytest.raises(
-            ValueError, match="it is None, as latest_checkpoint returns it where there is none"
-        ):
-            ipu.Saver().restore(session, ipu.latest_checkpoint(tmp_path / "other"))
-    with pytest.raises(ValueError, match="var_list must be None"):
-        ipu.Saver([trained])
-
-
 def test_a_dict_is_run_in_its_order():
-    trained = Trained()
+    trained = compile_training()
     with ipu.Session() as session:
-        found = session.run({"z": ipu.global_variables_initializer(), "b": trained.compiled})
+        found = session.run({"z": ipu.global_variables_initializer(), "b": trained})
         assert list(found) == ["z", "b"]
         assert session.update_count() == 1  # after the initializer, not before it
         with pytest.raises(TypeError, match="or a list or dict of them; got str"):
@@ -252,14 +230,13 @@ def test_a_dict_is_run_in_its_order():
 
 
 def test_arguments_of_queues_that_mean_nothing():
-    outfeed, infeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue, ipu.ipu_infeed_queue.IPUInfeedQueue
+    infeed = functools.partial(ipu.ipu_infeed_queue.IPUInfeedQueue, [np.zeros(1)])
+    kinds = {"IPUInfeedQueue": infeed, "IPUOutfeedQueue": ipu.ipu_outfeed_queue.IPUOutfeedQueue}
     for argument, reason in (("device_ordinal", "by its ipu_scope"), ("optimise_latency", "as")):
-        outfeed(**{argument: 0})  # what Graphcore has where it is not given
-        infeed([np.zeros(1)], **{argument: 0})
-        with pytest.warns(UserWarning, match=f"IPUOutfeedQueue.{argument}=1. has no effect: .*{reason}"):
-            outfeed(**{argument: 1})
-        with pytest.warns(UserWarning, match=f"IPUInfeedQueue.{argument}=1. has no effect: .*{reason}"):
-            infeed([np.zeros(1)], **{argument: 1})
+        for kind, make in kinds.items():
+            make(**{argument: 0})  # what Graphcore has where it is not given
+            with pytest.warns(UserWarning, match=f"{kind}.{argument}=1. has no effect: .*{reason}"):
+                make(**{argument: 1})
 
 
 def test_positions_of_queues_in_all_sdks():
@@ -311,23 +288,12 @@ def test_errors_name_queues_by_their_feed_names():
 # Functions
 
 
-def run(function, *inputs):
-    given = [np.asarray(value) for value in inputs]
-    compiled = front.compile_program(function, given)
-    with ipu.Session(seed=3) as session:
-        (value,) = session.run(compiled)
-        return value
-
-
 @pytest.mark.parametrize(("axis", "is_strided"), [(-1, True), (1, False)])
 def test_group_norm(rng, axis, is_strided):
     x = rng.normal(1, 3, (2, 6, 4, 6)).astype(np.float32)
-    found = run(
-        lambda x: normalization_ops.group_norm(
-            x, 3, axis, strided_channel_grouping=is_strided, param_initializers={"gamma": 2.0, "beta": 1.0}
-        ),
-        x,
-    )
+    initializers = {"gamma": 2.0, "beta": 1.0}
+    options = {"strided_channel_grouping": is_strided, "param_initializers": initializers}
+    (found,) = front.results(lambda x: normalization_ops.group_norm(x, 3, axis, **options), x)
     last = np.moveaxis(x, axis, -1)
     expected = np.empty_like(last)
     for group in range(3):
@@ -341,18 +307,10 @@ def test_group_norm(rng, axis, is_strided):
 def test_layer_and_instance_norm(rng):
     x = rng.normal(1, 3, (2, 5, 4)).astype(np.float32)
 
-    def normalized(axes):
+    for function, axes in ((normalization_ops.layer_norm, (1, 2)), (normalization_ops.instance_norm, (1,))):
         mean, variance = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
-        return (x - mean) / np.sqrt(variance + 1e-6)
-
-    np.testing.assert_allclose(
-        run(normalization_ops.layer_norm, x), normalized((1, 2)), rtol=1e-4, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        run(normalization_ops.instance_norm, x), normalized((1,)), rtol=1e-4, atol=1e-5
-    )
-    half = run(lambda x: normalization_ops.layer_norm(x.astype(jnp.bfloat16)), x)
-    assert half.dtype == jnp.bfloat16
+        expected = (x - mean) / np.sqrt(variance + 1e-6)
+        np.testing.assert_allclose(front.results(function, x)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_variables_of_normalizations():
@@ -364,7 +322,7 @@ def test_variables_of_normalizations():
         y = normalization_ops.layer_norm(y, scope="own")
         return normalization_ops.layer_norm(y, scope="own", reuse=True)
 
-    found = variables_of(function)
+    found = front.compile_program(function).variables
     names = {"GroupNorm/gamma", "GroupNorm/beta", "GroupNorm_1/gamma", "own/gamma", "own/beta"}
     assert {*found} == names
     assert not found["GroupNorm_1/gamma"].trainable
@@ -405,13 +363,14 @@ def test_embedding_lookup():
     table, ids = np.arange(12.0, dtype=np.float32).reshape(6, 2), np.array([[5, 0], [1, 1]])
     lookup = ipu.ops.embedding_ops.embedding_lookup
     np.testing.assert_array_equal(lookup(table, ids, name="x"), table[ids])
-    with pytest.warns(UserWarning, match="serialization_factor has no effect"):
-        np.testing.assert_array_equal(lookup(table, ids, serialization_factor=3), table[ids])
     np.testing.assert_array_equal(lookup(table, [0, 4], indices_are_sorted=True), table[[0, 4]])
-    with pytest.warns(UserWarning, match="one_hot_threshold has no effect"):
-        np.testing.assert_array_equal(lookup(table, ids, one_hot_threshold=0), table[ids])
-    with pytest.warns(UserWarning, match="min_encoding_size has no effect"):
-        np.testing.assert_array_equal(lookup(table, ids, min_encoding_size=1216), table[ids])
+    for name, value in {
+        "serialization_factor": 3,
+        "one_hot_threshold": 0,
+        "min_encoding_size": 1216,
+    }.items():
+        with pytest.warns(UserWarning, match=f"{name} has no effect"):
+            np.testing.assert_array_equal(lookup(table, ids, **{name: value}), table[ids])
     with pytest.raises(ValueError, match="got 0. SDKs before 2.0 had one_hot_threshold there"):
         lookup(table, ids, None, 0, 1216)
     with pytest.raises(TypeError, match="ids must be integers"):
@@ -424,15 +383,11 @@ def test_embedding_lookup():
 
 def test_dropout():
     x = np.full((400, 50), 3.0, np.float32)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
     def stage(x):
         return rand_ops.dropout(x, 0.25), rand_ops.dropout(x, 0.25, noise_shape=(None, 1))
 
-    compiled = front.compile_pipeline([stage], 2, inputs=[x], outfeed_queue=outfeed)
-    with ipu.Session() as session:
-        session.run(compiled)
-        free, by_row = session.run(outfeed.dequeue())
+    (free, by_row), _variables = front.Pipelined([stage], 2, inputs=[x]).once()
     assert set(np.unique(free)) == {0, 4}
     assert abs((free == 0).mean() - 0.25) < 0.01
     assert not np.array_equal(free[0], free[1])
@@ -445,14 +400,6 @@ def test_dropout():
     with pytest.warns(UserWarning, match="ref=False has no effect"):
         np.testing.assert_array_equal(same[0], rand_ops.dropout(x, seed=[1, 2], seed_modifier=1, ref=False))
     assert not np.array_equal(same[0], rand_ops.dropout(x, seed=[1, 2], seed_modifier=2))
-
-
-def test_dropout_with_the_seed_in_its_older_position():
-    for seed in (None, [1, 2], np.array([1, 2]), 0, 7):
-        with pytest.raises(
-            (ValueError, TypeError), match="Older SDKs had the seed second and the rate third"
-        ):
-            rand_ops.dropout(np.ones((2, 3), np.float32), seed, 0.3)
 
 
 def test_wrong_dropout():
@@ -468,6 +415,11 @@ def test_wrong_dropout():
     ):
         with pytest.raises(error, match=message):
             rand_ops.dropout(**{"x": np.ones((2, 3), np.float32), **arguments})
+    for seed in (None, [1, 2], np.array([1, 2]), 0, 7):
+        with pytest.raises(
+            (ValueError, TypeError), match="Older SDKs had the seed second and the rate third"
+        ):
+            rand_ops.dropout(np.ones((2, 3), np.float32), seed, 0.3)
 
 
 def test_outlined_functions():
@@ -495,11 +447,8 @@ def test_scopes_end_with_the_function_that_they_are_in():
         ipu.get_variable_scope().reuse_variables()
         return value + ipu.get_variable("w", (2,))
 
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     with pytest.raises(ValueError, match="w already exists"):
-        front.compile_pipeline(
-            [reusing, lambda x: x + ipu.get_variable("w", (2,))], 1, outfeed_queue=outfeed
-        )
+        front.Pipelined([reusing, lambda x: x + ipu.get_variable("w", (2,))], 1)
     with pytest.raises(ValueError, match="z already exists"):
         front.compile_program(lambda: ipu.get_variable("z", (2,)) + ipu.get_variable("z", (2,)))
     with pytest.raises(RuntimeError, match="outside of a program"):
@@ -512,11 +461,7 @@ def test_seeds_beside_sessions_and_data_sets():
             ipu.utils.reset_ipu_seed(0)
             yield np.ones(2, np.float32)
 
-    infeed, outfeed = ipu.ipu_infeed_queue.IPUInfeedQueue(rows), ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    compiled = front.compile_pipeline([lambda x: x], 2, infeed_queue=infeed, outfeed_queue=outfeed)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        session.run(compiled)
+    front.Pipelined([lambda x: x], 2, rows).once()
     stopped = threading.Event()
 
     def make():

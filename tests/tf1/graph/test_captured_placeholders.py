@@ -12,22 +12,19 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, models
 
 ROWS = np.linspace(-1, 1, 24).reshape(6, 4)
 
 
-class Program:
+class Program(front.Pipelined):
     """Three stages and an optimizer function, all of which use placeholders from around them."""
 
     def __init__(self, mapping, dtype=np.float32):
         self.rate = ipu.placeholder(dtype, name="rate")
         self.scale = ipu.placeholder(dtype, [4], name="scale")
         self.count = ipu.placeholder(np.int32, name="count")
-        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-        rows = ROWS.astype(dtype)
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: iter([*rows] * 8))
         self.dtype = dtype
 
         def first(x):
@@ -44,25 +41,14 @@ class Program:
         def optimizer_function(loss):
             return OptimizerFunctionOutput(optax.adam(self.rate * 2), loss * 2)
 
-        def net():
-            return pipeline(
-                [first, passing, last],
-                gradient_accumulation_count=self.count,
-                repeat_count=2,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimizer_function,
-                device_mapping=mapping,
-            )
+        options = {"optimizer_function": optimizer_function, "device_mapping": mapping, "repeat_count": 2}
+        super().__init__([first, passing, last], self.count, [*ROWS.astype(dtype)] * 8, **options)
 
-        self.compiled = front.compile_program(net)
-
-    def run(self, calls):
-        with ipu.Session() as session:
-            session.run(self.infeed.initializer)
-            for rate, scale in calls:
-                session.run(self.compiled, {self.rate: rate, self.scale: scale, self.count: 3})
-            return session.variables, np.ravel(session.run(self.outfeed.dequeue()))
+    def run_calls(self, calls):
+        with front.session_of(self) as session:
+            feeds = [{self.rate: rate, self.scale: scale, self.count: 3} for rate, scale in calls]
+            outputs = [self.run(session, feed) for feed in feeds]
+            return session.variables, np.ravel(outputs)
 
     def expected(self, calls):
         parameters = {"a": jnp.full((4, 4), 0.1, self.dtype), "b": jnp.full(4, 0.3, self.dtype)}
@@ -89,20 +75,18 @@ class Program:
 def test_equal_to_a_plain_loop():
     with jax.enable_x64(True):
         program = Program([1, 0, 1], np.float64)
-        assert program.compiled.placeholders == [program.count, program.scale, program.rate]
+        assert program.program.placeholders == [program.count, program.scale, program.rate]
         calls = [(0.1, np.linspace(0.5, 1, 4)), (0.01, np.linspace(1, 0.2, 4))]
-        variables, outputs = program.run(calls)
+        variables, outputs = program.run_calls(calls)
         expected, expected_outputs = program.expected(calls)
         models.assert_trees_close(variables, expected, 1e-12)
         np.testing.assert_allclose(outputs, expected_outputs, rtol=1e-12)
 
 
 def test_it_must_be_fed():
-    program = Program([0, 0, 0])
-    with ipu.Session() as session:
-        session.run(program.infeed.initializer)
-        with pytest.raises(ValueError, match="You must feed a value for placeholder 'scale'"):
-            session.run(program.compiled, {program.rate: 1.0, program.count: 3})
+    program, message = Program([0, 0, 0]), "You must feed a value for placeholder 'scale'"
+    with front.session_of(program) as session, pytest.raises(ValueError, match=message):
+        program.run(session, {program.rate: 1.0, program.count: 3})
 
 
 def test_only_what_is_used_is_an_input():
@@ -161,17 +145,9 @@ def test_in_loops_and_their_counts():
 
 def test_in_inference_and_inputs():
     offset = ipu.placeholder(np.float32, name="offset")
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    net = lambda: pipeline(  # noqa: E731  # as short as what it is
-        [lambda x: x * 2, lambda x: x + offset],
-        gradient_accumulation_count=2,
-        inputs=[offset],
-        outfeed_queue=outfeed,
-    )
-    compiled = front.compile_program(net)
+    model = front.Pipelined([lambda x: x * 2, lambda x: x + offset], 2, inputs=[offset])
     with ipu.Session() as session:
-        session.run(compiled, {offset: 5.0})
-        assert np.ravel(session.run(outfeed.dequeue())).tolist() == [15, 15]
+        assert np.ravel(model.run(session, {offset: 5.0})).tolist() == [15, 15]
 
 
 def test_outside_of_programs():
@@ -184,11 +160,8 @@ def test_outside_of_programs():
     assert p == p
     assert {p: 1}[p] == 1
 
-    def make_inside():
-        return ipu.placeholder(np.float32, name="late") + 1
-
     with pytest.raises(ValueError, match="capture the tensor late .*made by the function that is being"):
-        front.compile_program(make_inside)
+        front.compile_program(lambda: ipu.placeholder(np.float32, name="late") + 1)
 
 
 def test_a_variable_that_another_stage_got():
@@ -207,12 +180,7 @@ def test_a_variable_that_another_stage_got():
         r"variable_scope\('embeddings', reuse=True\): get_variable\('table'\)"
     )
     with pytest.raises(ValueError, match=message):
-        front.compile_pipeline(
-            [embed, classify],
-            1,
-            inputs=[np.arange(3)],
-            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-        )
+        front.Pipelined([embed, classify], 1, inputs=[np.arange(3)])
 
 
 def test_copies_are_the_same_and_trees_have_them_as_leaves():
@@ -231,14 +199,7 @@ def test_programs_keep_no_placeholders_but_their_own():
     before = len(live_placeholders())
     for _time in range(4):
         own = ipu.placeholder(np.float32)
-        kept = front.compile_program(
-            lambda own=own: pipeline(
-                [lambda x: x * own],
-                gradient_accumulation_count=1,
-                inputs=[1.0],
-                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-            )
-        )
+        kept = front.Pipelined([lambda x, own=own: x * own], 1, inputs=[1.0]).program
         del own
         gc.collect()
         assert len(live_placeholders()) == before + 1
@@ -252,11 +213,10 @@ def test_masked_arrays_and_other_byte_orders():
     masked = np.ma.masked_array(plain, [0, 1, 0])
     with pytest.raises(ValueError, match=r"^inputs\[0\] is a masked array: 1 of its 3 elements"):
         front.compile_program(lambda a: a, [masked])
-    program = front.compile_program(lambda a, b: a + b + x, [plain.astype(">f8"), plain.astype(">f4")])
+    given = [plain.astype(">f8"), x, plain.astype(">f4")]
+    program = front.compile_program(lambda a, x, b: a + b + x, given)
     with ipu.Session() as session:
         for value in (plain.astype(">f4"), np.ma.masked_array(plain)):
             np.testing.assert_array_equal(session.run(program, {x: value})[0], 3 * plain)
-        with pytest.raises(
-            ValueError, match=r"The value fed to placeholder 'x' .* is a masked array: 1 of"
-        ):
+        with pytest.raises(ValueError, match="The value fed to placeholder 'x' .* is a masked array: 1 of"):
             session.run(program, {x: masked})

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import pipelining_ops
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
@@ -30,7 +29,13 @@ def compile_with(**options):
 
 
 COUNT, STAGES = "gradient_accumulation_count", "computational_stages"
-OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
+OPTIMIZER, OUTFEED, LOSS = "optimizer_function", "outfeed_queue", "outfeed_loss"
+DTYPE = "gradient_accumulation_dtype"
+FIRST, SECOND = front.first_stage, front.second_stage
+
+
+def optimizing(optimizer, **fields):
+    return {OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput(optimizer, loss, **fields)}
 
 
 @pytest.mark.parametrize(
@@ -38,11 +43,7 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
     [
         ({"continuous_weight_updates": None}, TypeError, "weight_updates must be False; got None"),
         ({"name": ""}, TypeError, "name must be a non-empty string, or None; got ''"),
-        (
-            {"gradient_accumulation_dtype": "float8_e4m3fn"},
-            ValueError,
-            "mix float8.* of variable first/dense/kernel",
-        ),
+        ({DTYPE: "float8_e4m3fn"}, ValueError, "mix float8.* of variable first/dense/kernel"),
         (
             {OPTIMIZER: lambda loss: loss},
             TypeError,
@@ -58,13 +59,9 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
         ({STAGES: front.first_stage}, TypeError, "computational_stages argument needs to be a list or a"),
         ({STAGES: []}, ValueError, "at least one stage"),
         ({STAGES: [1]}, TypeError, r"computational_stages\[0\] must be a function; got 1"),
+        ({STAGES: [FIRST, [], SECOND]}, ValueError, r"s\[1\] must have .* list is empty"),
         (
-            {STAGES: [front.first_stage, [], front.second_stage]},
-            ValueError,
-            r"s\[1\] must have .* list is empty",
-        ),
-        (
-            {STAGES: [[front.first_stage, abs], front.second_stage], "device_mapping": [0, 1]},
+            {STAGES: [[FIRST, abs], SECOND], "device_mapping": [0, 1]},
             ValueError,
             r"device_mapping\[0\] must be a list of 2 IPUs, as computational_stages\[0\] is; got 0",
         ),
@@ -74,19 +71,11 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
         (
             {OPTIMIZER: lambda rate, loss: loss},
             TypeError,
-            "must return a pipelining_ops.OptimizerFunctionOutput",
+            "must return a pipelining_ops.OptimizerFunctionO",
         ),
+        (optimizing("sgd"), TypeError, "opt must be an optax.GradientTransformation"),
         (
-            {OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput("sgd", loss)},
-            TypeError,
-            "opt must be an optax.GradientTransformation",
-        ),
-        (
-            {
-                OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput(
-                    optax.MultiSteps(optax.sgd(0.1), 2), loss
-                )
-            },
+            optimizing(optax.MultiSteps(optax.sgd(0.1), 2)),
             TypeError,
             r"got MultiSteps, of which \.gradient_transformation\(\) gives one",
         ),
@@ -106,23 +95,15 @@ OPTIMIZER, OUTFEED = "optimizer_function", "outfeed_queue"
         ({"reduction_method": "MEDIAN"}, ValueError, "'MEDIAN' as one of GradientAccumulationReductionM"),
         ({OPTIMIZER: None}, ValueError, "An optimizer_function must be provided when outfeed_loss is True"),
         ({OUTFEED: None}, ValueError, "An outfeed_queue must be provided when outfeed_loss is True"),
-        (
-            {OUTFEED: None, "outfeed_loss": False},
-            ValueError,
-            r"^The last .* has .*: float32\[\], float32\[\], but",
-        ),
+        ({OUTFEED: None, LOSS: False}, ValueError, r"^The last .* has .*: float32\[\], float32\[\], but"),
         ({STAGES: [lambda rate, x, y: (rate, jnp.mean(x))]}, ValueError, "No variables to optimize"),
         (
-            {
-                OPTIMIZER: lambda rate, loss: OptimizerFunctionOutput(
-                    optax.sgd(rate), loss, compute_gradients_args=[["nope"]]
-                )
-            },
+            optimizing(optax.sgd(0.1), compute_gradients_args=[["nope"]]),
             ValueError,
             "'nope' to train does not exist",
         ),
         (
-            {STAGES: [front.first_stage, lambda rate, x: (rate, jnp.mean(x))]},
+            {STAGES: [FIRST, lambda rate, x: (rate, jnp.mean(x))]},
             TypeError,
             r"stage 1 \(<lambda>\) takes \(rate, x\), but what stage 0 \(first_stage\) returns gives it "
             r"\(float32\[\], float32\[4, 16\], int32\[4\]\)",
@@ -173,31 +154,19 @@ def test_schedules():
         PipelineSchedule.LoopedZeroBubble: (4, 4, 2, 2),
         PipelineSchedule.VMin: (2, 2, 2, 1),
     }
+    mappings = {PipelineSchedule.LoopedZeroBubble: [0, 1, 0, 1], PipelineSchedule.VMin: [0, 1, 1, 0]}
     in_flight = {}
     for schedule in expected:
-        model = front.Model(
-            computational_stages=[front.first_stage, *[pass_on] * 2, front.second_stage],
-            gradient_accumulation_count=6,
-            pipeline_schedule=schedule,
-            device_mapping=MAPPINGS.get(schedule),
-        )
-        in_flight[schedule] = model.program.calls[0].pipeline.timetable(6).in_flight
+        options = {STAGES: [FIRST, *[lambda *values: values] * 2, SECOND], COUNT: 6}
+        options |= {"pipeline_schedule": schedule, "device_mapping": mappings.get(schedule)}
+        pipeline = front.Model(**options).program.calls[0].pipeline
+        in_flight[schedule] = pipeline.timetable(6).in_flight
     assert in_flight == expected
 
 
-def pass_on(*values):
-    return values
-
-
-MAPPINGS = {PipelineSchedule.LoopedZeroBubble: [0, 1, 0, 1], PipelineSchedule.VMin: [0, 1, 1, 0]}
-
-
 def test_the_best_schedule_for_the_stages_own_costs():
-    found, expected = (
-        run(front.Model(pipeline_schedule=schedule))
-        for schedule in (PipelineSchedule.searched(10**8), None)
-    )
-    models.assert_trees_close(found, expected)
+    searched = PipelineSchedule.searched(10**8)
+    models.assert_trees_close(*(run(front.Model(pipeline_schedule=one)) for one in (searched, None)))
     with pytest.raises(ValueError, match="bytes_per_ipu must be an integer of at least 1, or None; got 0"):
         PipelineSchedule.searched(0)
     model = front.Model(pipeline_schedule=PipelineSchedule.searched(1))
@@ -209,17 +178,10 @@ def test_the_best_schedule_for_the_stages_own_costs():
 def test_post_validation():
     """Clipping by a small norm, and a run's updates after each other; to the last bit."""
 
-    def run_updates(**options):
-        def optimize(rate, loss):
-            del rate
-            clipped = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(0.01))
-            return OptimizerFunctionOutput(clipped, loss)
-
-        return run(front.Model(repeat_count=2, **{OPTIMIZER: optimize}, **options))
-
-    found, expected = run_updates(post_validation=True), run_updates()
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    options = optimizing(optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(0.01)))
+    options["repeat_count"] = 2
+    models_ = front.Model(**options, post_validation=True), front.Model(**options)
+    jax.tree.map(np.testing.assert_array_equal, *map(run, models_))
 
 
 def test_schedules_by_other_names_functions_and_files(tmp_path):
@@ -232,15 +194,9 @@ def test_schedules_by_other_names_functions_and_files(tmp_path):
 
 def test_names_keep_optimizers_apart():
     def compile_one(name, repeat_count):
-        queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-        return front.compile_pipeline(
-            [lambda: jnp.square(ipu.get_variable("v", (), initializer=1.0))],
-            1,
-            repeat_count=repeat_count,
-            outfeed_queue=queue,
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.25, 0.5), loss),
-            name=name,
-        )
+        stages = [lambda: jnp.square(ipu.get_variable("v", (), initializer=1.0))]
+        options = {"repeat_count": repeat_count, "name": name}
+        return front.Pipelined(stages, 1, optimizer=optax.sgd(0.25, 0.5), **options).program
 
     with ipu.Session() as session:
         session.run(compile_one(None, 1))
@@ -297,17 +253,10 @@ def test_pipelines_do_not_nest():
 
 
 def test_two_structures_of_optimizer_state_under_one_name():
-    def train(optimizer, scope):
-        def stage():
-            with ipu.variable_scope(scope):
-                return jnp.sum(ipu.get_variable("v", (2,)))
-
-        pipeline(
-            [stage],
-            gradient_accumulation_count=1,
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optimizer, loss),
-            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-        )
+    def train(optimizer, name):
+        queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+        options = {"optimizer_function": front.minimizing(optimizer), "outfeed_queue": queue}
+        pipeline([lambda: jnp.sum(ipu.get_variable(name, (2,)))], 1, **options)
 
     def function():
         train(optax.sgd(0.1), "a")
@@ -338,9 +287,8 @@ def test_an_outfeed_is_bound_by_what_compiled():
 def test_warnings_about_arguments_without_effect():
     with pytest.warns(UserWarning, match="reduction_method will have no effect"):
         compile_with(optimizer_function=None, outfeed_loss=False, reduction_method="mean")
-    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     with pytest.warns(UserWarning, match="outfeed_queue will stay empty"):
-        front.compile_pipeline([lambda: None], 1, outfeed_queue=queue)
+        front.Pipelined([lambda: None], 1)
 
 
 def test_an_outfeed_enqueued_to_twice():
@@ -355,20 +303,16 @@ def test_an_outfeed_enqueued_to_twice():
 
 
 def test_var_list_and_extra_arguments_of_the_update():
+    def update(gradients, state, parameters, *, factor):
+        return {name: -factor * g for name, g in gradients.items()}, state
+
     def trains_biases(rate, loss):
-        optimizer = optax.GradientTransformationExtraArgs(
-            lambda parameters: (),
-            lambda gradients, state, parameters, *, factor: (
-                {name: -factor * g for name, g in gradients.items()},
-                state,
-            ),
-        )
-        return OptimizerFunctionOutput(
-            optimizer,
-            loss,
-            apply_gradients_kwargs={"factor": rate},
-            compute_gradients_args=[["first/dense/bias"]],
-        )
+        optimizer = optax.GradientTransformationExtraArgs(lambda parameters: (), update)
+        fields = {
+            "apply_gradients_kwargs": {"factor": rate},
+            "compute_gradients_args": [["first/dense/bias"]],
+        }
+        return OptimizerFunctionOutput(optimizer, loss, **fields)
 
     model = front.Model(optimizer_function=trains_biases)
     with ipu.Session() as session:
@@ -380,6 +324,10 @@ def test_var_list_and_extra_arguments_of_the_update():
     assert [n for n in before if not np.array_equal(before[n], after[n])] == ["first/dense/bias"]
 
 
+def var_list(names):
+    return {"compute_gradients_kwargs": {"var_list": names}}
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -388,14 +336,14 @@ def test_var_list_and_extra_arguments_of_the_update():
         ({"compute_gradients_kwargs": {"gate": 1}}, ValueError, "may only have `var_list`; got gate"),
         ({"apply_gradients_args": [1]}, TypeError, r"apply_gradients_args must be empty, .* Got \[1\]"),
         (
-            {"compute_gradients_args": [["a"]], "compute_gradients_kwargs": {"var_list": ["a"]}},
+            {"compute_gradients_args": [["a"]], **var_list(["a"])},
             TypeError,
             "one argument, `var_list`, once",
         ),
         ({"compute_gradients_kwargs": {3: 1}}, ValueError, "may only have `var_list`; got 3"),
-        ({"compute_gradients_kwargs": {"var_list": "a/b"}}, ValueError, "got the string 'a/b'"),
-        ({"compute_gradients_kwargs": {"var_list": []}}, ValueError, "var_list is empty"),
-        ({"compute_gradients_kwargs": {"var_list": 3}}, TypeError, "var_list must be a list of full names"),
+        (var_list("a/b"), ValueError, "got the string 'a/b'"),
+        (var_list([]), ValueError, "var_list is empty"),
+        (var_list(3), TypeError, "var_list must be a list of full names"),
         ({"compute_gradients_args": "a/b"}, TypeError, "compute_gradients_args must be a list or tuple"),
     ],
 )
@@ -410,24 +358,24 @@ def test_reduction_methods_parse():
         assert GradientAccumulationReductionMethod.parse(method.name.lower()) is method
     names = [schedule.name for schedule in PipelineSchedule]
     assert names == [known.member for known in schedules.SCHEDULES]
-    assert pipelining_ops.pipeline.__doc__
 
 
 def test_gradient_maps_that_change_the_shape_or_capture():
-    def summed(rate, loss):
-        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: g.sum())
-        return OptimizerFunctionOutput(optimizer, loss)
-
-    def captures(rate, loss):
-        optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: g * rate)
-        return OptimizerFunctionOutput(optimizer, loss)
-
-    for function, message in (
-        (summed, r"must return the gradient's shape.*first/dense/kernel.*it returned float32\[\]"),
-        (captures, "Trying to capture the tensor .* in the gradient_mapping_function"),
+    for mapped, message in (
+        (
+            lambda g, _rate: g.sum(),
+            r"must return the gradient's shape.*first/dense/kernel.*it returned float32\[\]",
+        ),
+        (lambda g, rate: g * rate, "Trying to capture the tensor .* in the gradient_mapping_function"),
     ):
+
+        def optimize(rate, loss, mapped=mapped):
+            map_gradient = lambda g, _v: mapped(g, rate)  # noqa: E731
+            optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), map_gradient)
+            return OptimizerFunctionOutput(optimizer, loss)
+
         with pytest.raises(ValueError, match=message):
-            front.Model(optimizer_function=function)
+            front.Model(optimizer_function=optimize)
 
 
 def test_a_count_in_an_array_is_checked_when_compiled():

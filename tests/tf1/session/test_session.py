@@ -55,32 +55,17 @@ def test_training_equals_the_reference():
 def test_computing_around_pipelines():
     """Segments run in order: a variable read after a pipeline has its new value, before it its old one."""
     outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
+    options = {"optimizer_function": front.optimizer_function, "outfeed_loss": True}
 
     def stage(rate, x):
         return rate, jnp.sum(x * ipu.get_variable("v", (), initializer=1.0))
 
     def function(rate, x):
         with ipu.variable_scope("model"):
-            first = pipeline(
-                [stage],
-                gradient_accumulation_count=1,
-                inputs=[rate * 2, x],
-                outfeed_queue=outfeeds[0],
-                optimizer_function=front.optimizer_function,
-                outfeed_loss=True,
-            )
+            first = pipeline([stage], 1, inputs=[rate * 2, x], outfeed_queue=outfeeds[0], **options)
         with ipu.variable_scope("model", reuse=True):
             between = ipu.get_variable("v") * 10
-        scope = ipu.variable_scope("model", reuse=True)
-        with scope:
-            second = pipeline(
-                [stage],
-                gradient_accumulation_count=1,
-                inputs=[rate, x + between],
-                outfeed_queue=outfeeds[1],
-                optimizer_function=front.optimizer_function,
-                outfeed_loss=True,
-            )
+            second = pipeline([stage], 1, inputs=[rate, x + between], outfeed_queue=outfeeds[1], **options)
             after = ipu.get_variable("v")
         return {"ops": (first, second), "between": between, "after": after, "x": x, "seven": 7}
 
@@ -125,25 +110,20 @@ def test_optimizer_state_is_kept_by_pipeline_name():
 
 
 def test_assigned_variables_and_execution_counts():
-    outfeed = IPUOutfeedQueue()
-
     def stage(x):
         count = ipu.get_variable("count", (), "int32", 0, trainable=False)
         ipu.assign("count", count + 1)
         return count, jax.random.uniform(ipu.next_rng_key())
 
-    program = front.compile_pipeline([stage], 3, repeat_count=2, inputs=[1.0], outfeed_queue=outfeed)
+    model = front.Pipelined([stage], 3, repeat_count=2, inputs=[1.0])
     with ipu.Session() as session:
-        session.run(program)
-        counts, noise = session.run(outfeed.dequeue())
+        counts, noise = model.run(session)
         np.testing.assert_array_equal(counts, range(6))
         assert len(np.unique(noise)) == 6
         assert session.variables["count"] == 6
         session.run(ipu.global_variables_initializer())
         assert session.variables["count"] == 0
-        session.run(program)
-        _counts, again = session.run(outfeed.dequeue())
-        np.testing.assert_array_equal(again, noise)
+        np.testing.assert_array_equal(model.run(session)[1], noise)
 
 
 def test_load_and_variables_are_copies():
@@ -221,12 +201,9 @@ def test_interrupted_initial_values_leave_a_session_as_it_was():
         return jnp.full(shape, len(made), dtype)
 
     def body():
-        weights = [ipu.get_variable(name, (2,), initializer=initializer) for name in "ab"]
-        return sum(weights)
+        return sum(ipu.get_variable(name, (2,), initializer=initializer) for name in "ab")
 
-    made = []
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(body, [])
+    made, program = [], front.compile_program(body)
     with ipu.Session() as session:
         session.run(ipu.global_variables_initializer())
         (before,) = session.run(program)
@@ -292,16 +269,20 @@ def test_wrong_fetches_and_seeds():
         ipu.Session().run(front.first_stage)
     with pytest.raises(TypeError, match="seed must be an integer"):
         ipu.Session(seed="1")
+    outfeed = IPUOutfeedQueue()
+    with pytest.warns(UserWarning, match="wait_for_completion=True"):
+        operation = outfeed.dequeue(wait_for_completion=True)
+    with ipu.Session() as session, pytest.raises(ValueError, match="before any program"):
+        session.run(operation)
 
 
 def test_outfeed_modes_and_structures():
     def run(last_stage, mode=IPUOutfeedMode.ALL, runs=1):
-        outfeed = IPUOutfeedQueue(mode)
-        program = front.compile_pipeline([last_stage], 2, inputs=[np.float32(3)], outfeed_queue=outfeed)
-        operation = outfeed.dequeue()
+        model = front.Pipelined([last_stage], 2, mode=mode, inputs=[np.float32(3)])
+        operation = model.outfeed.dequeue()
         with ipu.Session() as session:
             for _run in range(runs):
-                session.run(program)
+                session.run(model.program)
             return session.run(operation)
 
     np.testing.assert_array_equal(run(lambda x: x * 2), [6, 6])
@@ -314,14 +295,6 @@ def test_outfeed_modes_and_structures():
     assert run(lambda x: x * 2, IPUOutfeedMode.LAST) == 6
     with pytest.raises(ValueError, match="mode LAST and nothing has been enqueued"):
         run(lambda x: x * 2, IPUOutfeedMode.LAST, runs=0)
-
-
-def test_dequeue_before_compile_and_its_warning():
-    outfeed = IPUOutfeedQueue()
-    with pytest.warns(UserWarning, match="wait_for_completion=True"):
-        operation = outfeed.dequeue(wait_for_completion=True)
-    with ipu.Session() as session, pytest.raises(ValueError, match="before any program"):
-        session.run(operation)
 
 
 def test_repeats_and_runs_compile_nothing_new():
@@ -352,38 +325,22 @@ def test_integers_that_do_not_fit():
         front.compile_program(lambda x: x, [np.int64(2**40)])
     with pytest.raises(ValueError, match="inputs: leaf 0.*does not fit int32"):
         front.compile_pipeline([lambda x: None], 1, inputs=[np.int64(2**40)])
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.int64(1), np.int64(2**40)])
-    outfeed = IPUOutfeedQueue()
-    program = front.compile_pipeline([lambda x: x], 1, infeed_queue=infeed, outfeed_queue=outfeed)
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        session.run(program)
-        assert session.run(outfeed.dequeue()) == [1]
+    model = front.Pipelined([lambda x: x], 1, [np.int64(1), np.int64(2**40)])
+    with front.session_of(model) as session:
+        assert model.run(session) == [1]
         with pytest.raises(ValueError, match="element 1 of the dataset.*does not fit int32"):
-            session.run(program)
-
-
-def test_constant_inputs_beside_placeholders():
-    rate = ipu.placeholder(np.float32, name="rate")
-    program = front.compile_program(lambda a, b: a * b, [np.ones(3, "float32"), rate])
-    with ipu.Session() as session:
-        np.testing.assert_array_equal(session.run(program, {rate: 2}), [[2, 2, 2]])
+            model.run(session)
 
 
 def test_one_infeed_in_two_pipelines():
     outfeeds = [IPUOutfeedQueue(), IPUOutfeedQueue()]
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(
-        lambda: iter([{"a": np.float32(n), "b": np.float32(100 + n)} for n in range(20)])
-    )
+    elements = [{"a": np.float32(n), "b": np.float32(100 + n)} for n in range(20)]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
 
     def function():
         for name, outfeed in zip("ab", outfeeds, strict=True):
-            pipeline(
-                [lambda a, b, name=name: {"a": a, "b": b}[name] * 2],
-                gradient_accumulation_count=2,
-                infeed_queue=infeed,
-                outfeed_queue=outfeed,
-            )
+            stages = [lambda a, b, name=name: {"a": a, "b": b}[name] * 2]
+            pipeline(stages, 2, infeed_queue=infeed, outfeed_queue=outfeed)
 
     program = front.compile_program(function)
     with ipu.Session() as session:
@@ -423,12 +380,10 @@ def test_programs_with_the_same_names_and_other_shapes():
 def test_programs_that_are_dropped_leave_next_to_nothing():
     client = jax.devices()[0].client
 
-    def optimizer_function(rate, loss):
-        return OptimizerFunctionOutput(optax.adam(rate), loss)
-
     def make_and_drop(number):
         for _ in range(number):
-            model = front.Model(optimizer_function=optimizer_function)
+            optimize = lambda rate, loss: OptimizerFunctionOutput(optax.adam(rate), loss)  # noqa: E731
+            model = front.Model(optimizer_function=optimize)
             with front.session_of(model) as session:
                 model.run(session)
             del session, model
@@ -463,29 +418,25 @@ def test_a_bigger_program_compiled_later_does_not_disturb():
     small = front.Model()
     with front.session_of(small) as session:
         small.run(session)
-        stages = [lambda x: x] * 20
-        queue = IPUOutfeedQueue()
         with pytest.raises(RuntimeError, match="20 IPUs are needed"):
-            front.compile_pipeline(stages, 1, inputs=[1.0], outfeed_queue=queue)
+            front.Pipelined([lambda x: x] * 20, 1, inputs=[1.0])
         small.run(session)
 
 
 def test_threads_run_one_after_another_and_read_meanwhile():
     """The runs of three threads are those of one, and readers find the variables of one update."""
     num_threads, num_runs = 3, 2
-    models_ = [front.Model(repeat_count=2) for _ in range(2)]
-    with ipu.Session(seed=3) as session, ipu.Session(seed=3) as plain:
-        session.run(models_[0].initializer)
-        session.run(ipu.global_variables_initializer())
-        plain.run(models_[1].initializer)
-        plain.run(ipu.global_variables_initializer())
+    model, other = front.Model(repeat_count=2), front.Model(repeat_count=2)
+    with front.session_of(model, seed=3) as session, front.session_of(other, seed=3) as plain:
+        for one in (session, plain):
+            one.run(ipu.global_variables_initializer())
         errors, seen = [], []
         has_read, is_done = threading.Event(), threading.Event()
 
         def work():
             try:
                 for _ in range(num_runs):
-                    session.run(models_[0].program, {models_[0].rate: 0.01})
+                    session.run(model.program, {model.rate: 0.01})
                 has_read.wait()
             except BaseException as error:
                 errors.append(error)
@@ -511,7 +462,7 @@ def test_threads_run_one_after_another_and_read_meanwhile():
         reader.join()
         assert not errors, errors
         for _ in range(num_threads * num_runs):
-            plain.run(models_[1].program, {models_[1].rate: 0.01})
+            plain.run(other.program, {other.rate: 0.01})
         assert session.update_count() == plain.update_count() == 2 * num_threads * num_runs
         for name, value in plain.variables.items():
             np.testing.assert_array_equal(session.variables[name], value)
@@ -527,8 +478,7 @@ def test_python_that_is_called_back_may_read_the_session():
             jax.debug.callback(lambda: found.append(session.variables))
             return optax.sgd(rate).update(updates, state, params)
 
-        made = optax.GradientTransformation(optax.sgd(0.1).init, update)
-        return ipu.pipelining_ops.OptimizerFunctionOutput(made, loss)
+        return OptimizerFunctionOutput(optax.GradientTransformation(optax.sgd(0.1).init, update), loss)
 
     model = front.Model(optimizer_function=optimizer_function)
     with ipu.Session() as session:
