@@ -1,6 +1,6 @@
 """Pipelines on one device: one program, block by block."""
 
-import itertools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.devices.feeds import Feed
 from ipu_pipeline.engine.execution.single_device.sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from tests.support import front, models, scheduled
+from tests.support import beside, front, models, scheduled
+from tests.support.compilations import compiled_in
 
 ELEMENT_BYTES = 4 * 12 * 4 + 4 * 4 + 4  # of models.mlp_batches, and the loss
 
@@ -60,52 +60,56 @@ def test_stacks():
 
 
 @pytest.mark.parametrize(
-    "block_bytes", [pytest.param(7 * ELEMENT_BYTES, marks=pytest.mark.thorough), 2 * ELEMENT_BYTES]
+    ("options", "block_bytes"),
+    [
+        pytest.param({"device_mapping": [0, 0]}, 7 * ELEMENT_BYTES, marks=pytest.mark.thorough),
+        ({"device_mapping": [0, 0]}, 2 * ELEMENT_BYTES),
+        ({"device_mapping": [0, 1], "gradient_accumulation_count": 8}, 2**26),  # in chunks of two
+    ],
+    ids=str,
 )
-def test_the_end_of_the_data_keeps_whole_updates(block_bytes, monkeypatch):
+def test_the_end_of_the_data_keeps_whole_updates(options, block_bytes, monkeypatch):
     monkeypatch.setitem(PipelineOptions.__init__.__kwdefaults__, "block_bytes", block_bytes)
-    model = front.Model(front.data(3 * 3 + 2), device_mapping=[0, 0], repeat_count=8)
+    count = options.get("gradient_accumulation_count", 3)
+    num_elements, ended = 3 * count + 2, f"ended after {3 * count + 2} elements"
+    model = front.Model(front.data(num_elements), repeat_count=8, **options)
+    pipeline, rate = model.program.calls[0].pipeline, np.float32(0.1)
+    assert count == 3 or pipeline.dispatch_plan.chunk_size == 2
+    elements = list(front.data(num_elements)())
     with ipu.Session(seed=3) as session:
         session.run([model.initializer, ipu.global_variables_initializer()])
-        start = session.variables
-        with pytest.raises(OutOfRangeError, match="ended after 11 elements"):
+        plain = pipeline.init(jax.random.key(3), elements[0], rate)
+        plain = dataclasses.replace(beside.copied(plain), variables=session.variables)
+        with pytest.raises(OutOfRangeError, match=ended):
             model.run(session)
         assert session.update_count() == 3
-        losses = session.run(model.outfeed.dequeue())
-        pipeline = model.program.calls[0].pipeline
-        state = engine.PipelineState(
-            start, optax.sgd(0.1).init(start), np.int32(0), np.int32(0), jax.random.key(3)
-        )
-        batches, expected = front.data(9)(), []
-        for _update in range(3):
-            state, outputs = reference.step(
-                pipeline.traced,
-                state,
-                list(itertools.islice(batches, 3)),
-                np.float32(0.1),
-                optimizer=lambda rate, loss: optax.sgd(rate),
-            )
+        losses, completed, expected = session.run(model.outfeed.dequeue()), session.variables, []
+        for first in range(0, 3 * count, count):
+            step = elements[first : first + count]
+            plain, outputs = beside.step_plainly(pipeline, plain, step, rate)
             expected += outputs.losses
         models.assert_trees_close(losses, np.array(expected))
-        models.assert_trees_close(session.variables, jax.tree.map(np.asarray, state.variables))
+        models.assert_trees_close(completed, jax.tree.map(np.asarray, plain.variables))
+        with pytest.raises(OutOfRangeError, match=ended):  # the data begin again with the initializer only
+            model.run(session)
+        models.assert_trees_close(session.variables, completed, 0)
         session.run(model.initializer)  # what the broken update accumulated is gone
         with pytest.raises(OutOfRangeError):
             model.run(session)
         assert session.update_count() == 6
+        again = session.run(model.outfeed.dequeue())
+        assert np.size(again) == 3 * count
+        assert np.mean(again) < np.mean(losses)  # the same data, and what was learned stands
 
 
 def test_inference_without_a_feed():
     """Each micro-batch has random numbers of its own, the same on one device as on two."""
+    stages = [lambda: jax.random.normal(ipu.next_rng_key(), (2,)), lambda x: (x, 3.0)]
     found = []
     for mapping in ([0, 0], [0, 1]):
         queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-        program = front.compile_pipeline(
-            [lambda: jax.random.normal(ipu.next_rng_key(), (2,)), lambda x: (x, 3.0)],
-            2,
-            repeat_count=3,
-            device_mapping=mapping,
-            outfeed_queue=queue,
-        )
+        options = {"repeat_count": 3, "device_mapping": mapping, "outfeed_queue": queue}
+        program = front.compile_pipeline(stages, 2, **options)
         with ipu.Session(seed=3) as session:
             session.run(program)
             found.append(session.run(queue.dequeue()))
@@ -158,12 +162,9 @@ def test_an_initializer_that_returns_one_array_again_and_again():
 
 def test_one_compilation(caplog):
     model = front.Model(device_mapping=[0, 0], repeat_count=3)
-    with ipu.Session(seed=3) as session:
-        session.run(model.initializer)
+    with front.session_of(model, seed=3) as session:
         model.run(session)
-        with jax.log_compiles():
-            model.run(session)
-    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+        assert compiled_in(lambda: model.run(session), caplog) == []
 
 
 def test_placed_micro_batches_of_an_update_in_parts():
@@ -173,15 +174,10 @@ def test_placed_micro_batches_of_an_update_in_parts():
         return jnp.sum((x @ engine.get_variable("kernel", (4, 4))) ** 2)
 
     step = [np.full((2, 4), number, "float32") for number in range(6)]
+    options = {"num_micro_batches": 6, "loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
     found = []
     for block_bytes in (2**26, 200):
-        pipeline = engine.Pipeline(
-            [stage],
-            num_micro_batches=6,
-            loss=lambda loss: loss,
-            optimizer=optax.sgd(0.1),
-            block_bytes=block_bytes,
-        )
+        pipeline = engine.Pipeline([stage], block_bytes=block_bytes, **options)
         state = pipeline.init(jax.random.key(0), step[0])
         found.append(pipeline.step(state, pipeline.place_micro_batches(step))[0].variables)
         with pytest.raises(ValueError, match="0 were placed, but a step has 6"):

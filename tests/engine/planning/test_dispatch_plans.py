@@ -9,14 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import measuring, reference
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import choosing
-from ipu_pipeline.errors import OutOfRangeError
-from tests.support import beside, front, models
+from tests.support import beside, models
 from tests.support.compilations import compilations
 
 COUNT, NUM_UPDATES = 8, 2
@@ -115,14 +113,11 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch():
         return {"loss": models.cross_entropy(logits, labels), "logits": logits}
 
     def optimizer(loss, logits):
-        def init(parameters):
-            return {"first": loss}
-
         def update(gradients, state, parameters=None):
             factor = -0.01 * loss * state["first"] * jnp.abs(logits).mean()
             return jax.tree.map(lambda gradient: gradient * factor, gradients), state
 
-        return optax.GradientTransformation(init, update)
+        return optax.GradientTransformation(lambda _parameters: {"first": loss}, update)
 
     pipeline = engine.Pipeline(
         [first_stage, last],
@@ -133,52 +128,10 @@ def test_an_optimizer_from_outputs_reads_one_micro_batch():
     )
     rng = np.random.default_rng(0)
     step = [(rng.normal(size=(2, 4)).astype("float32"), rng.integers(0, 4, 2)) for _ in range(4)]
-    state = pipeline.init(jax.random.key(5), step[0])
-    plain = models.on_one_device(state)
-    for _ in range(NUM_UPDATES):
-        state, _outputs = pipeline.step(state, step)
-        plain, _outputs = reference.step(pipeline.traced, plain, step, optimizer=optimizer)
-        models.assert_trees_close(state.variables, plain.variables)
-        models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
+    beside.train(pipeline, [step] * NUM_UPDATES, seed=5)
 
 
 # Feeds.
-
-
-def test_an_infeed_that_ends_within_a_chunk():
-    """What was completed stands, and the data begin again with the initializer."""
-    elements = list(front.data(num_batches=2 * COUNT + 3)())
-    model = front.Model(
-        elements,
-        gradient_accumulation_count=COUNT,
-        repeat_count=3,
-        device_mapping=[0, 1],
-    )
-    (call,) = model.program.calls
-    assert call.pipeline.dispatch_plan.chunk_size == 2
-    rate = np.float32(0.1)
-    with ipu.Session(seed=1) as session:
-        session.run([model.initializer, ipu.global_variables_initializer()])
-        plain = call.pipeline.init(jax.random.key(0), elements[0], rate)
-        plain = dataclasses.replace(beside.copied(plain), variables=session.variables)
-        with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
-            session.run(model.program, {model.rate: 0.1})
-        losses = session.run(model.outfeed.dequeue())
-        completed, expected = session.variables, []
-        for step in (elements[:COUNT], elements[COUNT : 2 * COUNT]):
-            plain, outputs = beside.step_plainly(call.pipeline, plain, step, rate)
-            expected += outputs.losses
-        models.assert_trees_close(list(losses), expected)
-        models.assert_trees_close(completed, plain.variables)
-        with pytest.raises(OutOfRangeError, match="ended after 19 elements"):
-            session.run(model.program, {model.rate: 0.1})
-        assert_same(session.variables, completed)
-        session.run(model.initializer)
-        with pytest.raises(OutOfRangeError):
-            session.run(model.program, {model.rate: 0.1})
-        again = session.run(model.outfeed.dequeue())
-        assert np.size(again) == 2 * COUNT
-        assert np.mean(again) < np.mean(losses)  # the same data, and what was learned stands
 
 
 def test_data_that_end_within_a_chunk_leave_the_state(chunked, expected):
@@ -247,26 +200,15 @@ def test_placed_and_elsewhere_without_chunks(options):
 
 def test_nothing_to_feed():
     def first(scale):
-        with engine.variable_scope("first"):
-            return engine.get_variable("kernel", (3,)) * scale + jax.random.normal(
-                engine.next_rng_key(), (3,)
-            )
+        weight = engine.get_variable("first", (3,))
+        return weight * scale + jax.random.normal(engine.next_rng_key(), (3,))
 
     def last(x):
-        with engine.variable_scope("last"):
-            return jnp.sum((x * engine.get_variable("kernel", (3,))) ** 2)
+        return jnp.sum((x * engine.get_variable("last", (3,))) ** 2)
 
-    pipeline = engine.Pipeline(
-        [first, last],
-        num_micro_batches=COUNT,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        dispatch_plan=CHUNKS[0],
-    )
+    pipeline = engine.Pipeline([first, last], num_micro_batches=COUNT, dispatch_plan=CHUNKS[0], **TRAINING)
     state = pipeline.init(jax.random.key(0), None, SCALE)
-    plain, outputs = reference.step(
-        pipeline.traced, models.on_one_device(state), [None] * COUNT, SCALE, optimizer=optax.sgd(0.1)
-    )
+    plain, outputs = beside.step_plainly(pipeline, models.on_one_device(state), [None] * COUNT, SCALE)
     for feed in ([], pipeline.place_micro_batches([None] * COUNT)):
         after, actual = pipeline.step(state, feed, SCALE)
         models.assert_trees_close(actual.losses, outputs.losses)
@@ -278,8 +220,7 @@ def test_data_that_nobody_reads(plan):
     """They are taken all the same, as many as there are micro-batches."""
 
     def first(x):
-        with engine.variable_scope("first"):
-            return engine.get_variable("kernel", (3,))
+        return engine.get_variable("kernel", (3,))
 
     pipeline = engine.Pipeline([first, jnp.sum], num_micro_batches=COUNT, dispatch_plan=plan)
     step = [np.float32(number) for number in range(COUNT)]
@@ -296,29 +237,25 @@ def test_data_that_nobody_reads(plan):
 # Arguments.
 
 
+@pytest.mark.parametrize("size", [0, True, 2.0])
+def test_wrong_sizes(size):
+    with pytest.raises(ValueError, match=f"Chunking: chunk_size must be an integer of .*1; got {size}"):
+        engine.Chunking(size)
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("plan", "options", "message"),
     [
-        (lambda: engine.Chunking(0), ValueError, "Chunking: chunk_size must be an integer .*1; got 0"),
-        (lambda: engine.Chunking(True), ValueError, "chunk_size must be an integer .*; got True"),
-        (lambda: engine.Chunking(2.0), ValueError, "chunk_size must be an integer .*; got 2.0"),
-        (lambda: make(2), TypeError, "dispatch_plan must be a Chunking, or None .*; got 2"),
-        (
-            lambda: make(CHUNKS[0], device_mapping=[0] * 4),
-            ValueError,
-            "all stages are on one IPU.*Leave it",
-        ),
-        (
-            lambda: make(CHUNKS[1], num_micro_batches=6),
-            ValueError,
-            "dispatch_plan.*must divide the number.*which is 6; got 4",
-        ),
-        (lambda: make(CHUNKS[1], num_micro_batches=None), ValueError, "which is known at run only; got 4"),
+        (CHUNKS[0], {"device_mapping": [0] * 4}, "all stages are on one IPU.*Leave it"),
+        (CHUNKS[1], {"num_micro_batches": 6}, "dispatch_plan.*must divide the number.*which is 6; got 4"),
+        (CHUNKS[1], {"num_micro_batches": None}, "which is known at run only; got 4"),
     ],
 )
-def test_wrong_plans(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_wrong_plans(plan, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(plan, **options)
+    with pytest.raises(TypeError, match="dispatch_plan must be a Chunking, or None .*; got 2"):
+        make(2)
 
 
 def test_a_plan_can_be_stored():
@@ -537,13 +474,10 @@ def test_where_measuring_fails_the_estimate_decides(monkeypatch):
 
 def test_a_micro_batch_holds_no_copy_of_the_weights():
     width = 37  # a micro-batch has far fewer numbers than the weights
-
-    def first(x):
-        return models.dense("first", width, x, jnp.tanh)
-
-    def last(x):
-        return jnp.sum(models.dense("last", width, x, jnp.tanh) ** 2)
-
-    pipeline = engine.Pipeline([first, last], num_micro_batches=8, dispatch_plan=CHUNKS[0], **TRAINING)
+    stages = [
+        lambda x: models.dense("first", width, x, jnp.tanh),
+        lambda x: jnp.sum(models.dense("last", width, x, jnp.tanh) ** 2),
+    ]
+    pipeline = engine.Pipeline(stages, num_micro_batches=8, dispatch_plan=CHUNKS[0], **TRAINING)
     pipeline.trace(np.ones((1, width), "float32"))
     assert 0 < pipeline.plan_memory()[0].num_held_bytes < 4 * width * width
