@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,51 +24,6 @@ from tests.support.resumable import Training
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "200"))
 UPDATES = 20
-
-PROGRAM = """
-    import os, signal, sys, threading, time, traceback
-    import numpy as np
-    import ipu_pipeline as ipu
-    from tests.support import front
-    model = front.Model(repeat_count=2, gradient_accumulation_count=8)
-    with ipu.Session() as session:
-        # JAX's own start, which this does, is no place for an interrupt.
-        session.run([model.initializer, ipu.global_variables_initializer()])
-        try:
-            print("ready", flush=True)
-            while True:
-                session.run(model.program, {model.rate: 0.01})
-                session.run(model.outfeed.dequeue())
-        except KeyboardInterrupt as interrupt:
-            # Between the runs, and in the last lines of one, the infeed's thread may fetch ahead.
-            if "run_program" in [frame.name for frame in traceback.extract_tb(interrupt.__traceback__)]:
-                assert front.no_infeed_runs()
-            assert len(session.run(model.outfeed.dequeue())) % 8 == 0
-            assert all(np.isfinite(value).all() for value in session.variables.values())
-        # The session goes on where it was.
-        count = session.update_count()
-        model.options["infeed_queue"].stop()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        thread = threading.Timer(0, lambda: None)
-        thread.start()
-        model2 = front.Model(repeat_count=2, gradient_accumulation_count=8)
-        session.run(model2.initializer)
-        assert model2.run(session).shape == (16,)
-        assert session.update_count() == count + 2
-    print("ended")
-"""
-
-
-@pytest.mark.thorough
-def test_ctrl_c_in_the_first_compilation():
-    """What comes later is in `test_interrupted_at_random_moments`."""
-    process = begin("-c", textwrap.dedent(PROGRAM))
-    while process.stdout.readline() != "ready\n":
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=400)
-    assert process.returncode == 0, errors
-    assert output.splitlines()[-1] == "ended"
 
 
 def test_deferred_lets_the_section_finish():
@@ -287,6 +241,27 @@ def states_after(mapping, counts):
     return found
 
 
+def assert_as_after(expected, path):
+    """A file of tests.support.interrupted is as training without interrupts."""
+    found = dict(np.load(path))
+    wanted = expected[int(found.pop("count"))]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_in_the_first_compilation(tmp_path):
+    process = begin("-m", "tests.support.interrupted", "01", UPDATES, tmp_path / "found.npz")
+    while process.stdout.readline() != "trains\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    assert output.splitlines() == ["interrupted in train", "trains", "done"]
+    assert_as_after(states_after("01", [UPDATES, UPDATES + 1]), tmp_path / "found.npz")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mapping", ["01", "00"])
 def test_interrupted_at_random_moments(mapping, tmp_path):
@@ -308,10 +283,11 @@ def test_interrupted_at_random_moments(mapping, tmp_path):
             return "interrupted in" not in out or told
         if process.returncode != 0 or "done" not in out:
             return told
-        found = dict(np.load(path))
-        wanted = expected[int(found.pop("count"))]
-        is_same = all(np.array_equal(found[name], value) for name, value in wanted.items())
-        return (is_same and found.keys() == wanted.keys()) or told
+        try:
+            assert_as_after(expected, path)
+        except AssertionError as error:
+            return f"{told}{error}"
+        return True
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(run, range(len(moments))))

@@ -259,21 +259,6 @@ def test_two_threads_train_on_one_session(num_runs, tmp_path):
                         np.testing.assert_array_equal(value, wanted[full_name])
 
 
-@pytest.mark.soak
-def test_a_second_signal_does_not_wait_for_the_data(tmp_path, uninterrupted):
-    process = start(tmp_path, 40, "every=40", "block_at=14")
-    for line in iter(process.stdout.readline, "blocked\n"):
-        assert line
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None  # the update is not done
-    process.send_signal(signal.SIGTERM)
-    finish(process, 143)
-    assert final_step(tmp_path) == 12
-    assert_same_variables(make_estimator(tmp_path), uninterrupted(12))
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 300 kB."""

@@ -23,6 +23,8 @@ def until_done(function, *arguments):
 
 
 def train(session, training, updates):
+    if session.update_count() == 0:
+        print("trains", flush=True)
     while session.update_count() < updates:
         session.run(training.program)
 
