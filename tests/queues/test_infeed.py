@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import itertools
 import threading
@@ -46,6 +47,17 @@ def telling(count, events):
         if number in events:
             events[number].set()
         yield np.float32(number)
+
+
+@contextlib.contextmanager
+def begun(dataset, **options):
+    """An initialized infeed, which is deleted in the end."""
+    queue = IPUInfeedQueue(dataset, **options)
+    try:
+        queue.initialize()
+        yield queue
+    finally:
+        queue.delete()
 
 
 def test_the_element_looked_at_is_not_lost_and_iterables_start_over():
@@ -110,40 +122,36 @@ def test_callables_sequences_and_structures():
         def __getitem__(self, index):
             return np.float32(index)
 
-    queue = IPUInfeedQueue(WithoutEnd())
-    queue.initialize()
-    assert take(queue, 3) == [0, 1, 2]
-    with pytest.raises(OutOfRangeError, match="ended after 3 elements"):
-        take(queue, 1)
-    queue.delete()
-    queue = IPUInfeedQueue(lambda: iter(scalars(2)))
-    queue.initialize()
-    assert take(queue, 2) == [0, 1]
-    queue.delete()
+    with begun(WithoutEnd()) as queue:
+        assert take(queue, 3) == [0, 1, 2]
+        with pytest.raises(OutOfRangeError, match="ended after 3 elements"):
+            take(queue, 1)
+
+
+class Numbers:
+    """An iterator without end."""
+
+    def __init__(self):
+        self.number = -1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return np.float32(self.number)
 
 
 def test_classes_are_called():
-    class Numbers:
-        def __init__(self):
-            self.number = -1
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.number += 1
-            return np.float32(self.number)
-
     class Iterable:
         def __iter__(self):
             return iter(scalars(9))
 
     for dataset in (Numbers, Iterable):
-        queue = IPUInfeedQueue(dataset)
-        for _pass in range(2):
+        with begun(dataset) as queue:
+            assert take(queue, 3) == [0, 1, 2]
             queue.initialize()
             assert take(queue, 3) == [0, 1, 2]
-        queue.delete()
     with pytest.raises(TypeError, match=r"it is an iterator \(Numbers\)"):
         IPUInfeedQueue(Numbers())
 
@@ -158,14 +166,12 @@ def test_prefetch_depth_bounds_what_is_read_ahead():
                 has_read_six.set()
             yield np.float32(number)
 
-    queue = IPUInfeedQueue(iterate, prefetch_depth=5)
-    queue.initialize()
-    assert take(queue, 1) == [0]
-    has_read_six.wait()
-    queue.stop()
-    assert len(read) == 6  # one taken, five ahead
-    assert take(queue, 8) == list(range(1, 9))  # nothing is lost by stopping
-    queue.delete()
+    with begun(iterate, prefetch_depth=5) as queue:
+        assert take(queue, 1) == [0]
+        has_read_six.wait()
+        queue.stop()
+        assert len(read) == 6  # one taken, five ahead
+        assert take(queue, 8) == list(range(1, 9))  # nothing is lost by stopping
 
 
 def test_an_infeed_that_is_dropped_ends_its_thread():
@@ -180,27 +186,24 @@ def test_an_infeed_that_is_dropped_ends_its_thread():
 
 
 def test_wrong_data_sets():
-    with pytest.raises(TypeError, match="it is an iterator .*a callable that returns a new iterator"):
-        IPUInfeedQueue(iter(scalars(1)))
-    with pytest.raises(TypeError, match="must be iterable, or a callable.*got int"):
-        IPUInfeedQueue(3)
-    with pytest.raises(ValueError, match="The dataset of the infeed is empty"):
-        _shapes = IPUInfeedQueue([]).element
-    with pytest.raises(ValueError, match="leaf of type str"):
-        _shapes = IPUInfeedQueue(["text"]).element
-    with pytest.raises(ValueError, match=r"Element 0 .*its dtype is \[\('a', '<i4'\)\]"):
-        _shapes = IPUInfeedQueue([np.zeros(2, [("a", np.int32)])]).element
-    queue = IPUInfeedQueue([np.zeros(1), np.array(["text"])])
-    queue.initialize()
-    take_some = queue.connect(same)
-    take_some(1)
-    with pytest.raises(ValueError, match="element 1 .*leaf of type ndarray; .*its dtype is <U4"):
-        take_some(1)
-    queue.delete()
-    with pytest.raises(
-        ValueError, match="element 1 of the dataset must be a tuple of 2 .*as the first one; got an"
+    for dataset, message in (
+        (iter(scalars(1)), "it is an iterator .*a callable that returns a new iterator"),
+        (3, "must be iterable, or a callable.*got int"),
     ):
-        take_all([(np.float32(1), np.float32(1)), np.float32(1)], 2)
+        with pytest.raises(TypeError, match=message):
+            IPUInfeedQueue(dataset)
+    one = np.float32(1)
+    for elements, message in (
+        ([], "The dataset of the infeed is empty"),
+        (["text"], "leaf of type str"),
+        ([np.zeros(2, [("a", np.int32)])], r"Element 0 .*its dtype is \[\('a', '<i4'\)\]"),
+        ([jax.random.key(0)], "must be pytrees of numeric arrays"),
+        ([np.zeros(1), np.array(["text"])], "element 1 .*leaf of type ndarray; .*its dtype is <U4"),
+        ([(one, one), one], "element 1 of the dataset must be a tuple of 2 .*as the first one; got an"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            take_all(elements, 2)
+    queue = IPUInfeedQueue([one])
     assert queue.initializer
     with pytest.raises(ValueError, match="`initializer` function can only be accessed once"):
         assert queue.initializer
@@ -265,35 +268,31 @@ def test_elements_given_back_come_again():
 
 @pytest.mark.parametrize("is_other_program", [False, True])
 def test_what_was_taken_and_not_used_comes_again(is_other_program):
-    queue = IPUInfeedQueue(scalars(8))
-    queue.initialize()
-    assert take(queue, 2) == [0, 1]
-    take_some = queue.connect(same)
-    assert [take_some(1)[0][0].item() for _ in range(3)] == [2, 3, 4]
-    assert queue.position.count == 2
-    other = queue.connect(list if is_other_program else same)  # the run that took them ended before `mark`
-    assert [other(2)[0][0].item() for _ in range(2)] == [2, 4]
-    queue.mark(1)
-    assert queue.position.count == 5
-    assert take(queue, 3) == [5, 6, 7]
-    with pytest.raises(OutOfRangeError, match="ended after 8 elements"):
-        take(queue, 1)
-    queue.delete()
+    with begun(scalars(8)) as queue:
+        assert take(queue, 2) == [0, 1]
+        take_some = queue.connect(same)
+        assert [take_some(1)[0][0].item() for _ in range(3)] == [2, 3, 4]
+        assert queue.position.count == 2
+        other = queue.connect(list if is_other_program else same)  # the run ended before `mark`
+        assert [other(2)[0][0].item() for _ in range(2)] == [2, 4]
+        queue.mark(1)
+        assert queue.position.count == 5
+        assert take(queue, 3) == [5, 6, 7]
+        with pytest.raises(OutOfRangeError, match="ended after 8 elements"):
+            take(queue, 1)
 
 
 def test_of_very_large_updates_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(feeder, "_MAX_KEPT_BYTES", 12)  # three of these elements
-    queue = IPUInfeedQueue(scalars(20))
-    queue.initialize()
-    take_some = queue.connect(same)
-    assert [take_some(1)[0][0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
-    queue.mark()
-    assert [take_some(1)[0][0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
-    assert queue.position.count == 5
-    with pytest.warns(UserWarning, match="The 5 elements of the data set .* are lost"):
-        assert take(queue, 2) == [10, 11]
-    assert queue.position.count == 12
-    queue.delete()
+    with begun(scalars(20)) as queue:
+        take_some = queue.connect(same)
+        assert [take_some(1)[0][0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+        queue.mark()
+        assert [take_some(1)[0][0].item() for _ in range(5)] == [5, 6, 7, 8, 9]
+        assert queue.position.count == 5
+        with pytest.warns(UserWarning, match="The 5 elements of the data set .* are lost"):
+            assert take(queue, 2) == [10, 11]
+        assert queue.position.count == 12
 
 
 @pytest.mark.parametrize("mapping", [[0, 0], pytest.param([0, 1], marks=pytest.mark.thorough)])
@@ -314,15 +313,13 @@ def test_a_run_that_fails_within_an_update_loses_nothing(mapping):
     stages = [stage, front.second_stage]
     model = front.Model(computational_stages=stages, device_mapping=mapping, repeat_count=2)
     plain = front.Model(device_mapping=mapping, repeat_count=2)
-    with ipu.Session(seed=1) as session, ipu.Session(seed=1) as other:
-        session.run(model.initializer)
+    with front.session_of(model, seed=1) as session, front.session_of(plain, seed=1) as other:
         with pytest.raises(Exception, match="for once"):
             while True:
                 session.run(model.program, {model.rate: 0.1})
         while session.update_count() < 6:
             session.run(model.program, {model.rate: 0.1})
         losses = session.run(model.outfeed.dequeue())
-        other.run(plain.initializer)
         expected = [loss for _run in range(3) for loss in plain.run(other)]
         np.testing.assert_allclose(losses, expected[: len(losses)], rtol=1e-6)
     data = [x[0, 0] for x, _labels in itertools.islice(front.data()(), len(losses))]
@@ -358,11 +355,6 @@ def test_a_slow_data_set_holds_up_nobody(monkeypatch):
     queue.delete()
 
 
-def test_elements_that_are_random_keys():
-    with pytest.raises(ValueError, match="must be pytrees of numeric arrays"):
-        _shapes = IPUInfeedQueue([jax.random.key(0)]).element
-
-
 def refilling(fetched, as_jax):
     """Elements of one array that is filled again for each, beside another one."""
     buffer = np.empty(3, "float32")
@@ -384,32 +376,15 @@ def refilling(fetched, as_jax):
 def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
     """What was fetched ahead for one program goes to the other one as it was when it was fetched."""
     fetched = [threading.Event() for _element in range(12)]
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: refilling(fetched, as_jax))
-
-    def compile_one(options):
-        outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-        def model():
-            return ipu.pipelining_ops.pipeline(
-                [lambda x, y: (x, y), lambda x, y: (x, y * 1.0)],
-                gradient_accumulation_count=4,
-                infeed_queue=infeed,
-                outfeed_queue=outfeed,
-                **options,
-            )
-
-        return front.compile_program(model), outfeed.dequeue()
-
-    programs = [compile_one(options) for options in (first, second)]
-    found = []
+    infeed, found = IPUInfeedQueue(lambda: refilling(fetched, as_jax)), []
+    stages = [lambda x, y: (x, y), lambda x, y: (x, y * 1.0)]
+    first, second = (front.Pipelined(stages, 4, infeed_queue=infeed, **one) for one in (first, second))
     with ipu.Session() as session:
         session.run(infeed.initializer)
-        for number, turn in enumerate((0, 1, 0)):
-            program, dequeue = programs[turn]
+        for number, model in enumerate((first, second, first)):
             if number:
                 fetched[4 * number + 1].wait()  # the element before it is ahead, for the other program
-            session.run(program)
-            found.append(session.run(dequeue))
+            found.append(model.run(session))
     expected = np.arange(12, dtype="float32")
     x, y = (np.concatenate(parts) for parts in zip(*found, strict=True))
     np.testing.assert_array_equal(y, expected)
@@ -419,7 +394,7 @@ def test_a_refilled_buffer_is_shared_by_two_programs(first, second, as_jax):
 @pytest.mark.parametrize("has_started", [False, True])
 def test_ctrl_c_while_the_thread_starts(has_started, monkeypatch):
     """The interrupt arrives as such, and the next connection goes on with the next element."""
-    queue = IPUInfeedQueue(lambda: iter([np.float32(number) for number in range(20)]))
+    queue = IPUInfeedQueue(scalars(20))
     queue.initialize()
     start = threading.Thread.start
 
@@ -439,22 +414,20 @@ def test_ctrl_c_while_the_thread_starts(has_started, monkeypatch):
     assert front.no_infeed_runs()  # nor does that of the connection that was interrupted
 
 
+def interrupt(*_arguments):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("mode", list(IPUOutfeedMode))
 def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
     """By a run that is interrupted while it dequeues, and by one in which something later fails."""
-    infeed = IPUInfeedQueue(lambda: iter([(np.full(2, number, "float32"),) for number in range(8)]))
+    infeed = IPUInfeedQueue([(np.full(2, number, "float32"),) for number in range(8)])
     outfeed = IPUOutfeedQueue(outfeed_mode=mode)
-
-    def model():
-        return ipu.pipelining_ops.pipeline(
-            [lambda x: x, lambda x: x * 2.0],
-            gradient_accumulation_count=4,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-        )
-
     assert not outfeed.enqueued
-    program, other = front.compile_program(model), front.compile_program(model)
+    queues = {"infeed_queue": infeed, "outfeed_queue": outfeed}
+    program, other = (
+        front.compile_pipeline([lambda x: x, lambda x: x * 2.0], 4, **queues) for _program in range(2)
+    )
     assert outfeed.enqueued
     with ipu.Session() as session:
         session.run([infeed.initializer, program])
@@ -470,10 +443,6 @@ def test_what_nobody_got_is_dequeued_again(mode, monkeypatch):
         if mode is IPUOutfeedMode.ALL:
             found = session.run(outfeed.dequeue())
             assert found.shape == (0, 2)
-
-
-def interrupt(*_arguments):
-    raise KeyboardInterrupt
 
 
 def test_advice_about_the_initializer_works():
@@ -492,15 +461,15 @@ def test_advice_about_the_initializer_works():
         assert ": _kept = queue.initializer  # read here" in str(caught.value)
 
 
+X, Y = np.zeros((6, 2), "f4"), np.zeros(6, "i4")
+
+
 @pytest.mark.parametrize(
     ("dataset", "told"),
     [
-        (
-            (np.zeros((6, 2), "f4"), np.zeros(6, "i4")),
-            r"a tuple of 2 arrays \(float32\[6, 2\], int32\[6\]\)\..* be its arrays\.",
-        ),
-        ([np.zeros((6, 2), "f4"), np.zeros(6, "f4")], "a list of 2 arrays"),
-        ({"x": np.zeros((6, 2)), "y": np.zeros(6)}, r"a dict\..* be its keys\."),
+        ((X, Y), r"a tuple of 2 arrays \(float32\[6, 2\], int32\[6\]\)\..* be its arrays\."),
+        ([X, Y.astype("f4")], "a list of 2 arrays"),
+        ({"x": X.astype("f8"), "y": Y.astype("f8")}, r"a dict\..* be its keys\."),
     ],
 )
 def test_arrays_of_all_samples_are_no_micro_batches(dataset, told):
@@ -509,50 +478,34 @@ def test_arrays_of_all_samples_are_no_micro_batches(dataset, told):
 
 
 def test_lists_of_micro_batches():
-    one, other = np.zeros((6, 2), "f4"), np.ones((6, 2), "f4")
     smaller = np.ones((5, 2), "f4")  # is told when it comes
-    for dataset in ([one, other], (one, other.astype("f8")), [one, smaller], [(one, np.zeros(6, "i4"))]):
+    for dataset in ([X, X + 1], (X, X.astype("f8")), [X, smaller], [(X, Y)]):
         assert IPUInfeedQueue(dataset).element is not None
 
 
 def test_an_iterator_is_not_used_for_two_passes():
     """The second pass went on where the first one had stopped."""
+    message = "the same (generator|list_iterator) for a second pass"
     for iterator in ((x for x in scalars(8)), iter(scalars(8))):
-        queue = IPUInfeedQueue(lambda same=iterator: same)
-        queue.initialize()
-        with pytest.raises(TypeError, match="the same (generator|list_iterator) for a second pass"):
+        with begun(lambda same=iterator: same) as queue, pytest.raises(TypeError, match=message):
             queue.initialize()
-        queue.delete()
-    queue = IPUInfeedQueue(lambda: iter(scalars(8)))
-    queue.initialize()
-    queue.initialize()
-    queue.delete()
 
-    class Own:  # may begin again when it is called
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            return np.float32(0)
+    class Own(Numbers):  # may begin again when it is called
+        pass
 
     own = Own()
-    queue = IPUInfeedQueue(lambda: own)
-    queue.initialize()
-    queue.initialize()
-    queue.delete()
+    for dataset in (lambda: iter(scalars(8)), lambda: own):
+        with begun(dataset) as queue:
+            queue.initialize()
     Own.__call__ = lambda self: self
     with pytest.raises(TypeError, match="makes a new one, .lambda: Own"):
         IPUInfeedQueue(own)
 
 
 def take_all(dataset, number):
-    queue = IPUInfeedQueue(dataset)
-    queue.initialize()
-    take_some = queue.connect(same) if queue.element else None
-    try:
+    with begun(dataset) as queue:
+        take_some = queue.connect(same) if queue.element else None
         return [take_some(1)[0] for _ in range(number)]
-    finally:
-        queue.delete()
 
 
 def test_arrays_in_the_other_byte_order():
@@ -572,19 +525,16 @@ def test_masked_arrays():
     ((leaf,),) = take_all([plain], 1)
     assert type(leaf) is np.ndarray
     for number in (0, 1):
-        with pytest.raises(
-            ValueError, match=rf"lement {number} of .*a leaf is a masked array: 1 of its 3 elements are"
-        ):
+        message = rf"lement {number} of .*a leaf is a masked array: 1 of its 3 elements are"
+        with pytest.raises(ValueError, match=message):
             take_all([plain] * number + [masked], 2)
 
 
 def test_numbers_that_float32_does_not_have():
     """They became inf."""
     values = np.array([1.0, 1e300, np.inf])
-    with pytest.raises(
-        ValueError,
-        match=r"element 1 of the dataset, at \['x'\], of dtype float64, does not fit float32: .*1e\+300",
-    ):
+    message = r"element 1 of the dataset, at \['x'\], of dtype float64, does not fit float32: .*1e\+300"
+    with pytest.raises(ValueError, match=message):
         take_all([{"x": np.ones(3)}, {"x": values}], 2)
     with pytest.raises(ValueError, match="of dtype complex128, does not fit complex64"):
         take_all([values.astype("c16")], 1)
