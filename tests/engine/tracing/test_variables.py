@@ -9,7 +9,7 @@ from ipu_pipeline import engine, layers
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import initial_value
 from ipu_pipeline.ground import names
-from tests.support import beside, front, models
+from tests.support import beside, front
 
 
 def trace(function):
@@ -47,14 +47,6 @@ def test_a_variable_that_exists_needs_reuse():
             return x + engine.get_variable("v") * engine.get_variable("v", ())
 
     assert list(trace(with_reuse)) == ["a/v"]
-
-    def with_another_shape(x):
-        engine.get_variable("v", ())
-        with scopes.absolute_scope("", reuse=True):
-            return x + engine.get_variable("v", (3,))
-
-    with pytest.raises(ValueError, match=r"Trying to share variable v, but specified shape \(3,\)"):
-        trace(with_another_shape)
 
 
 def value_of(*arguments, seed=0, **options):
@@ -185,9 +177,10 @@ def test_reading_after_assigning():
     assert state.variables["v"] == 3
 
 
-@pytest.mark.parametrize("function", ["get_variable", "next_rng_key", "assign"])
-def test_outside_of_a_program(function):
-    arguments = {"get_variable": ("v", ()), "next_rng_key": (), "assign": ("v", 1.0)}[function]
+@pytest.mark.parametrize(
+    ("function", "arguments"), [("get_variable", ("v", ())), ("next_rng_key", ()), ("assign", ("v", 1.0))]
+)
+def test_outside_of_a_program(function, arguments):
     with pytest.raises(RuntimeError, match=f"{function} was called outside of a program"):
         getattr(engine, function)(*arguments)
 
@@ -235,14 +228,13 @@ def test_outside_of_stages_a_conflict_is_an_error_of_its_own():
 
 
 def test_assign_outside_of_stages():
+    def function():
+        ipu.get_variable("w", (), trainable=False)
+        ipu.assign("w", 1.0)
+        return ipu.loops.repeat(1, lambda: None)
+
     with pytest.raises(RuntimeError, match="assign.'w', .... was called outside of a computational stage"):
-        front.compile_program(
-            lambda: (
-                ipu.get_variable("w", (), trainable=False),
-                ipu.assign("w", 1.0),
-                ipu.loops.repeat(1, lambda: None),
-            )
-        )
+        front.compile_program(function)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +256,7 @@ def test_one_input_needs_no_list():
         assert session.run(program) == [6]
 
 
-def test_a_variable_of_size_zero(tmp_path, rng):
+def test_a_variable_of_size_zero(rng):
     def last(h):
         return jnp.mean((h - 1) ** 2) + jnp.sum(h @ engine.get_variable("empty", (3, 0)))
 
@@ -278,5 +270,3 @@ def test_a_variable_of_size_zero(tmp_path, rng):
     step = list(rng.normal(size=(2, 2, 4)).astype("float32"))
     state, _outputs = beside.train(pipeline, [step])
     assert state.variables["empty"].shape == (3, 0)
-    engine.save(tmp_path / "state", state)
-    models.assert_trees_close(engine.restore(tmp_path / "state", pipeline).variables, state.variables, 0)
