@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 
 import numpy as np
 import torch
@@ -53,6 +54,25 @@ def seeded(make, seed=0):
     """A model with weights that depend on the seed only."""
     torch.manual_seed(seed)
     return make()
+
+
+def model_of(forward, **attributes):
+    """A module with a linear layer and that forward; attributes named buffer... become its buffers."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+            for name, value in attributes.items():
+                if name.startswith("buffer"):
+                    self.register_buffer(name, value.clone())
+                else:
+                    setattr(self, name, value)
+
+        def forward(self, *args, **kwargs):
+            return forward(self, *args, **kwargs)
+
+    return seeded(Model)
 
 
 @dataclasses.dataclass
@@ -122,13 +142,68 @@ def second(outputs):
     return outputs[1]
 
 
+class TrainedAlike:
+    """A model that is wrapped for training, and a copy of it that plain torch trains with the same data.
+
+    Attributes:
+      model: the user's.
+      executor: of `poptorch.trainingModel`.
+      plain: the copy, as a `Reference`.
+    """
+
+    def __init__(self, model, options=None, make_optimizer=make_sgd, make_plain_optimizer=None):
+        """Wraps it.
+
+        Args:
+          model: returns its loss last.
+          options: None: those of `make_options`.
+          make_optimizer: from parameters to an optimizer.
+          make_plain_optimizer: the same for plain torch, where `make_optimizer` makes one of PopTorch's.
+        """
+        self.model, self.options = model, options or make_options()
+        self.plain = reference(model, make_plain_optimizer or make_optimizer)
+        self.executor = poptorch.trainingModel(model, self.options, make_optimizer(model.parameters()))
+
+    def call(self, *batch, mean=True, tolerance=1e-5):
+        """Trains both, compares what they return, and returns it."""
+        accumulation = self.options.Training.gradient_accumulation * self.options.replication_factor
+        expected = self.plain.train(
+            batch, self.options.device_iterations, accumulation, lambda made: leaves(made)[-1], mean
+        )
+        outputs = self.executor(*batch)
+        assert_close(leaves(outputs), join(expected), tolerance)
+        return outputs
+
+    def compare(self, tolerance=1e-5):
+        """Compares parameters and buffers."""
+        assert_same_state(self.model, self.plain.model, tolerance)
+
+
+def infer(model, *args, **kwargs):
+    """What a model that is wrapped for inference returns."""
+    return poptorch.inferenceModel(model, make_options())(*args, **kwargs)
+
+
+def make_model(**arguments):
+    """`TwoLayers` of seed 0."""
+    return seeded(lambda: TwoLayers(**arguments))
+
+
+def through_file(value, **options):
+    """What torch loads of what it saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 def norm(tensor):
-    return float(np.linalg.norm(np.asarray(tensor.detach(), np.float64)))
+    return float(np.linalg.norm(tensor.detach().double().numpy()))
 
 
 def relative_difference(actual, expected):
     """The 2-norm of the difference, of that of what is expected."""
-    actual, expected = (np.asarray(t.detach(), np.float64) for t in (actual, expected))
+    actual, expected = (t.detach().double().numpy() for t in (actual, expected))
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     return np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30)
 

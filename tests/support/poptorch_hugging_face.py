@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support.poptorch_front import leaves, make_options
+from tests.support.poptorch_front import join, make_options
 
 transformers.logging.set_verbosity_error()  # it tells of tokens and caches that small models do not have
 
@@ -22,10 +22,11 @@ SMALL = {
     "num_attention_heads": 2,
     "intermediate_size": 32,
     "vocab_size": 40,
+    "num_hidden_layers": 2,
     "max_position_embeddings": 20,
 }
-BERT = {**SMALL, **NO_DROPOUT, "num_hidden_layers": 6}
-LISTING_8 = ("bert.encoder.layer.0", "bert.encoder.layer.2", "bert.encoder.layer.4")
+BASE = {**SMALL, **NO_DROPOUT}
+NARROW = {"hidden_size": 8, "intermediate_size": 8}
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
 LENGTH = 12
 
@@ -34,13 +35,8 @@ class PipelinedBert(transformers.BertForQuestionAnswering):
     """As people's programs wrap it: tuples come out, and the loss goes through identity_loss."""
 
     def forward(self, input_ids, attention_mask, token_type_ids, start_positions=None, end_positions=None):
-        output = super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            start_positions=start_positions,
-            end_positions=end_positions,
-        )
+        ends = {"start_positions": start_positions, "end_positions": end_positions}
+        output = super().forward(input_ids, attention_mask, token_type_ids, **ends)
         if start_positions is None:
             return output.start_logits, output.end_logits
         loss = poptorch.identity_loss(output.loss, reduction="none")
@@ -49,14 +45,15 @@ class PipelinedBert(transformers.BertForQuestionAnswering):
 
 def make_bert(kind=transformers.BertForQuestionAnswering, seed=0, **values):
     """A BERT, with layers 0, 2 and 4 at the begin of a block, as in the user guide's listing 8."""
-    model = drawn(lambda: kind(transformers.BertConfig(**{**BERT, **values})), seed)
-    return begin_blocks(model, LISTING_8[: model.config.num_hidden_layers // 2])
+    model = drawn(lambda: kind(transformers.BertConfig(**{**BASE, "num_hidden_layers": 6, **values})), seed)
+    return begin_blocks(model, [f"layer.{n}" for n in range(0, model.config.num_hidden_layers, 2)])
 
 
 def begin_blocks(model, names):
-    """Begins a block at each module."""
+    """Begins a block at each module, the first one whose path ends with a name."""
     for number, name in enumerate(names):
-        poptorch.BeginBlock(model.get_submodule(name), ipu_id=number + 1)
+        path = next(path for path, _module in model.named_modules() if f".{path}".endswith(f".{name}"))
+        poptorch.BeginBlock(model.get_submodule(path), ipu_id=number + 1)
     return model
 
 
@@ -88,11 +85,11 @@ def questions(rows, seed):
     return {**inputs, "token_type_ids": types, "start_positions": start, "end_positions": end}
 
 
-def questions_without_types(rows, seed):
+def questions_alone(rows, seed):
     return {name: value for name, value in questions(rows, seed).items() if name != "token_type_ids"}
 
 
-def masked_tokens(rows, seed):
+def masked(rows, seed):
     """A batch with a label for two tokens in three."""
     inputs = _tokens(rows, seed)
     labels = inputs["input_ids"].clone()
@@ -102,12 +99,12 @@ def masked_tokens(rows, seed):
 
 def sequences(rows, seed):
     """A batch for an encoder and a decoder."""
-    batch = masked_tokens(rows, seed)
+    batch = masked(rows, seed)
     return {**batch, "decoder_input_ids": batch["input_ids"].roll(1, dims=1)}
 
 
 def pairs(rows, seed):
-    return {**masked_tokens(rows, seed), "next_sentence_label": torch.arange(rows) % 2}
+    return {**masked(rows, seed), "next_sentence_label": torch.arange(rows) % 2}
 
 
 def classes(rows, seed):
@@ -175,11 +172,7 @@ class Trained:
             made.append(self.plain(**part))
             (loss_of(made[-1]) / self.accumulation).backward()
         self.plain_optimizer.step()
-        joined = [
-            torch.cat([tensor.detach().reshape(-1, *tensor.shape[1:]) for tensor in same])
-            for same in zip(*map(leaves, made), strict=True)
-        ]
-        return output, joined
+        return output, join(made)
 
 
 def make_sgd(model):
@@ -190,19 +183,6 @@ def make_plain_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-# Some gradients are nothing but rounding, as those of biases that a softmax takes away. With a smaller eps
-# Adam divides them by their size, and rounding becomes a step as large as any.
-_ADAMW = {"lr": 3e-4, "weight_decay": 0.01, "eps": 1e-4}
-
-
-def make_adamw(model):
-    return poptorch.optim.AdamW(model.parameters(), **_ADAMW)
-
-
-def make_plain_adamw(model):
-    return torch.optim.AdamW(model.parameters(), **_ADAMW)
-
-
 def inputs_of(batch):
     """A batch without what only training takes."""
     return {name: value for name, value in batch.items() if name not in LABELS}
@@ -210,7 +190,7 @@ def inputs_of(batch):
 
 # Other models: how each is made, its batches, and where blocks begin.
 def _config(kind, **values):
-    return getattr(transformers, f"{kind}Config")(**{"num_hidden_layers": 2, **values})
+    return getattr(transformers, f"{kind}Config")(**values)
 
 
 _GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": 40, "n_positions": 16}
@@ -226,79 +206,43 @@ _LLAMA = {**SMALL, "num_key_value_heads": 1}
 _EXPERTS = {**_LLAMA, "num_experts_per_tok": 2}
 _QWEN = {**_EXPERTS, "num_experts": 5, "moe_intermediate_size": 12, "head_dim": 8}
 _VIT = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16}
-_VIT |= {"patch_size": 4, "num_labels": 3, **NO_DROPOUT}
+_VIT |= {"num_hidden_layers": 2, "patch_size": 4, "num_labels": 3, **NO_DROPOUT}
 _RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
-_DEBERTA = {**SMALL, **NO_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
-_MOBILE = {**SMALL, **NO_DROPOUT, "embedding_size": 16, "intra_bottleneck_size": 16}
+_DEBERTA = {**BASE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+_MOBILE = {**BASE, "embedding_size": 16, "intra_bottleneck_size": 16}
 _MOBILE |= {"num_feedforward_networks": 1}
 _WAV2VEC2 = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8, 8)}
 _WAV2VEC2 |= {"conv_stride": (4, 2), "conv_kernel": (8, 3), "num_conv_pos_embeddings": 4, "num_labels": 3}
 _WAV2VEC2 |= {"num_conv_pos_embedding_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 _WAV2VEC2 |= {"activation_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0}
-_WAV2VEC2 |= {"apply_spec_augment": False}
+_WAV2VEC2 |= {"apply_spec_augment": False, "num_hidden_layers": 2}
 OTHERS = {
-    "BertForMaskedLM": (_config("Bert", **SMALL, **NO_DROPOUT), masked_tokens, ["cls"]),
-    "BertForPreTraining": (_config("Bert", **SMALL, **NO_DROPOUT), pairs, ["bert.encoder.layer.1"]),
-    "BertForTokenClassification": (
-        _config("Bert", **SMALL, **NO_DROPOUT, num_labels=40),
-        masked_tokens,
-        ["bert.encoder.layer.1"],
-    ),
+    "BertForMaskedLM": (_config("Bert", **BASE), masked, ["cls"]),
+    "BertForPreTraining": (_config("Bert", **BASE), pairs, ["layer.1"]),
+    "BertForTokenClassification": (_config("Bert", **BASE, num_labels=40), masked, ["layer.1"]),
     "DistilBertForQuestionAnswering": (
-        transformers.DistilBertConfig(**_DISTIL),
-        questions_without_types,
-        ["distilbert.transformer.layer.1"],
+        _config("DistilBert", **_DISTIL),
+        questions_alone,
+        ["layer.1"],
     ),
-    "RobertaForSequenceClassification": (
-        _config("Roberta", **SMALL, **NO_DROPOUT, num_labels=3),
-        classes,
-        ["roberta.encoder.layer.1"],
-    ),
-    "AlbertForQuestionAnswering": (
-        _config("Albert", **SMALL, **NO_DROPOUT, embedding_size=8),
-        questions,
-        [],
-    ),
-    "ElectraForQuestionAnswering": (
-        _config("Electra", **SMALL, **NO_DROPOUT, embedding_size=8),
-        questions,
-        ["electra.encoder.layer.1"],
-    ),
-    "DebertaV2ForQuestionAnswering": (
-        _config("DebertaV2", **_DEBERTA),
-        questions,
-        ["deberta.encoder.layer.1"],
-    ),
-    "MobileBertForQuestionAnswering": (
-        _config("MobileBert", **_MOBILE),
-        questions,
-        ["mobilebert.encoder.layer.1"],
-    ),
-    "GPT2LMHeadModel": (
-        transformers.GPT2Config(**_GPT2),
-        masked_tokens,
-        ["transformer.h.1", "transformer.h.2", "transformer.h.3"],
-    ),
-    "LlamaForCausalLM": (_config("Llama", **_LLAMA), masked_tokens, ["model.layers.1"]),
+    "RobertaForSequenceClassification": (_config("Roberta", **BASE, num_labels=3), classes, ["layer.1"]),
+    "AlbertForQuestionAnswering": (_config("Albert", **BASE, embedding_size=8), questions, []),
+    "ElectraForQuestionAnswering": (_config("Electra", **BASE, embedding_size=8), questions, ["layer.1"]),
+    "DebertaV2ForQuestionAnswering": (_config("DebertaV2", **_DEBERTA), questions, ["layer.1"]),
+    "MobileBertForQuestionAnswering": (_config("MobileBert", **_MOBILE), questions, ["layer.1"]),
+    "GPT2LMHeadModel": (_config("GPT2", **_GPT2), masked, ["h.1", "h.2", "h.3"]),
+    "LlamaForCausalLM": (_config("Llama", **_LLAMA), masked, ["layers.1"]),
     "MixtralForCausalLM": (
         _config("Mixtral", **_EXPERTS, num_local_experts=4),
-        masked_tokens,
-        ["model.layers.1"],
+        masked,
+        ["layers.1"],
     ),
-    "Qwen3MoeForCausalLM": (_config("Qwen3Moe", **_QWEN), masked_tokens, ["model.layers.1"]),
-    "T5ForConditionalGeneration": (transformers.T5Config(**_T5), sequences, ["decoder"]),
-    "BartForConditionalGeneration": (transformers.BartConfig(**_BART), sequences, ["model.decoder"]),
-    "ViTForImageClassification": (_config("ViT", **_VIT), images, ["vit.layers.1"]),
-    "ResNetForImageClassification": (
-        transformers.ResNetConfig(**_RESNET),
-        images,
-        ["resnet.encoder.stages.1"],
-    ),
-    "Wav2Vec2ForSequenceClassification": (
-        _config("Wav2Vec2", **_WAV2VEC2),
-        sounds,
-        ["wav2vec2.encoder.layers.1"],
-    ),
+    "Qwen3MoeForCausalLM": (_config("Qwen3Moe", **_QWEN), masked, ["layers.1"]),
+    "T5ForConditionalGeneration": (_config("T5", **_T5), sequences, ["decoder"]),
+    "BartForConditionalGeneration": (_config("Bart", **_BART), sequences, ["decoder"]),
+    "ViTForImageClassification": (_config("ViT", **_VIT), images, ["layers.1"]),
+    "ResNetForImageClassification": (_config("ResNet", **_RESNET), images, ["stages.1"]),
+    "Wav2Vec2ForSequenceClassification": (_config("Wav2Vec2", **_WAV2VEC2), sounds, ["layers.1"]),
 }
 
 

@@ -12,26 +12,9 @@ from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import logs
-from tests.support.poptorch_front import assert_close, make_options
+from tests.support.poptorch_front import TrainedAlike, assert_close, infer, make_options, model_of, seeded
 
 x = torch.linspace(-1, 1, 12).reshape(4, 3)
-
-
-class Model(nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3)
-        self.weight = nn.Parameter(torch.ones(3, 3))
-        self.register_buffer("buffer", torch.zeros(3))
-        self.run = forward
-
-    def forward(self, *args, **kwargs):
-        return self.run(self, *args, **kwargs)
-
-
-def infer(model, *args, **kwargs):
-    return poptorch.inferenceModel(model, make_options())(*args, **kwargs)
 
 
 # What forward makes, removes and replaces
@@ -92,7 +75,7 @@ def return_item(self, x):
     ],
 )
 def test_a_forward_that_is_refused_leaves_the_model_as_it_was(forward, message):
-    model = Model(forward)
+    model = model_of(forward, weight=nn.Parameter(torch.ones(3, 3)), buffer=torch.zeros(3))
     before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
     with pytest.raises(poptorch.Error, match=message):
         infer(model, x)
@@ -109,59 +92,41 @@ def test_a_module_under_two_names_trains_as_in_torch():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            torch.manual_seed(0)
-            self.first = nn.Linear(3, 3)
-            self.second = self.first
+            self.first = self.second = nn.Linear(3, 3)
 
         def forward(self, x):
             y = self.second(torch.tanh(self.first(x)))
             return functional.gaussian_nll_loss(y, x, torch.full_like(x, 0.5))
 
-    model = Tied()
-    plain = copy.deepcopy(model)
-    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
-    (found,), wanted = executor(x), plain(x)
-    wanted.backward()
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
-    torch.testing.assert_close(found, wanted.detach())
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(
-            model.get_parameter(name).detach(), parameter.detach(), rtol=1e-5, atol=1e-6
-        )
+    trained = TrainedAlike(seeded(Tied), None, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    trained.call(x, tolerance=1e-6)
+    trained.compare(1e-6)
 
 
 def test_data_is_a_detached_view():
     def forward(self, x):
         self.buffer.data.copy_(self.buffer + 1)
-        return poptorch.identity_loss(
-            self.linear(x).data.sum() + self.linear(x).sum() + self.buffer.sum(), "sum"
-        )
+        y = self.linear(x)
+        return poptorch.identity_loss(y.data.sum() + y.sum() + self.buffer.sum(), "sum")
 
-    model = Model(forward)
-    expected = copy.deepcopy(model)
-    loss = expected(x)
-    loss.backward()
-    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=1.0))
-    torch.testing.assert_close(executor(x)[0], loss.detach())
-    torch.testing.assert_close(model.linear.bias, expected.linear.bias - expected.linear.bias.grad)
-    assert torch.equal(model.buffer, expected.buffer)
+    trained = TrainedAlike(model_of(forward, buffer=torch.zeros(3)))
+    trained.call(x, tolerance=1e-6)
+    trained.compare(1e-6)
 
 
 def test_what_was_replaced_since_it_was_compiled():
-    model = Model(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
+    model = model_of(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
     model.sequence = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     executor = poptorch.trainingModel(model, make_options())
     calls = [lambda: executor(x), executor.copyWeightsToHost, executor.copyWeightsToDevice]
     calls += [lambda: executor.load_state_dict(model.state_dict())]
-    for change, message in [
-        (lambda: setattr(model.sequence, "1", nn.GELU()), "1 of the model is another module"),
-        (
-            lambda: setattr(model.linear, "weight", nn.Parameter(torch.ones(3, 3))),
-            "linear.weight of the model is another tensor than when",
-        ),
+    ones = nn.Parameter(torch.ones(3, 3))
+    for owner, name, value, message in [
+        (model.sequence, "1", nn.GELU(), "1 of the model is another module"),
+        (model.linear, "weight", ones, "linear.weight of the model is another tensor than when"),
     ]:
         executor(x)
-        change()
+        setattr(owner, name, value)
         for call in calls:
             with pytest.raises(poptorch.Error, match=message):
                 call()
@@ -169,8 +134,7 @@ def test_what_was_replaced_since_it_was_compiled():
         with pytest.raises(poptorch.Error, match=message):
             executor.attachToDevice()
         executor.destroy()
-    inference = poptorch.inferenceModel(model, make_options())
-    torch.testing.assert_close(inference(x)[0], model(x).detach())
+    torch.testing.assert_close(infer(model, x)[0], model(x).detach())
 
 
 def test_weights_that_change_between_compiling_and_the_first_call():
@@ -239,12 +203,12 @@ def test_inputs_of_inference_mode():
 
 
 def test_causal_attention():
-    model = Model(lambda self, x: functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+    model = model_of(lambda self, x: functional.scaled_dot_product_attention(x, x, x, is_causal=True))
     torch.testing.assert_close(infer(model, x[None]), model(x[None]))
 
 
 def test_equal_arguments_that_are_no_tensors():
-    executor = poptorch.inferenceModel(Model(lambda self, x, other, **more: x), make_options())
+    executor = poptorch.inferenceModel(model_of(lambda self, x, other, **more: x), make_options())
     for _twice in range(2):
         executor(x, np.array([1, np.nan]), b=float("nan"), a=x)
     with pytest.raises(poptorch.Error, match=r"Value mismatch for args\[1\]"):
@@ -257,17 +221,11 @@ def test_equal_arguments_that_are_no_tensors():
 
 
 OPTIMIZERS = {
-    "NAdam": {},
+    **{name: {} for name in ("NAdam", "Adam", "Adafactor", "Adadelta", "Adamax", "RAdam", "Rprop")},
     "SGD": {"momentum": 0.9},
-    "Adam": {},
     "RMSprop": {"momentum": 0.5, "centered": True},
-    "Adafactor": {},
     "Adagrad": {"initial_accumulator_value": 0.1},
-    "Adadelta": {},
-    "Adamax": {},
-    "RAdam": {},
     "ASGD": {"t0": 2},
-    "Rprop": {},
     "Muon": {"lr": 0.01},
 }
 
@@ -286,7 +244,7 @@ def test_the_state_of_an_optimizer_of_torchs(name):
         parameters = [p for p in model.linear.parameters() if p.dim() == 2 or name != "Muon"]
         return getattr(torch.optim, name)(parameters, **{"lr": 0.1, **OPTIMIZERS[name]})
 
-    model = Model(lambda self, x: poptorch.identity_loss(loss(self, x), "mean"))
+    model = model_of(lambda self, x: poptorch.identity_loss(loss(self, x), "mean"))
     plain = copy.deepcopy(model)
     optimizer, plain_optimizer = make(model), make(plain)
     watched = None
@@ -324,18 +282,17 @@ def test_what_has_no_effect_is_told(log):
         torch.manual_seed(3)
         return x + torch.rand(3, generator=torch.Generator().manual_seed(1))
 
-    infer(Model(draw), x)
-    model = Model(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *args: None)
-    options = make_options(1, 3)
-    options.setExecutionStrategy(poptorch.ShardedExecution("A", "Typo")).setPipelineSchedule("interleaved")
+    infer(model_of(draw), x)
 
     def in_block(self, x):
         with poptorch.Block("A"):
             return poptorch.identity_loss(self.linear(x), "sum")
 
-    model.run = in_block
+    model = model_of(in_block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: None)
+    options = make_options(1, 3)
+    options.setExecutionStrategy(poptorch.ShardedExecution("A", "Typo")).setPipelineSchedule("interleaved")
     poptorch.trainingModel(model, options, optimizer)(x[:3])
     poptorch.DataLoader(make_options(), torch.utils.data.TensorDataset(x), batch_size=40)
     for part in (
@@ -356,7 +313,7 @@ def test_hints_that_have_no_effect(log):
         x = poptorch.set_overlap_for_output(x, poptorch.OverlapMode.OverlapDeviceIterationLoop)
         return x, x + 1
 
-    model = Model(forward)
+    model = model_of(forward)
     found = infer(model, x)
     torch.testing.assert_close(found, tuple(t.detach() for t in model(x)))
     for name in ("set_available_memory", "set_overlap_for_output"):
@@ -372,7 +329,7 @@ def test_hints_that_have_no_effect(log):
 
 @pytest.mark.filterwarnings("error")
 def test_schedulers_of_rates_see_that_the_optimizer_is_used():
-    model = Model(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
+    model = model_of(lambda self, x: poptorch.identity_loss(self.linear(x), "sum"))
     plain = copy.deepcopy(model)
     optimizer, torchs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, torchs)]
@@ -392,7 +349,7 @@ def test_periods_of_anchored_values():
     options = make_options(1, 3)
     options.anchorTensor("e", "linear", poptorch.OutputMode.EveryN, 7)
     with pytest.raises(poptorch.Error, match="anchorTensor 'e': OutputMode.EveryN keeps .* every 7"):
-        poptorch.trainingModel(Model(lambda self, x: x), options)
+        poptorch.trainingModel(model_of(lambda self, x: x), options)
 
 
 # What is not there
@@ -409,15 +366,10 @@ def test_names_without_an_effect_say_so_and_change_nothing(caplog, monkeypatch):
     monkeypatch.setattr(logs, "_said", set())
     assert poptorch.AnchorMode.Final is poptorch.OutputMode.Final
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = poptorch.SerializedLinear(3, 4, factor=2, bias=True)
-
-        @poptorch.autocasting.autocast()
-        def forward(self, x):
-            with poptorch.Attribute(__outline={"layer": "first"}):
-                return poptorch.ops.nop(self.layer(x))
+    @poptorch.autocasting.autocast()
+    def forward(self, x):
+        with poptorch.Attribute(__outline={"layer": "first"}):
+            return poptorch.ops.nop(self.layer(x))
 
     options = make_options()
     options.Precision.autocastPolicy(poptorch.autocasting.Policy([torch.add])).autocastEnabled(True)
@@ -426,7 +378,7 @@ def test_names_without_an_effect_say_so_and_change_nothing(caplog, monkeypatch):
     options.Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
     with pytest.raises(AssertionError, match="must be given one of HalfFloatCastingBehavior.*; got 1"):
         options.Precision.halfFloatCasting(1)
-    model = Model()
+    model = model_of(forward, layer=poptorch.SerializedLinear(3, 4, factor=2, bias=True))
     assert_close([poptorch.inferenceModel(model, options)(x)], [model(x).detach()])
     told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
     starts = ["autocasting.autocast", "Options().Precision.autocastPolicy"]
@@ -437,8 +389,10 @@ def test_names_without_an_effect_say_so_and_change_nothing(caplog, monkeypatch):
 def test_models_that_cannot_be_wrapped():
     with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
         scripted = nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(3, 3)))
+        traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
     for model, message in [
         (scripted, "its part 1 is scripted"),
+        (traced, "it is scripted or traced"),
         (nn.Sequential(nn.LazyLinear(3)), "0.weight of the model has no shape yet"),
     ]:
         with pytest.raises(TypeError, match=message):

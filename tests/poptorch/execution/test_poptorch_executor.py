@@ -3,13 +3,10 @@
 import concurrent.futures
 import copy
 import gc
-import io
 import pickle
-import warnings
 import weakref
 from datetime import timedelta
 
-import jax
 import pytest
 import torch
 
@@ -18,22 +15,19 @@ from ipu_pipeline.engine import SearchedSchedule
 from ipu_pipeline.poptorch import logs
 from tests.support.compilations import compiled_in
 from tests.support.poptorch_front import (
-    TwoLayers,
+    TrainedAlike,
     assert_close,
     assert_same_state,
-    join,
     make_batch,
+    make_model,
     make_options,
     make_sgd,
     reference,
     relative_difference,
     second,
     seeded,
+    through_file,
 )
-
-
-def make_model(**arguments):
-    return seeded(lambda: TwoLayers(**arguments))
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +39,6 @@ def shared():
     )
     executor(*make_batch())
     return model, executor
-
-
-def test_gradients_equal_plain_torch_in_float64():
-    with jax.enable_x64(True):
-        model = seeded(lambda: TwoLayers().double())
-        plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
-        executor = poptorch.trainingModel(
-            model, make_options(1, 4), torch.optim.SGD(model.parameters(), lr=1.0)
-        )
-        batch = make_batch(dtype=torch.float64)
-        before = [p.detach().clone() for p in model.parameters()]
-        outputs = executor(*batch)
-        expected = plain.train(batch, 1, 4, second)
-        assert_close(outputs, join(expected), 1e-12)
-        gradients = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
-        wanted = [p.grad for p in plain.model.parameters()]
-        assert_close(gradients, wanted, 1e-12)
 
 
 class Layers(torch.nn.Module):
@@ -93,16 +70,13 @@ class Layers(torch.nn.Module):
 )
 def test_schedules_that_poptorch_does_not_have(schedule, ipus, log):
     """That of the strategy counts, and not that of the options."""
-    model = seeded(lambda: Layers(ipus))
-    plain = reference(model, make_sgd)
-    x, targets = make_batch()[0], torch.linspace(-1, 1, 8)
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule=schedule)
     options = make_options(1, 4).setExecutionStrategy(strategy)
     if schedule == "zero_bubble":
         options.setPipelineSchedule("interleaved")
-    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    assert_close(executor(x, targets), join(plain.train((x, targets), 1, 4, second)))
-    assert_same_state(model, plain.model)
+    trained = TrainedAlike(seeded(lambda: Layers(ipus)), options)
+    trained.call(make_batch()[0], torch.linspace(-1, 1, 8))
+    trained.compare()
     told = "no effect: the execution strategy has the schedule 'zero_bubble'" in " ".join(log)
     assert told == (schedule == "zero_bubble")
 
@@ -169,13 +143,6 @@ def test_weights_come_to_the_host_when_someone_looks():
         assert difference < 1e-5, (name, difference)
 
 
-def through_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def test_what_is_saved_knows_nothing_of_wrapping(shared):
     model, executor = shared
     before = model.first.weight.detach().clone()
@@ -234,16 +201,14 @@ def test_explicit_copies(shared):
 
 
 def test_momentum_survives_detaching():
-    model = make_model(ipus=(0, 0))
-    plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
+    trained = TrainedAlike(make_model(ipus=(0, 0)))
+    executor = trained.executor
     for seed in range(3):
-        executor(*make_batch(seed=seed))
-        plain.train(make_batch(seed=seed), 1, 1, second)
+        trained.call(*make_batch(seed=seed))
         executor.detachFromDevice()
         assert not executor.isAttachedToDevice()
         assert executor.isCompiled()
-        assert_same_state(model, plain.model)
+        trained.compare()
         for call in (executor.detachFromDevice, executor.copyWeightsToHost):
             with pytest.raises(poptorch.Error, match="Device is not attached"):
                 call()
@@ -253,17 +218,14 @@ def test_momentum_survives_detaching():
                 executor.attachToDevice()
     for _twice in range(2):
         executor.destroy()
-    executor(*make_batch())
-    plain.train(make_batch(), 1, 1, second)
-    assert_same_state(model, plain.model)
+    trained.call(*make_batch())
+    trained.compare()
 
 
 def test_a_model_is_wrapped_for_training_once():
-    model = make_model(ipus=(0, 0))
-    plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
-    executor(*make_batch())
-    plain.train(make_batch(), 1, 1, second)
+    trained = TrainedAlike(make_model(ipus=(0, 0)))
+    model, executor = trained.model, trained.executor
+    trained.call(*make_batch())
     with pytest.raises(RuntimeError, match="Model has already been wrapped in 'poptorch.trainingModel'"):
         poptorch.trainingModel(model, make_options())
     inference = poptorch.inferenceModel(model, make_options())
@@ -273,7 +235,7 @@ def test_a_model_is_wrapped_for_training_once():
     assert not inference.isCompiled()
     assert not hasattr(model, "destroy")
     assert type(model.first.weight) is torch.nn.Parameter
-    assert_same_state(model, plain.model)
+    trained.compare()
     with pytest.raises(poptorch.Error, match="Model has not been compiled or has been destroyed"):
         executor.copyWeightsToDevice()
     executor(*make_batch())  # which wraps it again
@@ -305,14 +267,12 @@ def test_a_wrapper_that_is_dropped_frees_its_model():
 def test_compile_runs_nothing(shared):
     model = make_model()
     before = copy.deepcopy(model.state_dict())
-    called = []
+    called, early = [], "Please compile the model before obtaining compilation time"
     executor = poptorch.trainingModel(model, make_options().showCompilationProgressBar(True))
     first = poptorch.registerPreCompileHook(lambda: called.append(executor.isCompiled()))
     last = poptorch.registerPostCompileHook(lambda: called.append(executor.isCompiled()))
     try:
-        with pytest.raises(
-            poptorch.Error, match="Please compile the model before obtaining compilation time"
-        ):
+        with pytest.raises(poptorch.Error, match=early):
             executor.compilationTime()
         executor.compile(*make_batch())
     finally:
@@ -403,9 +363,6 @@ def test_attributes_of_the_model(shared):
     assert executor.first is model.first
     assert executor.training is True
     assert "Linear(in_features=3, out_features=5, bias=True)" in repr(executor)
-    for latency in (executor.getLatency(), executor.getComputeLatency(), executor.getIpuHostLatency()):
-        assert 0 <= latency[0] <= latency[2] <= latency[1]
-    assert {len(times) for times in executor.getPerfCounters().values()} == {4}
     with pytest.raises(AttributeError, match="nothing"):
         executor.nothing  # noqa: B018
 
@@ -426,11 +383,9 @@ def test_values_within_the_model():
     logits, _loss = executor(x, target)
     assert {"first.weight", "second/linear", "tanh"} <= set(executor.getTensorNames())
     hidden = torch.tanh(plain.first(x)).detach()
-    assert_close([executor.getAnchoredTensor("hidden")], [hidden])
-    assert_close(
-        [executor.getAnchoredTensor("sum")], [plain.second(hidden).detach().reshape(4, 2, 3).sum(0)]
-    )
-    assert_close([logits], [plain.second(hidden).detach()[-2:]])
+    made = plain.second(hidden).detach()
+    anchored = [executor.getAnchoredTensor("hidden"), executor.getAnchoredTensor("sum"), logits]
+    assert_close(anchored, [hidden, made.reshape(4, 2, 3).sum(0), made[-2:]])
     with pytest.raises(AssertionError, match="No tensor is anchored as 'nobody'"):
         executor.getAnchoredTensor("nobody")
 
@@ -438,17 +393,10 @@ def test_values_within_the_model():
 def test_what_cannot_be_captured():
     x, target = make_batch()
     model = make_model()
+    anchored, others = make_options().anchorTensor("last", "mse_loss"), make_sgd(make_model().parameters())
     for options, optimizer, message in [
-        (
-            make_options().anchorTensor("last", "mse_loss"),
-            None,
-            "anchorTensor names 'mse_loss', which is not a value of the model",
-        ),
-        (
-            make_options(),
-            make_sgd(make_model().parameters()),
-            "There is nothing to train: the loss depends on model/first.bias",
-        ),
+        (anchored, None, "anchorTensor names 'mse_loss', which is not a value of the model"),
+        (make_options(), others, "There is nothing to train: the loss depends on model/first.bias"),
     ]:
         with pytest.raises(poptorch.Error, match=message):
             poptorch.trainingModel(copy.deepcopy(model), options, optimizer)(x, target)
@@ -506,9 +454,8 @@ def test_wrong_wrapping():
         poptorch.inferenceModel(lambda x: x)
     with pytest.raises(TypeError, match="Unsupported optimizer type"):
         poptorch.trainingModel(model, make_options(), torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(
-        poptorch.Error, match=r"gradientAccumulation to 1.*Use poptorch.Options\(\).deviceIterations"
-    ):
+    message = r"gradientAccumulation to 1.*Use poptorch.Options\(\).deviceIterations"
+    with pytest.raises(poptorch.Error, match=message):
         poptorch.inferenceModel(model, make_options(1, 2))
     with pytest.raises(poptorch.Error, match=r"running a poptorch.inferenceModel\(\)\.$"):
         poptorch.inferenceModel(model, make_options(1, 2, poptorch.ShardedExecution()))
@@ -525,32 +472,19 @@ def test_wrong_wrapping():
 def test_other_arguments_than_the_first(shared):
     _model, executor = shared
     x, target = make_batch()
-    size = r"torch.Size\(\[{}, 3\]\)"
+    wrong, sizes = poptorch.Error, r"expected torch.Size\(\[8, 3\]\) but got torch.Size\(\[4, 3\]\)"
+    kinds = "expected <class 'torch.Tensor'> but got <class 'int'>"
+    dtypes = "expected torch.float32 but got torch.int32"
     for args, kwargs, error, message in [
-        (
-            (x[:4], target),
-            {},
-            poptorch.Error,
-            f"Shape mismatch for x: expected {size.format(8)} but got {size.format(4)}",
-        ),
-        (
-            (x.int(), target),
-            {},
-            poptorch.Error,
-            "Data type mismatch for x: expected torch.float32 but got torch.int32",
-        ),
-        ((x,), {}, poptorch.Error, "Number of positional arguments mismatch: expected 2 but got 1"),
-        (
-            (x, 5),
-            {},
-            poptorch.Error,
-            "Type mismatch for target: expected <class 'torch.Tensor'> but got <class 'int'>",
-        ),
-        ((x,), {"target": target}, poptorch.Error, "Number of positional arguments mismatch"),
+        ((x[:4], target), {}, wrong, f"Shape mismatch for x: {sizes}"),
+        ((x.int(), target), {}, wrong, f"Data type mismatch for x: {dtypes}"),
+        ((x,), {}, wrong, "Number of positional arguments mismatch: expected 2 but got 1"),
+        ((x, 5), {}, wrong, f"Type mismatch for target: {kinds}"),
+        ((x,), {"target": target}, wrong, "Number of positional arguments mismatch"),
         ((x,), {"nobody": target}, AssertionError, "nobody is not a valid parameter"),
         ((x, target, x), {}, AssertionError, "Too many arguments provided"),
         ((x,), {"x": target}, AssertionError, "Parameter x was passed more than once"),
-        ((), {"target": target}, poptorch.Error, "Mandatory parameter x missing"),
+        ((), {"target": target}, wrong, "Mandatory parameter x missing"),
     ]:
         with pytest.raises(error, match=message):
             executor(*args, **kwargs)
@@ -559,9 +493,8 @@ def test_other_arguments_than_the_first(shared):
 
 def test_batches_that_cannot_be_cut():
     executor = poptorch.inferenceModel(make_model(), make_options(4))
-    with pytest.raises(
-        AssertionError, match=r"Invalid batch dimension: In the input x .* \(6\) must be a multiple"
-    ):
+    message = r"Invalid batch dimension: In the input x .* \(6\) must be a multiple"
+    with pytest.raises(AssertionError, match=message):
         executor(torch.ones(6, 3))
     with pytest.raises(AssertionError, match="Invalid batch dimension"):
         executor(torch.tensor(1.0))
@@ -569,50 +502,43 @@ def test_batches_that_cannot_be_cut():
 
 
 def test_two_threads_take_turns():
-    model = make_model(ipus=(0, 0))
-    plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))
-    inference = poptorch.inferenceModel(model, make_options())
-    executor.compile(*make_batch())
-    calls = (
-        lambda: executor(*make_batch()),
-        lambda: executor(*make_batch()),
-        lambda: inference(make_batch()[0]),
-        lambda: model.state_dict(),
-    )
+    trained = TrainedAlike(make_model(ipus=(0, 0)))
+    inference = poptorch.inferenceModel(trained.model, make_options())
+    trained.executor.compile(*make_batch())
+
+    def train():
+        trained.executor(*make_batch())
+
+    calls = (train, train, lambda: inference(make_batch()[0]), trained.model.state_dict)
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
         for future in [threads.submit(lambda call: [call() for _time in range(5)], c) for c in calls]:
             future.result()
     for _number in range(10):
-        plain.train(make_batch(), 1, 1, second)
-    assert_same_state(model, plain.model)
+        trained.plain.train(make_batch(), 1, 1, second)
+    trained.compare()
 
 
 # What models share.
 
 
-class WithLoss(torch.nn.Module):
-    """A model and its loss, as PopTorch's users write it."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+class WithLoss(torch.nn.Sequential):
+    """Models one after the other, and a loss."""
 
     def forward(self, x, target):
-        x = self.model(x)
+        x = super().forward(x)
         return x, torch.nn.functional.mse_loss(x, target)
 
 
 def test_models_that_are_joined_after_they_were_wrapped():
-    first, second_model = make_model(), seeded(lambda: torch.nn.Linear(3, 3), 1)
+    models = make_model(), seeded(lambda: torch.nn.Linear(3, 3), 1)
     x, _target = make_batch()
-    inferences = [poptorch.inferenceModel(model, make_options()) for model in (first, second_model)]
+    inferences = [poptorch.inferenceModel(model, make_options()) for model in models]
     for inference in inferences:
         inference(x)
-    both = WithLoss(torch.nn.Sequential(first, second_model))
+    both = WithLoss(*models)
     training = poptorch.trainingModel(both, make_options())
     training(*make_batch())
-    for inference, model in zip(inferences, (first, second_model), strict=True):
+    for inference, model in zip(inferences, models, strict=True):
         assert_close([inference(x)], [model(x).detach()])
     with pytest.raises(RuntimeError, match="has already been wrapped"):
         poptorch.trainingModel(both, make_options())
@@ -644,11 +570,6 @@ def test_more_that_is_told(shared, caplog, monkeypatch):
     assert "On the devices its modules keep the modes" in caplog.text
     with pytest.raises(TypeError, match="Unsupported optimizer type"):
         poptorch.trainingModel(make_model(), make_options()).setOptimizer(5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))
-    with pytest.raises(TypeError, match="it is scripted or traced"):
-        poptorch.inferenceModel(scripted)
     options = make_options(2).outputMode(poptorch.OutputMode.EveryN, 3)
     with pytest.raises(poptorch.Error, match="every 3 micro-batches, but a call has 2"):
         poptorch.inferenceModel(model, options)

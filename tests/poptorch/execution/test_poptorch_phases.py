@@ -1,6 +1,6 @@
 """Phased execution of PopTorch models: the numbers of plain torch, what runs when, and what lies where."""
 
-import copy
+import contextlib
 import gc
 import re
 
@@ -12,14 +12,13 @@ import ipu_pipeline.poptorch as poptorch
 from benchmarks.phases.run import PeakBytes
 from ipu_pipeline.engine import watching
 from ipu_pipeline.poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, Stage
+from tests.support import poptorch_front as front
 from tests.support import watchers
 from tests.support.poptorch_front import (
+    TrainedAlike,
     assert_close,
-    assert_same_state,
-    join,
     leaves,
     make_options,
-    reference,
     seeded,
 )
 
@@ -123,27 +122,23 @@ class WritesInput(Layers):
             return b, torch.nn.functional.mse_loss(a * b, target)
 
 
-def compare(model, strategy, num_calls=2, counts=(2, 3), mode=None, edit=lambda options: None, **values):
+def make_inputs():
+    return torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(3))
+
+
+def make_sgd(parameters):
+    return poptorch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def compare(model, strategy, num_calls=2, counts=(2, 3), **values):
     """Trains, and infers if it can, by a strategy and in plain torch; returns the executors."""
-    inputs = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(3))
-    x, target = inputs[0], inputs[1]
-    plain = reference(copy.deepcopy(model), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    options = make_options(*counts, strategy, mode, **values)
-    edit(options)
-    training = poptorch.trainingModel(
-        model, options, poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    )
+    x, target = make_inputs()
+    trained = TrainedAlike(model, make_options(*counts, strategy, **values), make_sgd, front.make_sgd)
     for _call in range(num_calls):
-        outputs = leaves(training(x, target))
-        number = counts[1] * options.replication_factor
-        expected = plain.train([x, target], counts[0], number, lambda out: out[-1])
-        if mode is poptorch.OutputMode.Sum:
-            sums = [torch.stack(same).sum(0) for same in zip(*map(leaves, expected), strict=True)]
-            assert_close([found.reshape(one.shape) for found, one in zip(outputs, sums, strict=True)], sums)
-        else:
-            assert_close(outputs, join(expected))
+        trained.call(x, target)
+    training = trained.executor
     training.copyWeightsToHost()
-    assert_same_state(model, plain.model)
+    trained.compare()
     if isinstance(model, Layers):  # which has no forward without a target
         return training, None
     model.eval()
@@ -214,17 +209,23 @@ def test_listing_14():
 
 
 class Deep(torch.nn.Module):
-    """Layers of one size in blocks of their own, as listing 15 has them."""
+    """Layers of one size in blocks of their own, as in listing 15; the last one may read the first's."""
 
-    def __init__(self, number=4, size=64):
+    def __init__(self, number=4, size=64, skips=False):
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(size, size) for _layer in range(number)])
+        self.skips = skips
 
     def forward(self, x, target=None):
+        made = []
         for number, layer in enumerate(self.layers):
             with poptorch.Block(str(number)):
                 x = torch.tanh(layer(x))
-                if target is not None and number == len(self.layers) - 1:
+                made.append(x)
+                if number < len(self.layers) - 1:
+                    continue
+                x = x * made[0] if self.skips else x
+                if target is not None:
                     return x, torch.nn.functional.mse_loss(x, target)
         return x
 
@@ -295,29 +296,12 @@ class Seen(watchers.Watcher):
         self.moves |= {(source.id, device.id) for source in launch.devices for device in target}
 
 
-class Skipping(torch.nn.Module):
-    """What the first block makes is read by the last one only."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _layer in range(3)])
-
-    def forward(self, x, target=None):
-        with poptorch.Block("0"):
-            first = x = torch.tanh(self.layers[0](x))
-        with poptorch.Block("1"):
-            x = torch.tanh(self.layers[1](x))
-        with poptorch.Block("2"):
-            x = torch.tanh(self.layers[2](x)) * first
-            return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("liveness", [Liveness.OffChipAfterFwdNoOverlap, Liveness.OffChipAfterEachPhase])
 def test_what_is_read_two_phases_later(liveness):
     """Meanwhile it is in host memory; in inference, only if all that a phase leaves is."""
     strategy = make_strategy("0", "1", "2").setTensorsLiveness(liveness)
-    training, inference = compare(seeded(Skipping), strategy, num_calls=1)
+    training, inference = compare(seeded(lambda: Deep(3, 6, skips=True)), strategy, num_calls=1)
     for executor, inputs in ((training, torch.randn(2, 24, 6)), (inference, torch.randn(1, 24, 6))):
         watcher = Seen()
         with watching.watching(watcher):
@@ -373,15 +357,14 @@ class Normalized(torch.nn.Module):
             return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
 
 
+PARALLEL = ParallelPhasedExecution("A", "B")
+
+
 @pytest.mark.parametrize(
     ("strategy", "ipus"),
     [
-        (SerialPhasedExecution("A", "B").setTensorsLiveness(Liveness.OffChipAfterEachPhase), [0, 0]),
-        pytest.param(
-            ParallelPhasedExecution("A", "B").sendTensorsOffChipAfterFwd(),
-            [0, 1],
-            marks=pytest.mark.thorough,
-        ),
+        (make_strategy("A", "B"), [0, 0]),
+        pytest.param(PARALLEL.sendTensorsOffChipAfterFwd(), [0, 1], marks=pytest.mark.thorough),
     ],
     ids=["serial", "parallel"],
 )
@@ -426,14 +409,18 @@ def test_a_buffer_that_is_written_at_the_same_time():
 
 def test_outputs_of_early_phases_are_summed():
     """With nothing else in host memory than what goes from phase to phase."""
-    on_chip = poptorch.TensorLocationSettings().useOnChipStorage(True)
-
-    def locate(options):
-        for kind in ("Activation", "Weight", "Optimizer", "Accumulator"):
-            getattr(options.TensorLocations, f"set{kind}Location")(on_chip)
-
     strategy = make_strategy([Stage("A"), Stage("B")], "end", separate=True)
-    compare(seeded(Layers), strategy, counts=(1, 2), mode=poptorch.OutputMode.Sum, edit=locate)
+    options = make_options(1, 2, strategy, poptorch.OutputMode.Sum)
+    for kind in ("Activation", "Weight", "Optimizer", "Accumulator"):
+        on_chip = poptorch.TensorLocationSettings().useOnChipStorage(True)
+        getattr(options.TensorLocations, f"set{kind}Location")(on_chip)
+    trained = TrainedAlike(seeded(Layers), options, make_sgd, front.make_sgd)
+    for _call in range(2):
+        outputs = leaves(trained.executor(*make_inputs()))
+        expected = trained.plain.train(make_inputs(), 1, 2, lambda made: made[-1])
+        sums = [torch.stack(same).sum(0) for same in zip(*map(leaves, expected), strict=True)]
+        assert_close([found.reshape(one.shape) for found, one in zip(outputs, sums, strict=True)], sums)
+    trained.compare()
 
 
 def test_frozen_weights_are_in_host_memory():
@@ -451,11 +438,8 @@ def test_frozen_weights_are_in_host_memory():
 @pytest.mark.thorough
 def test_exported_and_loaded(tmp_path):
     strategy = SerialPhasedExecution(*map(list, SERIAL)).setTensorsLiveness(Liveness.OffChipAfterEachPhase)
-    model = seeded(Pairs)
-    inputs = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(3))
-    own = poptorch.trainingModel(
-        model, make_options(2, 3, strategy), poptorch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    model, inputs = seeded(Pairs), make_inputs()
+    own = poptorch.trainingModel(model, make_options(2, 3, strategy), make_sgd(model.parameters()))
     own.compileAndExport(tmp_path / "model.poptorch", *inputs)
     loaded = poptorch.load(tmp_path / "model.poptorch")
     assert_close(leaves(loaded(*inputs)), leaves(own(*inputs)), 0)
@@ -466,13 +450,13 @@ def test_exported_and_loaded(tmp_path):
 def test_dropout():
     """Random numbers do not depend on what lies where."""
 
-    class Dropping(Skipping):
+    class Dropping(Deep):
         def forward(self, x, target=None):
             return super().forward(torch.nn.functional.dropout(x, 0.5), target)
 
     found = []
     for liveness in (Liveness.AlwaysLive, Liveness.OffChipAfterEachPhase):
-        model = seeded(Dropping)
+        model = seeded(lambda: Dropping(3, 6))
         strategy = SerialPhasedExecution("0", "1", "2").setTensorsLiveness(liveness)
         training = poptorch.trainingModel(model, make_options(1, 3, strategy, random_seed=5))
         training(*torch.ones(2, 6, 6))
@@ -483,46 +467,41 @@ def test_dropout():
 # What is refused.
 
 
-def run_blocks(blocks, strategy, setting="grouped"):
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return blocks(x)
+class Sines(torch.nn.Module):
+    """A sine in each block; without a name, outside of blocks."""
 
-    options = make_options(strategy=strategy).setPipelineSchedule(setting)
-    poptorch.inferenceModel(Model(), options)(torch.ones(2))
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+
+    def forward(self, x):
+        for name in self.names:
+            with poptorch.Block(name) if name else contextlib.nullcontext():
+                x = x.sin()
+        return x
 
 
-def in_block(name, x):
-    with poptorch.Block(name):
-        return x.sin()
+LATER = r"Block B, in phase 0, reads what block A makes, in phase 1, which comes later"
+CIRCLE = "In phase 0 each of these stages reads .* makes, in a circle: .*block A, block A2"
 
 
 @pytest.mark.parametrize(
     ("blocks", "phases", "error", "message"),
     [
-        (torch.sin, ["A"], poptorch.Error, "No active Block, all the ops must belong to a Block"),
-        (
-            lambda x: in_block("B", in_block("A", x)),
-            ["B", "A"],
-            poptorch.Error,
-            r"Block B, in phase 0, reads what block A makes, in phase 1, which comes later",
-        ),
-        (
-            lambda x: in_block("A2", in_block("B", in_block("A", x))),
-            [[Stage("A", "A2"), Stage("B")]],
-            poptorch.Error,
-            "In phase 0 each of these stages reads .* makes, in a circle: .*block A, block A2",
-        ),
-        (lambda x: in_block("B", x), ["A"], AssertionError, "Unknown Block 'B' list of expected Blocks"),
+        ([None], ["A"], poptorch.Error, "No active Block, all the ops must belong to a Block"),
+        (["A", "B"], ["B", "A"], poptorch.Error, LATER),
+        (["A", "B", "A2"], [[Stage("A", "A2"), Stage("B")]], poptorch.Error, CIRCLE),
+        (["B"], ["A"], AssertionError, "Unknown Block 'B' list of expected Blocks"),
     ],
 )
 def test_what_cannot_be_phased(blocks, phases, error, message):
+    options = make_options(strategy=SerialPhasedExecution(*phases))
     with pytest.raises(error, match=message):
-        run_blocks(blocks, SerialPhasedExecution(*phases))
+        poptorch.inferenceModel(Sines(*blocks), options)(torch.ones(2))
 
 
 def test_phases_and_a_schedule_without_effect(log):
-    strategy = SerialPhasedExecution("A", "B", "C")
-    run_blocks(lambda x: in_block("C", in_block("A", x)), strategy, setting="interleaved")
+    options = make_options(strategy=SerialPhasedExecution("A", "B", "C")).setPipelineSchedule("interleaved")
+    poptorch.inferenceModel(Sines("A", "C"), options)(torch.ones(2))
     assert "opens no block 'B'" in " ".join(log)
     assert "setPipelineSchedule has no effect with poptorch.SerialPhasedExecution" in " ".join(log)

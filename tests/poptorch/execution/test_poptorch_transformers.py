@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support.poptorch_front import assert_close, leaves, make_options, relative_difference
+from tests.support.poptorch_front import assert_close, infer, leaves, make_options, relative_difference
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 OTHERS = [
@@ -82,7 +82,7 @@ def stages_of(executor):
 
 @pytest.mark.thorough
 def test_listing_8():
-    model = hf.make_bert(hf.PipelinedBert, hidden_size=8, intermediate_size=8)
+    model = hf.make_bert(hf.PipelinedBert, **hf.NARROW)
     inference, _output = infer_as_torch(model, hf.questions)
     assert stages_of(inference).ipus == [0, 1, 2, 3]
     names = [{str(node.target) for node in section.nodes} for section in stages_of(inference).sections]
@@ -102,9 +102,7 @@ def _modules_of(node):
 @pytest.mark.thorough
 def test_two_layers_train():
     """An unmodified model: its outputs and its two losses are dealt with here."""
-    trained = hf.Trained(
-        hf.make_bert(num_hidden_layers=2, hidden_size=8, intermediate_size=8), hf.questions, accumulation=2
-    )
+    trained = hf.Trained(hf.make_bert(num_hidden_layers=2, **hf.NARROW), hf.questions, accumulation=2)
     output = assert_same_training(trained, 2)
     assert isinstance(output, transformers.modeling_outputs.QuestionAnsweringModelOutput)
     assert output["loss"] is output.loss
@@ -151,15 +149,14 @@ def test_all_that_a_model_returns():
 
 def test_a_cache_is_left_out(caplog):
     config = transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1, "use_cache": True})
-    model = transformers.GPT2Model(config).eval()
-    inference = poptorch.inferenceModel(model, make_options())
-    made = inference(torch.ones(1, 4, dtype=torch.long))
-    expected = model(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    model, ids = transformers.GPT2Model(config).eval(), torch.ones(1, 4).long()
+    made = infer(model, ids)
+    expected = model(ids, use_cache=False)
     assert type(made) is type(expected)
     assert list(made) == list(expected) == ["last_hidden_state"]
     assert_close(made.values(), [value.detach() for value in expected.values()])
     assert "returns a cache of keys and values, which is left out" in caplog.text
-    (found,) = poptorch.inferenceModel(model, make_options())(torch.ones(1, 4).long(), return_dict=False)
+    (found,) = infer(model, ids, return_dict=False)
     assert_close([found], [made.last_hidden_state])
 
 
@@ -168,12 +165,10 @@ def test_generate_refuses_what_it_does_not_support():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1})).eval()
     wrapped = poptorch.inferenceModel(model)
     number, most = model.config.vocab_size, model.config.n_positions
+    flat = r"tensor of int64 or int32 \[rows, length\].*got torch.int64 \[4\]"
     cases = [
         ({}, "give the prompts once"),
-        (
-            {"input_ids": torch.ones(4).long()},
-            r"tensor of int64 or int32 \[rows, length\].*got torch.int64 \[4\]",
-        ),
+        ({"input_ids": torch.ones(4).long()}, flat),
         ({"input_ids": torch.ones(1, 4)}, "got torch.float32"),
         ({"input_ids": torch.ones(2, 0).long()}, "at least one token"),
         ({"input_ids": torch.full((1, 4), number)}, f"from 0 to {number - 1}, .* row 0 has {number}"),
@@ -242,7 +237,7 @@ def test_data_loader_of_dicts():
         def __getitem__(self, index):
             return {name: tensor[index] for name, tensor in whole.items()}
 
-    model = hf.make_bert(num_hidden_layers=2, hidden_size=8, intermediate_size=8)
+    model = hf.make_bert(num_hidden_layers=2, **hf.NARROW)
     options = make_options(1, 2)
     training = poptorch.trainingModel(model, options, hf.make_sgd(model))
     # A tokenizer's own collators make a BatchEncoding, which is no dict.

@@ -2,7 +2,7 @@
 
 import builtins
 import copy
-import io
+import functools
 import os
 import re
 import signal
@@ -18,32 +18,16 @@ import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import markers, thread_views
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 from tests.support.poptorch_front import (
+    TrainedAlike,
     assert_close,
     assert_same_state,
     make_options,
     make_sgd,
+    model_of,
     reference,
     seeded,
+    through_file,
 )
-
-
-def model_of(forward, **attributes):
-    """A module with a linear layer, buffers or other attributes, and that forward."""
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(3, 3)
-            for name, value in attributes.items():
-                if name.startswith("buffer"):
-                    self.register_buffer(name, value.clone())
-                else:
-                    setattr(self, name, value)
-
-        def forward(self, *args):
-            return forward(self, *args)
-
-    return seeded(Model)
 
 
 def infer(forward, *args, **attributes):
@@ -52,17 +36,13 @@ def infer(forward, *args, **attributes):
 
 def train_as_torch(forward, updates=2, **attributes):
     """Compares training with plain torch: the loss is what forward returns."""
-    x = torch.linspace(-1, 1, 12).reshape(4, 3)
     model = model_of(forward, **attributes)
     model.tied = model.linear.weight
-    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    executor = poptorch.trainingModel(model, make_options(1, 2), optimizer)
+    options, decay = make_options(1, 2), functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    trained = TrainedAlike(model, options, decay)
     for _update in range(updates):
-        losses = executor(x)
-        expected = plain.train((x,), 1, 2, lambda loss: loss)
-        assert_close([losses], [torch.stack(expected).detach()])
-    assert_close(model.state_dict().values(), plain.model.state_dict().values())
+        trained.call(x)
+    trained.compare()
     assert model.tied is model.linear.weight
     return model
 
@@ -241,11 +221,9 @@ def differentiate_with_respect_to_a_leaf(self, x):
     return torch.autograd.grad(self.linear(x).pow(2).sum(), x)[0]
 
 
+CHANGED_CONSTANT = "A tensor of a list or a closure, neither a buffer nor an input, is changed"
 REFUSED = {
-    "constant": (
-        change_constant,
-        "A tensor of a list or a closure, neither a buffer nor an input, is changed",
-    ),
+    "constant": (change_constant, CHANGED_CONSTANT),
     "parameter": (change_parameter, "Parameter linear.weight is changed by the model's forward"),
     "if": (lambda self, x: x if x.sum() > 0 else -x, r"test_poptorch_capture.py:\d+.* asks for a value"),
     "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
@@ -269,7 +247,7 @@ def test_refusals(capfd):
         assert capfd.readouterr().err == "", name
         for key, value in model.state_dict().items():
             assert torch.equal(before[key], value), f"{key} is as before {name}"
-    options = make_options(source_location_excludes=["test_poptorch_capture"])
+    options = make_options(source_location_excludes=["test_poptorch_capture", "poptorch_front"])
     with pytest.raises(poptorch.Error, match="has no lowering: in module Model.\n"):
         poptorch.inferenceModel(model_of(lambda self, x: torch.special.airy_ai(x)), options)(x)
     with pytest.raises(KeyError, match="mine"):  # the user's own
@@ -296,18 +274,15 @@ def test_hooks_on_gradients():
 
     with pytest.raises(poptorch.Error, match="forward calls register_hook of a tensor"):
         poptorch.trainingModel(model_of(hooked), make_options())(x)
-    for add, message in [
-        (lambda m: m.linear.register_full_backward_hook(lambda *args: None), "module 'linear' has a hook"),
-        (lambda m: m.linear.weight.register_hook(lambda g: 2 * g), "parameter 'linear.weight' has a hook"),
-        (
-            lambda m: m.linear.bias.register_post_accumulate_grad_hook(lambda p: None),
-            "parameter 'linear.bias' has a hook",
-        ),
+    for add, place in [
+        (lambda m: m.register_full_backward_hook(lambda *args: None), "module 'linear'"),
+        (lambda m: m.weight.register_hook(lambda g: 2 * g), "parameter 'linear.weight'"),
+        (lambda m: m.bias.register_post_accumulate_grad_hook(lambda p: None), "parameter 'linear.bias'"),
     ]:
         model = model_of(lambda self, x: loss(self.linear(x)))
-        handle = add(model)
+        handle = add(model.linear)
         executor = poptorch.trainingModel(model, make_options())
-        with pytest.raises(poptorch.Error, match=message):
+        with pytest.raises(poptorch.Error, match=f"{place} has a hook"):
             executor(x)
         handle.remove()
         executor(x)
@@ -329,17 +304,11 @@ class LookedAt(torch.nn.Module):
         return self.inner(y)
 
 
-def loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def test_other_threads_see_weights_while_a_model_is_captured():
     """Export puts tensors without values in their place, and did so for all threads."""
     seen = []
-    copies = [lambda model: model, copy.copy, copy.deepcopy, loaded]
+    copies = [lambda model: model, copy.copy, copy.deepcopy]
+    copies.append(lambda model: through_file(model, weights_only=False))
     model = LookedAt(
         lambda inner: seen.extend(dict(copied(inner).state_dict()) for copied in copies)
     ).eval()
@@ -527,13 +496,11 @@ def two_results(self, x):
 
 
 def test_losses_that_cannot_be_found():
+    wide = r"The loss must be a floating-point scalar. The loss in .* is torch.float32 of shape \(4, 3\)"
     for forward, message in [
         (lambda self, x: self.linear(x).sum(), "Couldn't find a loss in graph!"),
         (two_losses, "Multiple independent losses found in graph. Graph must have one final loss"),
-        (
-            lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"),
-            r"The loss must be a floating-point scalar. The loss in .* is torch.float32 of shape \(4, 3\)",
-        ),
+        (lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"), wide),
         (lambda self, x: (mse(self, x), self.linear(x))[1], "does not return its loss. The loss, mse"),
         (lambda self, x: (2 * mse(self, x)).detach(), "only values that are computed from it without"),
         (lambda self, x: 2 * loss(mse(self, x)), "identity_loss marks, but only what is computed from it"),
@@ -547,11 +514,14 @@ def test_losses_that_cannot_be_found():
     assert len(infer(two_losses, x)) == 2
 
 
-def trained(forward):
-    """The weights after an update, and what the model returned."""
-    model = model_of(forward)
+def train_by(forward, find_loss):
+    """Compares an update with one of plain torch by a loss; returns the model's outputs, and that loss."""
+    model, plain = model_of(forward), model_of(forward)
     made = poptorch.trainingModel(model, make_options())(x)
-    return list(model.state_dict().values()), made
+    wanted = find_loss(plain)
+    wanted.backward()
+    assert_close(model.state_dict().values(), [p.detach() - 0.01 * p.grad for p in plain.parameters()])
+    return made, wanted.detach()
 
 
 def test_what_is_returned_beside_a_loss():
@@ -565,12 +535,8 @@ def test_what_is_returned_beside_a_loss():
         metrics = [metric, found.detach().exp(), 3 * self.linear(x).sum()]
         return {"found": (found, copies), "metrics": metrics}
 
-    weights, made = trained(forward)
-    plain = model_of(forward)
-    alone = mse(plain, x)
-    alone.backward()
-    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
-    alone = alone.detach().reshape(1)
+    made, alone = train_by(forward, lambda plain: mse(plain, x))
+    alone = alone.reshape(1)
     assert_close([*made["found"][1], made["found"][0]], 7 * [alone])
     assert_close(made["metrics"][1:2], [alone.exp()])
 
@@ -582,10 +548,7 @@ def test_a_mark_counts_whatever_else_is_computed():
         marked = poptorch.identity_loss(2 * first + 0.1 * penalty, reduction="sum")
         return marked, 2 * marked, second, first.exp()
 
-    weights, _made = trained(forward)
-    plain = model_of(forward)
-    (2 * mse(plain, x) + 0.1 * plain.linear.weight.square().sum()).backward()
-    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
+    train_by(forward, lambda plain: 2 * mse(plain, x) + 0.1 * plain.linear.weight.square().sum())
 
 
 def test_the_result_that_several_losses_go_into_is_minimized():
@@ -595,10 +558,7 @@ def test_the_result_that_several_losses_go_into_is_minimized():
         first, second = two_losses(self, x)
         return (first + 3 * second) / 2, first, second
 
-    weights, _made = trained(forward)
-    plain = model_of(forward)
-    forward(plain, x)[0].backward()
-    assert_close(weights, [p.detach() - 0.01 * p.grad for p in plain.parameters()])
+    train_by(forward, lambda plain: forward(plain, x)[0])
 
 
 def test_a_loss_of_ones_own():
@@ -719,9 +679,8 @@ class Boxed:
 def test_objects_with_tensors_in_them():
     with pytest.raises(poptorch.Error, match="is an object with tensors in it, which are not found"):
         infer(lambda self, box: box.tensor, Boxed(x))
-    with pytest.raises(
-        poptorch.Error, match=r"the result\[0\] of the model's forward is an object with tensors"
-    ):
+    message = r"the result\[0\] of the model's forward is an object with tensors"
+    with pytest.raises(poptorch.Error, match=message):
         infer(lambda self, x: (Boxed(x), x), x)
 
 

@@ -5,8 +5,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import ipu_pipeline.poptorch as poptorch
-from tests.poptorch.graphs.test_poptorch_capture import loss, model_of, train_as_torch, x
-from tests.support.poptorch_front import assert_close, make_options
+from tests.poptorch.graphs.test_poptorch_capture import loss, train_as_torch, x
+from tests.support.poptorch_front import assert_close, make_options, model_of
 
 
 class Sign(torch.autograd.Function):
