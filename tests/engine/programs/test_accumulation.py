@@ -8,12 +8,13 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.execution.single_device.sizes import BlockSizes, block_sizes
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule, pipeline
 from tests.support import beside, front, models, scheduled
 from tests.support.compilations import compiled_in
+
+ITERATIONS = "batch_serialization_iterations"
 
 
 def make(mapping, reduction, **options):
@@ -122,7 +123,7 @@ def counting_model(as_placeholder, elements=None, **options):
     def function(rate, traced):
         return pipeline(
             [front.first_stage, front.second_stage],
-            gradient_accumulation_count=count if as_placeholder else traced + 1,
+            count if as_placeholder else traced + 1,
             inputs=[rate],
             infeed_queue=infeed,
             outfeed_queue=outfeed,
@@ -188,7 +189,7 @@ def test_an_unusable_count_is_found_before_anything_runs():
 
     def function(traced):
         for number, queue in zip((1, traced), queues, strict=True):
-            pipeline([lambda: jnp.float32(1)], gradient_accumulation_count=number, outfeed_queue=queue)
+            pipeline([lambda: jnp.float32(1)], number, outfeed_queue=queue)
 
     program = front.compile_program(function, [count])
     with ipu.Session() as session:
@@ -251,32 +252,25 @@ def test_accumulator_dtypes(mapping, options):
 )
 def test_wide_accumulators_equal_the_reference(group, rng):
     """A float16 model with a momentum, which then is wide too."""
-    optimizer = optax.sgd(0.1, momentum=0.9)
 
     def stage(x, labels):
-        return models.cross_entropy(
-            (x @ engine.get_variable("w", (12, 10), jnp.float16)).astype("float32"), labels
-        )
+        logits = x @ engine.get_variable("w", (12, 10), jnp.float16)
+        return models.cross_entropy(logits.astype("float32"), labels)
 
     pipeline = engine.Pipeline(
         [lambda x, labels: (x, labels), stage],
         num_micro_batches=4 // group.get("num_serialized", 1),
         loss=lambda loss: loss,
-        optimizer=optimizer,
+        optimizer=optax.sgd(0.1, momentum=0.9),
         device_mapping=[0, 0] if group else [0, 1],
         accumulator_dtype=jnp.float32,
         **group,
     )
     step = models.mlp_batches(rng, 4, dtype="float16")
-    state = pipeline.init(jax.random.key(1), step[0])
-    expected = models.on_one_device(state)
-    for _update in range(2):
-        state, _outputs = pipeline.step(state, step)
-        expected, _outputs = reference.step(
-            pipeline.traced, expected, step, optimizer=optimizer, accumulator_dtypes={"w": jnp.float32}
-        )
-        models.assert_trees_close(state.variables, expected.variables, 2e-3)  # roundings of float16
-        models.assert_trees_close(state.optimizer_state, expected.optimizer_state, 2e-3)
+    wide = {"w": jnp.float32}
+    state, _outputs = beside.train(  # roundings of float16
+        pipeline, [step] * 2, seed=1, bound=2e-3, accumulator_dtypes=wide
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(state.optimizer_state)} == {np.dtype(np.float32)}
 
 
@@ -289,23 +283,17 @@ def test_accumulator_dtypes_of_the_front():
 
     model = front.Model(gradient_accumulation_dtype=choose)
     assert sorted(chosen) == [
-        "first/dense/bias",
-        "first/dense/kernel",
-        "second/dense/bias",
-        "second/dense/kernel",
+        f"{stage}/dense/{name}" for stage in ("first", "second") for name in ("bias", "kernel")
     ]
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with front.session_of(model) as session:
         model.run(session)
-    with pytest.raises(
-        ValueError, match="gradient_accumulation_dtype must be a floating-point dtype; got int32"
+    for given, message in (
+        (jnp.int32, " must be a floating-point dtype; got int32"),
+        ("wide", " must be a dtype; got 'wide'"),
+        (lambda variable: "int8", " of variable first/dense/kernel must be a floating-point dtype"),
     ):
-        front.Model(gradient_accumulation_dtype=jnp.int32)
-    with pytest.raises(ValueError, match="gradient_accumulation_dtype must be a dtype; got 'wide'"):
-        front.Model(gradient_accumulation_dtype="wide")
-    message = "gradient_accumulation_dtype of variable first/dense/kernel must be a floating-point dtype"
-    with pytest.raises(ValueError, match=message):
-        front.Model(gradient_accumulation_dtype=lambda variable: "int8")
+        with pytest.raises(ValueError, match=f"gradient_accumulation_dtype{message}"):
+            front.Model(gradient_accumulation_dtype=given)
     with pytest.warns(UserWarning, match="gradient_accumulation_dtype will have no effect"):
         front.Model(optimizer_function=None, outfeed_loss=False, gradient_accumulation_dtype=jnp.float32)
 
@@ -315,23 +303,16 @@ def test_accumulator_dtypes_of_the_front():
 
 def test_reduction_methods_in_every_form():
     method = ipu.gradient_accumulation.GradientAccumulationReductionMethod
-    forms = {
-        "mean": ("Mean",),
-        "running_mean": (method.RUNNING_MEAN,),
-    }
-    for wanted, given in forms.items():
-        for form in given:
-            (call,) = front.Model(reduction_method=form).program.calls
-            assert call.pipeline.options.reduction == wanted
+    for given, wanted in (("Mean", "mean"), (method.RUNNING_MEAN, "running_mean")):
+        (call,) = front.Model(reduction_method=given).program.calls
+        assert call.pipeline.options.reduction == wanted
 
 
 # Groups of micro-batches.
 
 
-@pytest.mark.parametrize("iterations", [pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_each_stage_takes_a_group_before_the_next_one_starts(iterations):
-    """Seen by callbacks that the values pass through, so that they come in the order of the computation."""
-    events = []
+def watch(events, forward, backward=None):
+    """A function of a value and a number that notes the number when the value, or its gradient, passes."""
 
     def passed(what, x, number):
         def note(x, number):
@@ -342,44 +323,42 @@ def test_each_stage_takes_a_group_before_the_next_one_starts(iterations):
 
     @jax.custom_vjp
     def watched(x, number):
-        return passed("forward 0", x, number)
+        return passed(forward, x, number)
 
-    def backward(number, cotangent):
-        return passed("backward 0", cotangent, number), None
+    def pull_back(number, cotangent):
+        return passed(backward, cotangent, number) if backward else cotangent, None
 
-    watched.defvjp(lambda x, number: (watched(x, number), number), backward)
+    watched.defvjp(lambda x, number: (watched(x, number), number), pull_back)
+    return watched
 
-    @jax.custom_vjp
-    def watched_last(x, number):
-        return passed("stage 1", x, number)
 
-    watched_last.defvjp(
-        lambda x, number: (watched_last(x, number), number), lambda _number, cotangent: (cotangent, None)
-    )
+@pytest.mark.parametrize("iterations", [pytest.param(1, marks=pytest.mark.thorough), 3])
+def test_each_stage_takes_a_group_before_the_next_one_starts(iterations):
+    """Seen by callbacks that the values pass through, so that they come in the order of the computation."""
+    events = []
 
     def first(number):
-        weight = ipu.get_variable("weight", (), initializer=jax.nn.initializers.ones)
+        weight = ipu.get_variable("weight", (), initializer=1.0)
+        watched = watch(events, "forward 0", "backward 0")
         return watched(weight * number.astype(jnp.float32), number), number
 
     def second(x, number):
-        scale = ipu.get_variable("scale", (), initializer=jax.nn.initializers.ones)
-        return jnp.square(watched_last(x, number) * scale)
+        return jnp.square(
+            watch(events, "stage 1")(x, number) * ipu.get_variable("scale", (), initializer=1.0)
+        )
 
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.int32(number) for number in range(6)])
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    program = front.compile_program(
-        lambda: pipeline(
-            [first, second],
-            gradient_accumulation_count=6 // iterations,
-            batch_serialization_iterations=iterations,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
-            device_mapping=[0, 0],
-        )
+    program = front.compile_pipeline(
+        [first, second],
+        6 // iterations,
+        batch_serialization_iterations=iterations,
+        infeed_queue=infeed,
+        outfeed_queue=outfeed,
+        optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
+        device_mapping=[0, 0],
     )
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
+    with front.session_of(infeed) as session:
         session.run(program)
         jax.effects_barrier()
         assert len(session.run(outfeed.dequeue())) == 6
@@ -393,76 +372,49 @@ def test_batch_serialization_of_the_front():
     """As many elements in one go are the same, whichever way they are grouped."""
 
     def run(count, iterations):
-        infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
-        outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-        def function(rate):
-            return pipeline(
-                [front.first_stage, front.second_stage],
-                gradient_accumulation_count=count,
-                batch_serialization_iterations=iterations,
-                inputs=[rate],
-                infeed_queue=infeed,
-                outfeed_queue=outfeed,
-                optimizer_function=front.optimizer_function,
-                repeat_count=2,
-            )
-
-        program = front.compile_program(function, [np.float32(0.1)])
-        assert program.num_ipus == (1 if iterations > 1 else 2)
-        with ipu.Session(seed=2) as session:
-            session.run(infeed.initializer)
-            session.run(program)
+        options = {"gradient_accumulation_count": count, ITERATIONS: iterations, "outfeed_loss": False}
+        model = front.Model(repeat_count=2, **options)
+        assert model.program.num_ipus == (1 if iterations > 1 else 2)
+        with front.session_of(model, seed=2) as session:
+            outputs = model.run(session)
             assert session.update_count() == 2
-            return session.run(outfeed.dequeue()), session.variables
+            return outputs, session.variables
 
-    found = [run(count, iterations) for count, iterations in ((6, 1), (2, 3))]
-    assert len(found[0][0][1]) == 12
-    for other in found[1:]:
-        models.assert_trees_close(other, found[0])
-
-
-SERIALIZED = {"batch_serialization_iterations": 2}
+    one_by_one = run(6, 1)
+    assert len(one_by_one[0][1]) == 12
+    models.assert_trees_close(run(2, 3), one_by_one)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({ITERATIONS: 0}, ValueError, f"{ITERATIONS} must be from 1.*got 0"),
+        ({ITERATIONS: 1.5}, TypeError, f"{ITERATIONS} must be an integer"),
         (
-            {"batch_serialization_iterations": 0},
-            ValueError,
-            "batch_serialization_iterations must be from 1.*got 0",
-        ),
-        (
-            {"batch_serialization_iterations": 1.5},
-            TypeError,
-            "batch_serialization_iterations must be an integer",
-        ),
-        (
-            {**SERIALIZED, "device_mapping": [0, 1]},
+            {"device_mapping": [0, 1]},
             NotImplementedError,
             r"all the pipeline stages need to be mapped to a single IPU; device_mapping is \[0, 1\]",
         ),
         (
-            {**SERIALIZED, "pipeline_schedule": PipelineSchedule.Grouped},
+            {"pipeline_schedule": PipelineSchedule.Grouped},
             NotImplementedError,
             "Batch serialization is only supported with the `Sequential` schedule; got Grouped",
         ),
         (
-            {**SERIALIZED, "reduction_method": "mean"},
+            {"reduction_method": "mean"},
             ValueError,
-            "batch_serialization_iterations != 1 is only supported when reduction_method is Gradient",
+            f"{ITERATIONS} != 1 is only supported when reduction_method is Gradient",
         ),
         (
-            {**SERIALIZED, "gradient_accumulation_count": 2**30},
+            {"gradient_accumulation_count": 2**30},
             ValueError,
-            "gradient_accumulation_count times batch_serialization_iterations must be at most 2147483647",
+            f"gradient_accumulation_count times {ITERATIONS} must be at most 2147483647",
         ),
     ],
 )
 def test_wrong_batch_serialization(options, error, message):
     with pytest.raises(error, match=message):
-        front.Model(**options)
+        front.Model(**{ITERATIONS: 2, **options})
 
 
 # Replicas.
