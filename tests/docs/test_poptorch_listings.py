@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
+from tests.support import pages
 from tests.support.poptorch_front import assert_close, assert_same_state, make_options, seeded
 from tests.support.programs import ROOT
 
@@ -134,10 +135,7 @@ def test_the_page_names_tests_that_exist():
 @pytest.mark.thorough
 def test_the_pages_examples(capsys):
     """The loop of torch's and the pipelined one print the same losses."""
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        if "transformers" in block:  # tests/poptorch/generation has it
-            continue
-        exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
+    pages.execute(PAGE, without="transformers")  # tests/poptorch/generation has that
     printed, loss = capsys.readouterr().out, r"epoch \d: loss (\S+)\n"
     found, told = (
         [float(value) for value in re.findall(loss, text)] for text in (printed, PAGE.read_text())

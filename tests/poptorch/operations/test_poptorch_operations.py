@@ -1,7 +1,6 @@
 """PopTorch's operations beside plain torch: on the CPU, on the devices, and differentiated."""
 
 import contextlib
-import copy
 import functools
 import itertools
 from pathlib import Path
@@ -19,7 +18,15 @@ from ipu_pipeline import engine
 from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_flow_error
 from ipu_pipeline.poptorch.operations.printing import Layout
 from tests.support import lowered
-from tests.support.poptorch_front import assert_close, assert_same_state, make_options
+from tests.support.poptorch_front import (
+    TrainedAlike,
+    assert_close,
+    assert_same_state,
+    join,
+    make_options,
+    reference,
+    second,
+)
 
 InputChannels, ReducingDim, OutputChannels, Disabled = poptorch.MatMulSerializationMode
 
@@ -54,27 +61,20 @@ class Trained(nn.Module):
             return x, poptorch.identity_loss(x.square(), "mean")
 
 
-def train_as_torch(function, tolerance=1e-5, accumulation=2, blocks=False, calls=2):
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train_as_torch(function, accumulation=2, blocks=False, calls=2):
     """Trains on the devices and by plain torch, from the same weights, and compares all."""
     model = Trained(function, blocks)
-    plain = copy.deepcopy(model)
+    plain = reference(model, make_sgd)
+    training = poptorch.trainingModel(model, make_options(1, accumulation), make_sgd(model.parameters()))
     x = draw(4 * accumulation, 4)
-    training = poptorch.trainingModel(
-        model, make_options(1, accumulation), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _call in range(calls):
-        _made, losses = training(x)
-        optimizer.zero_grad()
-        expected = []
-        for part in x.chunk(accumulation):
-            loss = plain(part)[1]
-            expected.append(loss.detach())
-            (loss / accumulation).backward()
-        optimizer.step()
-        assert_close([losses], [torch.stack(expected)], tolerance)
-    assert_same_state(model, plain, tolerance)
-    return training
+        actual = training(x)
+        assert_close(actual, join(plain.train((x,), 1, accumulation, second)))
+    assert_same_state(model, plain.model)
 
 
 # Slices
@@ -87,9 +87,7 @@ def test_dynamic_slice_and_update_as_indices():
         x, place = draw(*shape), torch.tensor(start)
         expected = x.index_select(dim, torch.arange(start, start + size, step))
         assert torch.equal(poptorch.dynamic_slice(x, dim, place, size, step), expected)
-        source_shape = list(shape)
-        source_shape[dim] = size
-        source = draw(*source_shape, seed=1)
+        source = draw(*shape[:dim], size, *shape[dim:][1:], seed=1)
         changed = x.index_copy(dim, torch.arange(start, start + size), source)
         assert torch.equal(poptorch.dynamic_update(x, source, dim, place, size), changed)
 
@@ -107,9 +105,8 @@ def test_dynamic_slices_on_the_devices_and_their_gradients():
 
 
 def test_one_program_slices_wherever_the_tensor_says():
-    executor = poptorch.inferenceModel(
-        lowered.Call(lambda x, start: poptorch.dynamic_slice(x, 0, start[0], 3, 1)), make_options()
-    )
+    model = lowered.Call(lambda x, start: poptorch.dynamic_slice(x, 0, start[0], 3, 1))
+    executor = poptorch.inferenceModel(model, make_options())
     x = torch.arange(8.0)
     for start in (0, 3, 5):
         assert torch.equal(executor(x, torch.tensor([start])), x[start : start + 3])
@@ -146,19 +143,15 @@ def test_serialized_products_and_their_gradients():
 @pytest.mark.parametrize("keeps", [False, True])
 def test_parts_of_float16_are_added_in_float32_if_that_is_wanted(keeps):
     # 2048 + 1 is 2048 in float16, so that adding one part after the other loses all that follow the first.
-    lhs, rhs = torch.ones(1, 8).half(), torch.ones(8, 1).half()
-    lhs[0, 0] = 2048
-    function = lambda a, b: poptorch.serializedMatMul(a, b, ReducingDim, 8, keeps)  # noqa: E731
-    (made,), _, _ = lowered.run_jax(lowered.Call(function), (lhs, rhs), {})
+    def run(lhs, rhs, mode, *cotangents):
+        model = lowered.Call(lambda a, b: poptorch.serializedMatMul(a, b, mode, 8, keeps))
+        return lowered.run_jax(model, (lhs.half(), rhs.half()), {}, *cotangents)
+
+    large = torch.tensor([[2048.0, *[1.0] * 7]])
+    (made,), _, _ = run(large, torch.ones(8, 1), ReducingDim)
     assert made.dtype == np.float16
     assert float(made[0, 0]) == (2056 if keeps else 2048)
-
-    lhs, rhs = torch.ones(8, 1).half(), torch.ones(1, 1).half()
-    lhs[0] = 2048
-    function = lambda a, b: poptorch.serializedMatMul(a, b, InputChannels, 8, keeps)  # noqa: E731
-    _, _, gradients = lowered.run_jax(
-        lowered.Call(function), (lhs, rhs), {}, [jnp.ones((8, 1), jnp.float16)]
-    )
+    _, _, gradients = run(large.T, torch.ones(1, 1), InputChannels, [jnp.ones((8, 1), jnp.float16)])
     assert float(gradients["1"][0, 0]) == (2056 if keeps else 2048)
 
 
@@ -174,10 +167,8 @@ def temporary_bytes(function, *args):
         made, transpose = jax.vjp(forward, *arrays)
         return transpose(made)
 
-    return [
-        jax.jit(f).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
-        for f in (forward, backward)
-    ]
+    programs = [jax.jit(f).lower(*arrays).compile() for f in (forward, backward)]
+    return [program.memory_analysis().temp_size_in_bytes for program in programs]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +184,8 @@ def test_serialized_products_need_less_memory(mode, shapes):
     operands = [draw(*shape, dtype=torch.float16) for shape in shapes]
     whole = temporary_bytes(torch.matmul, *operands)
     parts = temporary_bytes(lambda a, b: poptorch.serializedMatMul(a, b, mode, 16), *operands)
-    assert parts[0] < 0.8 * whole[0], (parts, whole)
-    assert parts[1] < 0.8 * whole[1], (parts, whole)
+    for of_parts, of_whole in zip(parts, whole, strict=True):
+        assert of_parts < 0.8 * of_whole, (parts, whole)
 
 
 # Printing
@@ -234,18 +225,18 @@ def test_printing_on_the_devices(capfd):
 
 
 def test_printing_keeps_order_and_dtypes_in_inference(capfd):
-    executor = poptorch.inferenceModel(
-        lowered.Call(
-            lambda x: (poptorch.ipu_print_tensor(x, "x"), poptorch.ipu_print_tensor(x.half(), "h"))
-        ),
-        make_options(3),
-    )
-    made, half = executor(torch.tensor([1, 2, 3]))
+    def show(x):
+        return poptorch.ipu_print_tensor(x, "x"), poptorch.ipu_print_tensor(x.half(), "h")
+
+    made, half = poptorch.inferenceModel(lowered.Call(show), make_options(3))(torch.tensor([1, 2, 3]))
     assert made.tolist() == [1, 2, 3]
     assert half.dtype == torch.float16
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("x")] == ["x: [1]", "x: [2]", "x: [3]"]
     assert "h: [1.0000]" in lines
+
+
+BRACES = {"open_bracket": "{", "close_bracket": "}"}
 
 
 def test_layouts():
@@ -257,11 +248,7 @@ def test_layouts():
         ([0.5, 1e6], {"float_format": "none"}, "[  0.5 1e+06]"),
         ([0.5], {"float_format": "scientific", "digits": 2}, "[5.00e-01]"),
         ([1e10], {"float_format": "fixed", "digits": 0}, "[10000000000]"),
-        (
-            [[1, 2], [30, 4]],
-            {"open_bracket": "{", "close_bracket": "}", "separator": ","},
-            "{{ 1, 2},\n {30, 4}}",
-        ),
+        ([[1, 2], [30, 4]], {**BRACES, "separator": ","}, "{{ 1, 2},\n {30, 4}}"),
         (list(range(10)), {"summarise_threshold": 9, "edge_items": 2}, "[0 1 ... 8 9]"),
         (list(range(6)), {"max_line_width": 7}, "[0 1 2\n 3 4 5]"),
         ([], {}, "[]"),
@@ -315,9 +302,8 @@ def in_torchs_regions(self, x, is_reentrant=False):
                 x = torch.tanh(x * self.last.weight.sum()) + shift
             return x
 
-        x = torch.utils.checkpoint.checkpoint(
-            region, torch.sin(x), torch.ones(()), use_reentrant=is_reentrant
-        )
+        shift = torch.ones(())
+        x = torch.utils.checkpoint.checkpoint(region, torch.sin(x), shift, use_reentrant=is_reentrant)
     return x
 
 
@@ -338,9 +324,8 @@ def test_a_region_of_torchs_checkpoints_raises_the_users_error_and_has_no_policy
         raise KeyError("mine")
 
     def forward(region, x):
-        return torch.utils.checkpoint.checkpoint(
-            region, x, use_reentrant=False, context_fn=lambda: contexts
-        )
+        options = {"use_reentrant": False, "context_fn": lambda: contexts}
+        return torch.utils.checkpoint.checkpoint(region, x, **options)
 
     with pytest.raises(KeyError, match="mine"):
         infer(functools.partial(forward, fail), value)
@@ -420,25 +405,16 @@ def change_everything(multi):
 
 
 def test_multi_conv_trains_as_torch(log):
-    model = Convolutions(change_everything)
-    plain = copy.deepcopy(model)
-    training = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
-    x = draw(2, 2, 5, 5)
-    made, loss = training(x)
-    expected, plain_loss = plain(x)
-    plain_loss.backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert_close([made, loss.reshape(())], [expected.detach(), plain_loss.detach()])
-    assert_same_state(model, plain)
+    trained = TrainedAlike(Convolutions(change_everything), make_optimizer=make_sgd)
+    trained.call(draw(2, 2, 5, 5))
+    trained.compare()
     assert len([line for line in log if line.startswith("poptorch.MultiConv.")]) == 6
 
 
 def test_multi_convs_that_are_refused():
+    three = Convolutions(lambda multi: multi.availableMemoryProportions([0.1] * 3))
     for model, text in [
-        (
-            Convolutions(lambda multi: multi.availableMemoryProportions([0.1] * 3)),
-            "availableMemoryProportions was given 3 values, but there are 2 convolutions in it",
-        ),
+        (three, "availableMemoryProportions was given 3 values, but there are 2 convolutions in it"),
         (Convolutions(is_within=False), "The MultiConv in .* has no convolution in it"),
     ]:
         with pytest.raises(poptorch.Error, match=text):
@@ -452,17 +428,12 @@ def looped(self, x):
     def body(x, y):
         return y, torch.tanh(functional.linear(x, self.last.weight @ self.first.weight)) + y
 
-    return poptorch.for_loop(5, lambda x, y: body(x, y), [x[:, :4], x[:, 2:]])[1]
+    return poptorch.for_loop(5, body, [x[:, :4], x[:, 2:]])[1]
 
 
 def branched(self, x):
-    return poptorch.cond(
-        x.sum() > 0,
-        lambda x, y: [self.last(x), y + 1],
-        [x, x],
-        lambda x: (x[:, :4] * 2, torch.relu(x)),
-        [x],
-    )[0]
+    branches = lambda x, y: [self.last(x), y + 1], lambda x: (x[:, :4] * 2, torch.relu(x))
+    return poptorch.cond(x.sum() > 0, branches[0], [x, x], branches[1], [x])[0]
 
 
 def test_control_flow_trains_as_torch():
