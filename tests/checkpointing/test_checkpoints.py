@@ -238,9 +238,8 @@ def test_float64_and_low_precision_variables(tmp_path):
     def stage(x):
         total = jnp.sum(x)
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int8, jnp.bool_):
-            weight = ipu.get_variable(
-                f"w {np.dtype(dtype).name}", [3], dtype, initializer=np.array([1, 0, 1]).astype(dtype)
-            )
+            value = np.array([1, 0, 1]).astype(dtype)
+            weight = ipu.get_variable(f"w {np.dtype(dtype).name}", [3], dtype, initializer=value)
             total = total + jnp.sum(weight.astype(jnp.float32))
         empty = ipu.get_variable("empty.with/odd [name]", [0, 2], initializer=np.zeros([0, 2], "float32"))
         return total + jnp.sum(empty)
@@ -525,9 +524,8 @@ def test_none_that_reads_is_refused(tmp_path, snapshot):
     series = make_series(tmp_path, snapshot, [10, 20])
     (tmp_path / "10" / checkpoints.DOCUMENT).write_text("{")
     (tmp_path / "20" / checkpoints.DOCUMENT).unlink()
-    with pytest.raises(
-        CheckpointError, match="None of the checkpoints .* can be read: .*20 is not complete.*10.* is da"
-    ):
+    message = "None of the checkpoints .* can be read: .*20 is not complete.*10.* is damaged"
+    with pytest.raises(CheckpointError, match=message):
         series.read_latest(set_aside=True)
     assert series.steps() == [10, 20]
 

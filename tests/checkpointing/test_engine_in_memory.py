@@ -41,10 +41,8 @@ def keep(checkpoints, state):
 def assert_same(one, other):
     assert one.update_count == other.update_count
     assert one.execution_count == other.execution_count
-    mine, theirs = (
-        jax.tree_util.tree_leaves_with_path((state.variables, state.optimizer_state))
-        for state in (one, other)
-    )
+    trees = [(state.variables, state.optimizer_state) for state in (one, other)]
+    mine, theirs = map(jax.tree_util.tree_leaves_with_path, trees)
     for (path, value), (other_path, wanted) in zip(mine, theirs, strict=True):
         assert path == other_path
         np.testing.assert_array_equal(value, wanted, err_msg=jax.tree_util.keystr(path))
@@ -244,9 +242,7 @@ def test_wrong_uses(pipeline, restart, directory, monkeypatch):
     checkpoints, state = engine.InMemoryCheckpoints(pipeline), initial(pipeline)
     with pytest.raises(RuntimeError, match="call restore before the first step"):
         checkpoints.save(state)
-    with pytest.raises(
-        TypeError, match=r"InMemoryCheckpoints\.restore: state must be .* step returns a pair"
-    ):
+    with pytest.raises(TypeError, match=r"Checkpoints\.restore: state must be .* step returns a pair"):
         checkpoints.restore((state, None))
     checkpoints.restore(state)
     with pytest.raises(RuntimeError, match="was called before"):

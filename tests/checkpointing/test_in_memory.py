@@ -300,9 +300,8 @@ def test_a_directory_that_is_gone_is_made_again_and_one_of_others_is_refused(dir
 )
 def test_a_number_of_the_launcher_that_is_none(variable, value, least, directory, monkeypatch):
     monkeypatch.setenv(variable, value)
-    with pytest.raises(
-        ValueError, match=f"{variable} must be a whole number from {least}; it is '{value}'"
-    ):
+    message = f"{variable} must be a whole number from {least}; it is '{value}'"
+    with pytest.raises(ValueError, match=message):
         InMemorySeries(directory, "a")
 
 

@@ -457,9 +457,8 @@ def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, mo
     monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(launched, "_useful", 36_000.0)
     begun = time.time() - 40_000
-    failures = [
-        Failure(f"process {n} was ended by SIGKILL", begun + n, 5 * n, 7 * n, 2, 4.25) for n in (1, 2)
-    ]
+    what = "process {} was ended by SIGKILL".format
+    failures = [Failure(what(n), begun + n, 5 * n, 7 * n, 2, 4.25) for n in (1, 2)]
     history = JobHistory(begun)
     for failure in failures:
         history = history.after(failure)

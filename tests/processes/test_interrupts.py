@@ -110,16 +110,13 @@ def _interrupted_in_garbage_collection(is_time):
 
 @pytest.mark.parametrize("mapping", [pytest.param("01", marks=pytest.mark.thorough), "00"])
 def test_ctrl_c_in_garbage_collection_ends_a_run(mapping):
-    model = front.Model(
-        repeat_count=100_000, gradient_accumulation_count=8, device_mapping=[int(ipu) for ipu in mapping]
-    )
+    mapping = [int(ipu) for ipu in mapping]
+    model = front.Model(repeat_count=100_000, gradient_accumulation_count=8, device_mapping=mapping)
     before = sys.unraisablehook
     with front.session_of(model) as session:
         # However long the first compilation takes.
-        with (
-            _interrupted_in_garbage_collection(lambda: session.update_count() > 0),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        interrupted = _interrupted_in_garbage_collection(lambda: session.update_count() > 0)
+        with interrupted, pytest.raises(KeyboardInterrupt):
             session.run(model.program, {model.rate: 0.01})
         assert 0 < session.update_count() < 100_000
     assert sys.unraisablehook is before

@@ -1,6 +1,5 @@
 """Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
-import itertools
 import os
 import re
 import signal
@@ -22,7 +21,6 @@ from ipu_pipeline.launching.shown import Output
 from ipu_pipeline.processes import launched
 from ipu_pipeline.processes.addresses import address_towards
 from tests.support.programs import Started, begin
-from tests.support.programs import run as run_program
 from tests.test_rooms import rooms
 
 ROOT = Path(rooms.__file__).resolve().parents[2]
@@ -351,9 +349,8 @@ def test_a_launcher_that_reads_nothing_holds_up_no_process(monkeypatch):
     assert not telling.is_alive()
     lines = own.recv(2**22).decode().splitlines()
     assert len(lines) > 100
-    assert all(
-        line == f"progress a {n} {2 * n} {launched.useful_seconds():.6g}" for n, line in enumerate(lines)
-    )
+    seconds = f"{launched.useful_seconds():.6g}"
+    assert all(line == f"progress a {n} {2 * n} {seconds}" for n, line in enumerate(lines))
     other.detach()
     launched._launcher().close()
     launched._open.cache_clear()
@@ -502,25 +499,6 @@ if restart < 2:
     assert "] the file is locked" in errors
 
 
-@pytest.mark.soak
-def test_a_signal_ends_processes_on_standby(tmp_path):
-    """They take away what they have made."""
-    text = """
-signal.signal(signal.SIGTERM, lambda *_given: sys.exit(3))
-await_next()
-print("both are there", flush=True)
-time.sleep(60)
-"""
-    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby", "--all")
-    lines = iter(started.stdout.readline, "")
-    assert len(list(itertools.islice((line for line in lines if "both are there" in line), 2))) == 2
-    started.send_signal(signal.SIGTERM)
-    started.communicate(timeout=GUARD)
-    assert started.returncode == 3
-    assert find_left(tmp_path) == []
-    assert list(tmp_path.glob("1-*")) == []
-
-
 PATIENT = """
 import sys
 from ipu_pipeline.command_line.main import main
@@ -661,18 +639,3 @@ assert (directory / f"{{index}}-0").exists()
     left = {path.name for path in (tmp_path / "memory").iterdir()}
     assert left == {"begun", foreign.name, other.path.name}
     other.close()
-
-
-@pytest.mark.soak
-def test_the_estimator_of_the_tutorial():
-    """It trains, evaluates and predicts in two processes as in one; what it prints comes from one."""
-    answer = (ROOT / "answers" / "ipu_pipeline_estimator.py", "--epochs", "1")
-    alone, made = (
-        run_program(*answer, as_tests=True),
-        run_program(*LAUNCH, "-n", "2", *answer, as_tests=True),
-    )
-
-    def told(text):
-        return [line for line in text.splitlines() if not line.startswith("Elapsed")]
-
-    assert told(made) == told(alone)

@@ -171,9 +171,8 @@ def start_and_check(tmp_path, num_processes, cases, failing=()):
     directory = tmp_path / f"in {num_processes}"
     directory.mkdir()
     given = (directory, cases, failing)
-    started = joined.start(
-        train_and_fail, num_processes, None, *given, directory=directory, joins_itself=True
-    )
+    options = {"directory": directory, "joins_itself": True}
+    started = joined.start(train_and_fail, num_processes, None, *given, **options)
     made = joined.finish(started, directory, timeout=400)
     check_all([one for one, _failed in made], cases, tmp_path)
     for (ends, is_pipeline), *found in zip(failing, *(failed for _one, failed in made), strict=True):

@@ -188,10 +188,8 @@ def test_a_node_is_not_waited_for_without_end(may_shrink, lead, clock):
     assert first.tell().status is None
     clock.forward(2, first.tell)
     assert first.tell().status == 1
-    assert leader.take_lines() == [
-        "waiting for node 1, for up to 20 s.",
-        "node 1 did not come within 20 s (--wait).",
-    ]
+    waited = "node 1 did not come within 20 s (--wait)."
+    assert leader.take_lines() == ["waiting for node 1, for up to 20 s.", waited]
 
 
 def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock):

@@ -383,6 +383,5 @@ def die_in_step(process):
 def test_an_error_names_the_process_that_died():
     found = joined.run(die_in_step, 3, 1, 1, timeout=400, dead=1)
     for process in (0, 2):
-        assert re.match(
-            r"Process 1 did not send what .* needs in step \d+: it has ended", str(found[process])
-        )
+        told = str(found[process])
+        assert re.match(r"Process 1 did not send what .* needs in step \d+: it has ended", told)

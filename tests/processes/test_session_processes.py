@@ -89,9 +89,8 @@ def case(schedule="Grouped", num_replicas=1, restore=None, num_runs=1, **options
 def run(num_processes, directory, cases, function=train_all):
     """What each process returns. That with most devices is the first, as the processes take so many."""
     directory.mkdir()
-    started = joined.start(
-        function, num_processes, None, str(directory), cases, directory=directory, joins_itself=True
-    )
+    options = {"directory": directory, "joins_itself": True}
+    started = joined.start(function, num_processes, None, str(directory), cases, **options)
     return joined.finish(started, directory, timeout=400)
 
 

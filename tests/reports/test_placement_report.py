@@ -91,9 +91,8 @@ def test_of_a_pipeline_and_a_loop_as_a_table():
     assert str(jax.devices()[1]) in str(model.program.placement())
     both = front.compile_program(lambda: [loops.repeat(1, lambda: None), loops.repeat(2, lambda: None)])
     assert str(both.placement()).count("Loop\n") == 2
-    assert str(front.compile_program(lambda: 1.0).placement()) == (
-        "The program has no pipelines and no loops."
-    )
+    none = front.compile_program(lambda: 1.0)
+    assert str(none.placement()) == "The program has no pipelines and no loops."
 
 
 def test_what_a_loop_carries_comes_from_the_last_shard():

@@ -21,6 +21,7 @@ from tests.support import joined
 
 NUM_ROUNDS, NUM_ATTEMPTS, NUM_WAITS = 5, 6, 10
 NUM_CORES = len(os.sched_getaffinity(0))
+needs_compiler = pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 LEAST_SHARE = 0.85  # of the cores: with less of them, times alone say little about times together
 
 
@@ -34,11 +35,7 @@ def find_cores():
 
 
 def measure(pipeline, state, micro_batches, shares_cores):
-    """Times programs and steps in turn.
-
-    Returns:
-      The median of the measured time of a step over the predicted one, and how many cores there were.
-    """
+    """The median time of a step over the predicted one, and the cores; programs and steps in turn."""
     running = jax.tree.map(jnp.copy, pipeline.place(state))
     placed = pipeline.place_micro_batches(micro_batches)
     timer = timing.ProgramTimer(pipeline, state, micro_batches)
@@ -53,19 +50,6 @@ def measure(pipeline, state, micro_batches, shares_cores):
     shared = statistics.median(cores) if shares_cores else None
     predicted = predict_step_time(timing.make_scenario(pipeline, times, cores=shared))
     return statistics.median(taken) / predicted, shared or NUM_CORES
-
-
-def assert_predicted(pipeline, state, micro_batches, bound, shares_cores=False):
-    """Compares a pipeline with what is predicted.
-
-    Args:
-      pipeline: over several IPUs.
-      state: before its first step.
-      micro_batches: of a step.
-      bound: how far the medians of the measured and the predicted time of a step may be apart.
-      shares_cores: whether IPUs share the machine's.
-    """
-    assert_near_one(lambda: measure(pipeline, state, micro_batches, shares_cores), bound, shares_cores)
 
 
 def assert_near_one(compare, bound, needs_cores):
@@ -95,7 +79,7 @@ def assert_near_one(compare, bound, needs_cores):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
+@needs_compiler
 @pytest.mark.parametrize(
     ("forward_ms", "backward_ms", "options"),
     [
@@ -112,10 +96,9 @@ def assert_near_one(compare, bound, needs_cores):
     ids=str,
 )
 def test_emulated_devices_within_five_hundredths(forward_ms, backward_ms, options):
-    emulated = stages.make_pipeline(
-        [float(ms) for ms in forward_ms], [float(ms) for ms in backward_ms], 12, **options
-    )
-    assert_predicted(*emulated, bound=0.05)
+    forward, backward = ([float(ms) for ms in times] for times in (forward_ms, backward_ms))
+    emulated = stages.make_pipeline(forward, backward, 12, **options)
+    assert_near_one(lambda: measure(*emulated, shares_cores=False), 0.05, needs_cores=False)
 
 
 # Between processes of one machine: a pull of 16 KB takes 120 us, one of 4 MB 3.7 ms. Within one, a copy is
@@ -126,12 +109,10 @@ REPLICAS = {"num_micro_batches": 16, "num_replicas": 2}
 
 def make_replicas(num_stages, num_micro_batches, num_replicas):
     """Emulated stages of 10 and 20 ms, and micro-batches for all replicas."""
-    made = stages.make_pipeline(
-        [10.0] * num_stages, [20.0] * num_stages, num_micro_batches, num_replicas=num_replicas
-    )
-    return made._replace(
-        micro_batches=values.make_micro_batches(num_micro_batches * num_replicas, stages.LEAST_BYTES)
-    )
+    times = [10.0] * num_stages, [20.0] * num_stages
+    made = stages.make_pipeline(*times, num_micro_batches, num_replicas=num_replicas)
+    elements = values.make_micro_batches(num_micro_batches * num_replicas, stages.LEAST_BYTES)
+    return made._replace(micro_batches=elements)
 
 
 def time_steps(num_stages, num_steps):
@@ -149,7 +130,7 @@ def time_steps(num_stages, num_steps):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
+@needs_compiler
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_replicas_in_several_processes_within_a_tenth(num_stages, num_processes):
@@ -213,31 +194,23 @@ def attention(width):
     return stage, [rng.normal(size=(width, width)).astype(np.float32) / width for _matrix in range(3)]
 
 
+EQUAL = [dense(512, 2)] * 4
+MODELS = {  # stages, the shape of a micro-batch, options
+    "equal": (EQUAL, (128, 512), {}),
+    "equal, interleaved": (EQUAL, (128, 512), {"schedule": "interleaved"}),
+    "unequal": ([dense(512, depth) for depth in (1, 4, 2, 1)], (128, 512), {}),
+    "sequential": ([dense(768, 2)] * 3, (128, 768), {"schedule": "sequential"}),
+    "elementwise, unequal": ([elementwise(depth) for depth in (5, 1, 2)], (256, 512), {}),
+    "mixed": ([dense(512, 3), elementwise(2), dense(512, 2), elementwise(3)], (128, 512), {}),
+    "two stages per IPU": (EQUAL, (128, 512), {"device_mapping": [0, 1, 0, 1]}),
+    "attention": ([attention(256), dense(256, 4), attention(256), dense(256, 2)], (512, 256), {}),
+}
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("parts", "shape", "options"),
-    [
-        ([dense(512, 2)] * 4, (128, 512), {}),
-        ([dense(512, 2)] * 4, (128, 512), {"schedule": "interleaved"}),
-        ([dense(512, depth) for depth in (1, 4, 2, 1)], (128, 512), {}),
-        ([dense(768, 2)] * 3, (128, 768), {"schedule": "sequential"}),
-        ([elementwise(depth) for depth in (5, 1, 2)], (256, 512), {}),
-        ([dense(512, 3), elementwise(2), dense(512, 2), elementwise(3)], (128, 512), {}),
-        ([dense(512, 2)] * 4, (128, 512), {"device_mapping": [0, 1, 0, 1]}),
-        ([attention(256), dense(256, 4), attention(256), dense(256, 2)], (512, 256), {}),
-    ],
-    ids=[
-        "equal",
-        "equal, interleaved",
-        "unequal",
-        "sequential",
-        "elementwise, unequal",
-        "mixed",
-        "two stages per IPU",
-        "attention",
-    ],
-)
-def test_stages_on_shared_cores_within_fifteen_hundredths(parts, shape, options):
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_on_shared_cores_within_fifteen_hundredths(model):
+    parts, shape, options = MODELS[model]
     functions, parameters = zip(*parts, strict=True)
     last = functions[-1]
     pipeline = engine.Pipeline(
@@ -252,11 +225,11 @@ def test_stages_on_shared_cores_within_fifteen_hundredths(parts, shape, options)
     rng = np.random.default_rng(0)
     micro_batches = [rng.normal(size=shape).astype(np.float32) for _ in range(8)]
     state = pipeline.init(jax.random.key(0), micro_batches[0])
-    assert_predicted(pipeline, state, micro_batches, 0.15, shares_cores=True)
+    assert_near_one(lambda: measure(pipeline, state, micro_batches, True), 0.15, needs_cores=True)
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
+@needs_compiler
 def test_costs_of_a_pipeline_go_where_they_belong():
     """Two IPUs with two stages each; what was timed is made up."""
     emulated = stages.make_pipeline([0.1] * 4, [0.1] * 4, 8, device_mapping=[0, 1, 0, 1])
@@ -299,7 +272,7 @@ def make_phased(mapping, phases, num_micro_batches=3):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
+@needs_compiler
 @pytest.mark.parametrize(
     ("mapping", "phases"),
     [

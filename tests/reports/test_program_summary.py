@@ -235,9 +235,8 @@ def test_what_is_sent_agrees_with_the_placement():
     assert [stage.num_returned_bytes for stage in call.stages] == [0, 192, 192, 192]
     sent = sum(edge.num_forward_bytes for edge in placement.edges if edge.source is not None)
     assert sum(stage.num_sent_bytes for stage in call.stages) == sent
-    assert sum(stage.num_returned_bytes for stage in call.stages) == sum(
-        edge.num_backward_bytes for edge in placement.edges
-    )
+    returned = sum(edge.num_backward_bytes for edge in placement.edges)
+    assert sum(stage.num_returned_bytes for stage in call.stages) == returned
 
 
 def test_of_inference_several_pipelines_and_loops():

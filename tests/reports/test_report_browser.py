@@ -12,15 +12,7 @@ from ipu_pipeline.reports.page import write_page, write_simulation
 from ipu_pipeline.reports.page.writing import COLOURS, IDLE
 from tests.reports.test_report_page import NASTY, make_replicas, moved, nasty_profile
 from tests.support import browsers
-from tests.support.traces import (
-    ACTION,
-    SLOT,
-    UPDATE,
-    make_events,
-    make_facts,
-    make_large_profile,
-    make_profile,
-)
+from tests.support.traces import ACTION, SLOT, UPDATE, make_events, make_facts, make_profile
 
 pytestmark = [
     pytest.mark.thorough,
@@ -60,9 +52,8 @@ def rows_of(page, colour, num_rows):
 
 def labels_of(page, selector):
     """The texts of elements of a drawing."""
-    return page.run(
-        "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector
-    )
+    script = "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)"
+    return page.run(script, selector)
 
 
 def test_every_action_is_a_bar_in_the_row_of_its_ipu(show):
@@ -298,7 +289,9 @@ def covered(bars):
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_of_many_actions_few_bars_are_drawn(show, tmp_path, num_steps):
     """40,000 actions in one step, and in many; zoomed in, they are bars of their own."""
-    profile = make_large_profile(40_000, num_steps)
+    # In each step, a micro-batch has 4 forwards, 4 backwards, 3 transfers of values and 3 of gradients.
+    facts = make_facts(4, -(-40_000 // num_steps // (4 + 4 + 3 + 3)))
+    profile = make_profile(facts, num_steps=num_steps)
     assert len(profile.events) >= 40_000
     from plotly.offline import get_plotlyjs
 

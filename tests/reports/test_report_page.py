@@ -104,10 +104,8 @@ def test_a_step_that_took_long_for_once_and_one_that_is_cut_off_change_nothing()
     one = make_events(facts, num_steps=4, gap=150.0)
     expected = analyse_one(make_profile(facts, one))
     assert expected.time_between == pytest.approx(150.0)
-    late = [
-        moved(event, 9e5 * ((event.step == 1 and event.kind is EventKind.UPDATE) or event.step > 1))
-        for event in one
-    ]
+    shifted = {(1, EventKind.UPDATE), *((step, kind) for step in (2, 3) for kind in EventKind)}
+    late = [moved(event, 9e5 * ((event.step, event.kind) in shifted)) for event in one]
     cut = [event for event in late if event.step < 3 or event.micro_batch in (0, 1)]
     found = analyse_one(make_profile(facts, tuple(cut)))
     assert [step.is_whole for step in found.steps] == [True, True, True, False]
@@ -290,10 +288,9 @@ def test_replicas():
     assert [use.busy for use in three.analysis.ipus] == [use.busy for use in one.analysis.ipus] * 3
     for name in ("stages", "links"):
         assert getattr(three.analysis, name) == getattr(one.analysis, name)
+    alone = one.predictions.simulation.scenario
     scenario = three.predictions.simulation.scenario
-    assert scenario == dataclasses.replace(
-        one.predictions.simulation.scenario, cluster=Cluster(num_replicas=3)
-    )
+    assert scenario == dataclasses.replace(alone, cluster=Cluster(num_replicas=3))
     timeline = three.predictions.simulation.free_running
     found = timeline_events(timeline, three.facts, 0, [(0, 1, 77), (1, 0, 77)])
     places = {(event.stage, event.micro_batch, event.ipu) for event in found if event.kind == "forward"}
@@ -582,11 +579,8 @@ def test_report_names_the_limiting_stage(tmp_path, capsys):
 def test_report_says_the_process_of_each_ipu(tmp_path, capsys):
     two = make_facts(2, 4, num_replicas=2)
     events = make_events(make_facts(2, 4))
-    later = [
-        dataclasses.replace(event, ipu=event.ipu + 2)
-        for event in events
-        if event.kind is not EventKind.TRANSFER
-    ]
+    computed = [event for event in events if event.kind is not EventKind.TRANSFER]
+    later = [dataclasses.replace(event, ipu=event.ipu + 2) for event in computed]
     devices = tuple(DeviceFacts(ipu, 7 + ipu, "cpu", "cpu", ipu // 2) for ipu in range(4))
     profile = make_profile(two, (*events, *later))
     directory = write(tmp_path, dataclasses.replace(profile, devices=devices))

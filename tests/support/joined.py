@@ -45,9 +45,8 @@ def start(function, num_processes, num_devices, *arguments, directory, joins_its
                 environment["IPU_PIPELINE_NUM_PROCESSES"] = str(num_processes)
                 environment["IPU_PIPELINE_PROCESS_ID"] = str(number)
             command = [sys.executable, "-m", "tests.support.joined", str(directory), str(number)]
-            processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
     processes[0].held = held  # until the end
     return processes
 
@@ -64,9 +63,8 @@ def finish(processes, directory, timeout, dead=None):
     deadline = time.monotonic() + timeout
     try:
         while any(process.poll() is None for process in processes):
-            has_failed = any(
-                process.poll() not in (None, 0) for n, process in enumerate(processes) if n != dead
-            )
+            others = [process for number, process in enumerate(processes) if number != dead]
+            has_failed = any(process.poll() not in (None, 0) for process in others)
             assert not has_failed, read_logs(processes, directory)
             if time.monotonic() > deadline:
                 for process in processes:
@@ -134,9 +132,7 @@ def main(directory, number):
     has_lost_others = isinstance(made, Exception)
     (directory / f"made{number}").write_bytes(pickle.dumps(made))
     sys.stdout.flush()
-    if (
-        has_lost_others
-    ):  # JAX would wait for them, and the others are not to take this one's end for the cause
+    if has_lost_others:  # JAX would wait for them, and others must not take this one's end for the cause
         deadline = time.monotonic() + 20
         while len(list(directory.glob("made*"))) < num_processes - 1 and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -61,11 +61,8 @@ def find_smallest_time(problem, seconds=60):
         parts, sizes = [], []
         for stage in own:
             for number in numbers:
-                bounds = (
-                    begins[FORWARD, stage, number],
-                    end(INPUTS, stage, number),
-                    end(WEIGHTS, stage, number),
-                )
+                bounds = [begins[FORWARD, stage, number]]
+                bounds += [end(kind, stage, number) for kind in (INPUTS, WEIGHTS)]
                 held = problem.num_held_bytes[stage], problem.num_between_bytes[stage]
                 for first, last, size in zip(bounds[:-1], bounds[1:], held, strict=True):
                     length = model.new_int_var(0, horizon, "")

@@ -171,13 +171,9 @@ def random(layer: Layer, name: str, values: Values) -> None:
 
 def embedding(layer: Layer, name: str, values: Values) -> None:
     is_shared = layer.variant >= 2
-    table = variable(
-        "embedding/table" if is_shared else f"{name}/table",
-        (NUM_IDS, WIDTH),
-        values["x"],
-        reuse=is_shared,
-        initializer=small,
-    )
+    scope = "embedding" if is_shared else name
+    shape, x = (NUM_IDS, WIDTH), values["x"]
+    table = variable(f"{scope}/table", shape, x, reuse=is_shared, initializer=small)
     values["x"] = values["x"] + table[values["ids"]]
 
 
@@ -254,9 +250,8 @@ def custom(layer: Layer, name: str, values: Values) -> None:
 def plain(layer: Layer, name: str, values: Values) -> None:
     x = values["x"]
     if layer.variant % 2:
-        values["x"] = (x.reshape(BATCH, 2, WIDTH // 2).swapaxes(1, 2).reshape(BATCH, WIDTH)) * values[
-            "scale"
-        ]
+        swapped = x.reshape(BATCH, 2, WIDTH // 2).swapaxes(1, 2).reshape(BATCH, WIDTH)
+        values["x"] = swapped * values["scale"]
     else:
         values["x"] = x + jax.nn.softmax(x)
 
@@ -381,12 +376,9 @@ def make_stages(
         kinds = [layer.kind for layer in model.layers[start:stop]]
         if is_parallel and kinds == ["left", "right"]:
             # The branch that comes second gives its own value only; they are joined by keyword.
-            made.append(
-                [
-                    stage(model, range(start, start + 1), takes[index], "keywords"),
-                    stage(model, range(start + 1, stop), takes[index], "keywords", keeps="right"),
-                ]
-            )
+            left, right = range(start, start + 1), range(start + 1, stop)
+            of_left = stage(model, left, takes[index], "keywords")
+            made.append([of_left, stage(model, right, takes[index], "keywords", keeps="right")])
         else:
             made.append(stage(model, range(start, stop), takes[index], gives[index]))
     return made
@@ -517,9 +509,8 @@ def models(draw: Any, part: int) -> Model:
         if kind == "tied":
             source = draw(st.sampled_from([n for n, layer in enumerate(made) if layer.kind == "dense"]))
         if kind == "skip":
-            source = draw(
-                st.sampled_from([n for n, layer in enumerate(made) if layer.kind not in BRANCHES])
-            )
+            saved = [n for n, layer in enumerate(made) if layer.kind not in BRANCHES]
+            source = draw(st.sampled_from(saved))
         made.append(Layer(kind, draw(variants), source))
     dtype = draw(st.sampled_from(["float32", "float32", "float64", "float64", "bfloat16", "float16"]))
     return Model(tuple(made), dtype, 1000 * part + draw(st.integers(0, 999)))
@@ -552,9 +543,8 @@ def splits(draw: Any, model: Model) -> Split:
         cuts = {cut for cut in cuts if cut != branch + 1} | {branch, branch + 2}
     bounds = sorted(cuts)
     num_cuts = len(bounds)
-    forms = draw(
-        st.lists(st.sampled_from(["keywords", "pair", "nested"]), min_size=num_cuts, max_size=num_cuts)
-    )
+    form = st.sampled_from(["keywords", "pair", "nested"])
+    forms = draw(st.lists(form, min_size=num_cuts, max_size=num_cuts))
     mapping = draw(_mappings(num_cuts + 1))
     if is_parallel:
         forms[bounds.index(branch + 2)] = "keywords"

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 
 import ipu_pipeline as ipu
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support.front import compile_pipeline
 
 SPLITS = {1: [6], 2: [2, 4], 3: [1, 3, 2], 4: [1, 2, 2, 1]}
 MICRO_BATCHES = 4
@@ -79,15 +80,7 @@ class Training:
     """A training program with its queues."""
 
     def __init__(
-        self,
-        num_stages=2,
-        dataset=None,
-        optimizer=None,
-        width=16,
-        name=None,
-        scope="",
-        num_replicas=None,
-        **options,
+        self, num_stages=2, dataset=None, optimizer=None, width=16, scope="", num_replicas=None, **options
     ):
         data = Batches() if dataset is None else dataset
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data, replication_factor=num_replicas)
@@ -96,20 +89,15 @@ class Training:
         def optimizer_function(prediction, y):
             return OptimizerFunctionOutput(optimizer or optax.adam(1e-2), loss_of(prediction, y))
 
-        def model():
-            return pipeline(
-                make_stages(num_stages, width, scope),
-                gradient_accumulation_count=MICRO_BATCHES,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimizer_function,
-                outfeed_loss=True,
-                name=name,
-                **options,
-            )
-
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            self.program = ipu.ipu_compiler.compile(model)
+        self.program = compile_pipeline(
+            make_stages(num_stages, width, scope),
+            MICRO_BATCHES,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=optimizer_function,
+            outfeed_loss=True,
+            **options,
+        )
         self.initializer = self.infeed.initializer
 
     def start(self, session):
@@ -127,18 +115,13 @@ class Inference:
     def __init__(self, num_stages=1, width=16):
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
         data = Batches()
-
-        def model():
-            return pipeline(
-                make_stages(num_stages, width),
-                gradient_accumulation_count=1,
-                inputs=[data.x[0], data.y[0]],
-                outfeed_queue=self.outfeed,
-                name="Inference",
-            )
-
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            self.program = ipu.ipu_compiler.compile(model)
+        self.program = compile_pipeline(
+            make_stages(num_stages, width),
+            1,
+            inputs=[data.x[0], data.y[0]],
+            outfeed_queue=self.outfeed,
+            name="Inference",
+        )
 
     def run(self, session):
         session.run(self.program)

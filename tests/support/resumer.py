@@ -44,9 +44,8 @@ def main(directory, runs, num_stages, num_replicas):
                     stream.write(f"{number} {text}\n")
         variables = session.variables
     if process == "0":
-        np.savez(
-            directory / "variables.npz", **{name.replace("/", "|"): v for name, v in variables.items()}
-        )
+        by_name = {name.replace("/", "|"): value for name, value in variables.items()}
+        np.savez(directory / "variables.npz", **by_name)
 
 
 if __name__ == "__main__":

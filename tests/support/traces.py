@@ -90,11 +90,3 @@ def make_profile(facts=None, events=None, num_steps=1, **changed):
         "events": events,
     }
     return Profile(**{**given, **changed})
-
-
-def make_large_profile(num_actions, num_steps=1):
-    """A profile of four stages with at least so many events, those of the host and transfers among them."""
-    per_micro_batch = 4 * 2 + 3 * 2
-    count = -(-num_actions // num_steps // per_micro_batch)
-    facts = make_facts(4, count)
-    return make_profile(facts, num_steps=num_steps)
