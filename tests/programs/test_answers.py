@@ -1,5 +1,6 @@
 """The tutorial's programs as a reader runs them, and on real MNIST."""
 
+import argparse
 import functools
 import json
 import os
@@ -52,6 +53,7 @@ def test_the_estimator_trains_as_step_3_and_goes_on(tmp_path):
     assert "another model" not in run_here(ESTIMATOR, "--dataset", "mnist", code=1)
 
 
+DIGITS = ["--dataset", "digits"]
 ERRORS = [
     (["--splits", "dense128", "dense32"], "could not find an IPU device with 3 IPUs.*auto-round-num-ipus"),
     (["--splits", "dense99"], "there is no layer 'dense99'; the layers are flatten, dense256"),
@@ -60,11 +62,8 @@ ERRORS = [
     (["--splits", "dense32", "dense32"], "leaves stage 1 empty"),
     (["--dataset", "mnist"], "--dataset mnist: no folder was given"),
     (["--data-dir", "nowhere"], "the folder nowhere has no train-images-idx3-ubyte.gz"),
-    (
-        ["--dataset", "digits", "--data-dir", "nowhere"],
-        "--data-dir nowhere has no use with --dataset digits",
-    ),
-    (["--dataset", "digits", "--batch-size", "2000"], "batch_size must be from 1 to .* 1437; got 2000"),
+    ([*DIGITS, "--data-dir", "nowhere"], "--data-dir nowhere has no use with --dataset digits"),
+    ([*DIGITS, "--batch-size", "2000"], "batch_size must be from 1 to .* 1437; got 2000"),
 ]
 # One process for all, since starting it takes longer than they do.
 _RUN_ALL = """
@@ -83,7 +82,7 @@ print(json.dumps(found))
 """
 
 
-ONE_STEP = ["--dataset", "digits", "--steps", "1", "--repeat-count", "17"]
+ONE_STEP = [*DIGITS, "--steps", "1", "--repeat-count", "17"]
 REFUSED = [
     *((STEP4, options, 1, message) for options, message in ERRORS),
     (STEP4, ["--help"], 0, "flatten, dense256, dense128, dense64, dense32, logits, cel"),
@@ -95,7 +94,7 @@ REFUSED = [
 TRAINED = [
     (
         STEP4,
-        ["--dataset", "digits", "--learning-rate", "1e30", "--steps", "2"],
+        [*DIGITS, "--learning-rate", "1e30", "--steps", "2"],
         1,
         r"^Error: The loss of step 0 is nan, not a finite number\. A smaller --learning-rate may help\.\n$",
     ),
@@ -132,19 +131,19 @@ def test_exit_codes_of_programs_in_processes_of_their_own():
 
 
 def test_number_of_steps(capsys):
-    import argparse
-
     parser = argparse.ArgumentParser()
     tutorial_support.add_arguments(parser, repeat_count=10)
-    assert tutorial_support.count_steps(parser.parse_args([]), 5120, 60000) == 586
-    assert capsys.readouterr().out == (
-        "Steps 586 x examples per step 5120 (== 3000320 training examples, 50.00533333333333 epochs of "
-        "60000 examples)\n"
-    )
-    assert tutorial_support.count_steps(parser.parse_args(["--epochs", "1"]), 160, 330) == 3
-    assert tutorial_support.count_steps(parser.parse_args(["--steps", "7"]), 160, 330) == 7
+
+    def count(size, number, *options):
+        return tutorial_support.count_steps(parser.parse_args(options), size, number)
+
+    assert count(5120, 60000) == 586
+    told = "Steps 586 x examples per step 5120 (== 3000320 training examples, 50.00533333333333 epochs of"
+    assert capsys.readouterr().out == f"{told} 60000 examples)\n"
+    assert count(160, 330, "--epochs", "1") == 3
+    assert count(160, 330, "--steps", "7") == 7
     with pytest.raises(ValueError, match="--epochs is too large: 1e\\+308"):
-        tutorial_support.count_steps(parser.parse_args(["--epochs", "1e308"]), 160, 330)
+        count(160, 330, "--epochs", "1e308")
 
 
 MNIST_STEPS = 31

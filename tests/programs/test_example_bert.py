@@ -63,13 +63,12 @@ def test_arguments_that_are_refused(arguments, message, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["--strategy", "sharded", "--attention", "eager"], marks=pytest.mark.soak),
-        ["--dtype", "float64", "--recompute", "--replicas", "2", "--layers-per-ipu", "1", "1"]
-        + ["--device-iterations", "2"],
+        pytest.param("--strategy sharded --attention eager", marks=pytest.mark.soak),
+        "--dtype float64 --recompute --replicas 2 --layers-per-ipu 1 1 --device-iterations 2",
     ],
 )
 def test_equal_to_plain_torch(arguments):
-    *_lines, checked, last = run(PROGRAM, "--check", *TINY, *arguments, as_tests=True).splitlines()
+    *_lines, checked, last = run(PROGRAM, "--check", *TINY, *arguments.split(), as_tests=True).splitlines()
     assert checked.startswith("As plain torch: the losses of 20 updates")
     assert last.startswith("Exact match")
 

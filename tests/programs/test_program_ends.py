@@ -90,9 +90,8 @@ def test_a_terminal_shows_nothing_that_is_disabled():
     code, lines = terminal.finish()
     assert code == 0
     assert "\r" not in terminal.output.replace("\r\n", "")
-    assert [line.split()[0] for line in lines if line] == [
-        *["Data", "Steps", "Step", "Step", "Elapsed", "Test", "Program"]
-    ]
+    begins = [line.split()[0] for line in lines if line]
+    assert begins == ["Data", "Steps", "Step", "Step", "Elapsed", "Test", "Program"]
 
 
 @pytest.mark.parametrize(
@@ -144,11 +143,8 @@ def test_training_says_where_it_was_interrupted_and_which_loss_is_not_finite(cap
         return lambda: tutorial_support.train(run_step, 30, 32, 100)
 
     assert end_of(make(KeyboardInterrupt()), capsys) == (130, "Interrupted after step 2.\n")
-    code, errors = end_of(make([1.0, float("inf"), float("nan")]), capsys)
-    assert (code, errors) == (
-        1,
-        "Error: The loss of step 3 is inf, not a finite number. A smaller --learning-rate may help.\n",
-    )
+    error = "Error: The loss of step 3 is inf, not a finite number. A smaller --learning-rate may help.\n"
+    assert end_of(make([1.0, float("inf"), float("nan")]), capsys) == (1, error)
 
 
 def test_rounded_figures(capsys):
@@ -170,11 +166,8 @@ def test_schedules_in_any_case(name):
     ("program", "options", "expected"),
     [
         (STEP1, [], (1, False, False)),
-        (STEP2, ["--ipu-model"], (2, True, False)),
-        (STEP3, ["--ipu-model"], (2, True, False)),
-        (STEP4, ["--ipu-model"], (2, True, False)),
+        *((program, ["--ipu-model"], (2, True, False)) for program in (STEP2, STEP3, STEP4, ESTIMATOR)),
         (STEP4, ["--splits", "dense128", "dense32", "--auto-round-num-ipus"], (3, False, True)),
-        (ESTIMATOR, ["--ipu-model"], (2, True, False)),
     ],
 )
 def test_flags_for_what_messages_about_the_number_of_ipus_advise(
@@ -197,9 +190,8 @@ def test_flags_for_what_messages_about_the_number_of_ipus_advise(
 def test_a_model_dir_that_cannot_be_written_is_found_first(place, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "model" if place == "below a file" else tmp_path / "file"
-    monkeypatch.setattr(
-        sys, "argv", [ESTIMATOR, "--dataset", "digits", "--steps", "1", "--model-dir", str(path)]
-    )
+    options = f"--dataset digits --steps 1 --model-dir {path}".split()
+    monkeypatch.setattr(sys, "argv", [ESTIMATOR, *options])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / ESTIMATOR), run_name="__main__")
     assert ended.value.code == 1
