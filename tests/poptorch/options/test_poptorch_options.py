@@ -33,6 +33,7 @@ from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, Sharded
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "poptorch_options.md"
 
+DEFAULTS = "POPTORCH_DEFAULT_OPTIONS"
 GROUPS = ["", "Training", "Precision", "Jit", "Distributed", "TensorLocations"]
 
 OFF_CHIP = TensorLocationSettings().useOnChipStorage(False)
@@ -139,9 +140,7 @@ LOCATION_SETTERS = [
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    for name in ("POPTORCH_DEFAULT_OPTIONS", "POPTORCH_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
+    for name in (DEFAULTS, "POPTORCH_CACHE_DIR", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(logs, "_said", set())
     level, state = logs.logger.level, torch.get_rng_state()
@@ -160,13 +159,14 @@ def owner_of(options, text):
     return group_of(options, text.partition("(")[0].rpartition(".")[0])
 
 
+def setters_of(kind):
+    return [name for name in dir(kind) if is_configurable(getattr(kind, name))]
+
+
 def all_setters():
     options = Options()
-    for name in GROUPS:
-        group = type(group_of(options, name))
-        for attribute in dir(group):
-            if is_configurable(getattr(group, attribute)):
-                yield f"{name}.{attribute}".lstrip(".")
+    for group in GROUPS:
+        yield from (f"{group}.{name}".lstrip(".") for name in setters_of(type(group_of(options, group))))
 
 
 # Values
@@ -184,11 +184,8 @@ def test_nothing_is_set_at_first():
             if name not in values_of(options):
                 with pytest.raises(AttributeError, match=f"{name} has no value yet"):
                     getattr(options, name)
-        assert values_of(options) == {
-            name: setting.default
-            for name, setting in options.settings.items()
-            if setting.default is not UNSET
-        }
+        defaults = {name: setting.default for name, setting in options.settings.items()}
+        assert values_of(options) == {n: value for n, value in defaults.items() if value is not UNSET}
 
 
 def test_setters():
@@ -201,20 +198,14 @@ def test_setters():
             assert type(getattr(group, name)) is type(value)
             assert group.is_set(name) or name in ("processId", "numProcesses")
         for name in GROUPS:  # and nothing else
-            found, before = (values_of(group_of(one, name)).items() for one in (options, Options()))
-            assert [item for item in found if item[0] not in expected] == [
-                item for item in before if item[0] not in expected
-            ]
+            found, before = (values_of(group_of(one, name)) for one in (options, Options()))
+            assert {**found, **expected} == {**before, **expected}
 
 
 def test_every_setter_is_tested():
     assert sorted(all_setters()) == sorted({text.partition("(")[0] for text in SETTERS})
     names = {name for name, _value, _dict in LOCATION_SETTERS}
-    assert names == {
-        name
-        for name in dir(TensorLocationSettings)
-        if is_configurable(getattr(TensorLocationSettings, name))
-    }
+    assert names == set(setters_of(TensorLocationSettings))
 
 
 def test_location_settings():
@@ -599,7 +590,7 @@ def test_copies_of_frozen_options(monkeypatch):
         again.Training.gradientAccumulation(4)
     assert options == changed()
     options = Options()  # copies do not read the environment again
-    monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"deviceIterations": 9}')
+    monkeypatch.setenv(DEFAULTS, '{"deviceIterations": 9}')
     assert options.clone().device_iterations == 1
     assert pickled(options).device_iterations == 1
     assert Options().device_iterations == 9
@@ -659,16 +650,9 @@ def load(tmp_path, text, options=None):
 
 def test_a_config_file(tmp_path):
     """Listing 1 of PopTorch's user guide."""
-    options = load(
-        tmp_path,
-        "deviceIterations(1)\n"
-        "setExecutionStrategy(poptorch.ShardedExecution())\n"
-        "  replicationFactor(1)\n"
-        " \n"
-        "enableSyntheticData(True) # an inline comment\n"
-        "# a comment\n"
-        "\t# another\r\n",
-    )
+    text = "deviceIterations(1)\nsetExecutionStrategy(poptorch.ShardedExecution())\n  replicationFactor(1)"
+    text += "\n \nenableSyntheticData(True) # an inline comment\n# a comment\n\t# another\r\n"
+    options = load(tmp_path, text)
     expected = Options().setExecutionStrategy(ShardedExecution()).enableSyntheticData(True)
     assert options == expected
     assert options.is_set("replication_factor")
@@ -788,13 +772,13 @@ def test_json(monkeypatch):
         ('{"Precision.setPartialsType": "torch.half"}', "Precision.setPartialsType(torch.half)"),
         ('{"modelName": "OutputMode.Alles"}', "modelName('OutputMode.Alles')"),
     ]:
-        monkeypatch.delenv("POPTORCH_DEFAULT_OPTIONS", raising=False)
+        monkeypatch.delenv(DEFAULTS, raising=False)
         options = Options()
         call(options, line)
         made = Options()
         assert made.from_json(text) is made
         assert made == options
-        monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", text)
+        monkeypatch.setenv(DEFAULTS, text)
         assert Options() == options
         assert repr(Options()) == repr(options)
 
@@ -819,10 +803,10 @@ def test_json_that_is_refused(monkeypatch):
         ('{"deviceIterations": 0}', ValueError, "must be at least 1; got 0"),
         ('{"deviceIterations": [1, 2]}', TypeError, "positional arguments"),
     ]:
-        monkeypatch.delenv("POPTORCH_DEFAULT_OPTIONS", raising=False)
+        monkeypatch.delenv(DEFAULTS, raising=False)
         with pytest.raises(error, match=match):
             Options().from_json(text)
-        monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", text)
+        monkeypatch.setenv(DEFAULTS, text)
         with pytest.raises(error, match=match) as caught:
             Options()
         told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
@@ -831,9 +815,7 @@ def test_json_that_is_refused(monkeypatch):
 
 def test_the_environment_may_name_a_config_file(monkeypatch, tmp_path):
     (tmp_path / "mine.conf").write_text("setExecutionStrategy(poptorch.ShardedExecution('A', 'B'))")
-    monkeypatch.setenv(
-        "POPTORCH_DEFAULT_OPTIONS", json.dumps({"loadFromFile": str(tmp_path / "mine.conf")})
-    )
+    monkeypatch.setenv(DEFAULTS, json.dumps({"loadFromFile": str(tmp_path / "mine.conf")}))
     assert Options().execution_strategy == ShardedExecution("A", "B")
 
 
@@ -843,7 +825,7 @@ def test_the_cache_directory(monkeypatch):
     monkeypatch.setenv("POPTORCH_CACHE_DIR", "/cache")
     assert Options().executable_cache_path == "/cache"
     assert Options().enableExecutableCaching(None).executable_cache_path is None
-    monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"enableExecutableCaching": "/other"}')
+    monkeypatch.setenv(DEFAULTS, '{"enableExecutableCaching": "/other"}')
     assert Options().executable_cache_path == "/other"
 
 
@@ -863,9 +845,7 @@ def test_the_page_has_every_option():
         for setting, text in zip(settings, texts, strict=True):
             value = setting.default
             value = "none" if value is UNSET else getattr(value, "name", value)
-            assert text.replace("PipelinedExecution()", "PipelinedExecution(AutoStage.SameAsIpu)") == str(
-                value
-            )
+            assert text.replace("Execution()", "Execution(AutoStage.SameAsIpu)") == str(value)
         assert any(setting.no_effect for setting in settings) == ("o effect" in what)
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ([^|]+) \|$", PAGE.read_text(), re.M)
     assert {key for _setter, key, _what in rows} == set(TensorLocationSettings.settings)
