@@ -171,41 +171,29 @@ def test_what_if_of_many_actions_is_asked_for(capsys, monkeypatch):
         ("--stages 4", "--micro-batches: must be given, or be in the file of --costs-from"),
         ("--stages 0", "--stages: must be an integer of at least 1; got '0'"),
         ("--stages 4 --micro-batches 2.5", "--micro-batches: must be an integer of at least 1; got '2.5'"),
-        (
-            "--stages 4 --micro-batches 4 --forward-cost 1,2",
-            "--forward-cost: must be one number or 4, one per stage; got 2. Give 4, or another --stages.",
-        ),
-        (
-            "--stages 4 --micro-batches 4 --transfer-cost 1,2",
-            "--transfer-cost: must be one number or 3, one per pair of neighbours; got 2. Give 3, or "
-            "another --stages.",
-        ),
+        ("--stages 4 --micro-batches 4 --forward-cost 1,2",
+         "--forward-cost: must be one number or 4, one per stage; got 2. Give 4, or another --stages."),
+        ("--stages 4 --micro-batches 4 --transfer-cost 1,2",
+         "--transfer-cost: must be one number or 3, one per pair of neighbours; got 2. Give 3, or "
+         "another --stages."),
         ("--stages 4 --forward-cost 1,x", "--forward-cost: must be a number of at least 0; got 'x'"),
         ("--stages 4 --host-cost -1", "--host-cost: must be a number of at least 0; got '-1'"),
         ("--stages 4 --host-cost nan", "--host-cost: must be a number of at least 0; got 'nan'"),
         ("--stages 4 --cores 0", "--cores: must be greater than 0; got '0'"),
-        (
-            "--stages 2 --micro-batches 4 --device-mapping 0",
-            "--device-mapping: must have an IPU for each of the 2 stages; got 1. Give 2 numbers, or "
-            "another --stages.",
-        ),
+        ("--stages 2 --micro-batches 4 --device-mapping 0",
+         "--device-mapping: must have an IPU for each of the 2 stages; got 1. Give 2 numbers, or "
+         "another --stages."),
         ("--device-mapping 0,-1", "--device-mapping: must be numbers from 0, as in 0,1,1,0; got '0,-1'"),
-        (
-            "--stages 2 --micro-batches 4 --chunk-size 3",
-            "--chunk-size: must divide the number of micro-batches, 4; got 3. Give a divisor of it.",
-        ),
-        (
-            "--stages 256 --micro-batches 9999",
-            "--micro-batches: 9999 on 256 stages are 5119488 actions; a schedule has up to 4194304. "
-            "Give fewer.",
-        ),
-        (
-            "--stages 2 --micro-batches 4 --inference --backward-cost 1",
-            "--backward-cost: there is none in inference. Leave it out.",
-        ),
+        ("--stages 2 --micro-batches 4 --chunk-size 3",
+         "--chunk-size: must divide the number of micro-batches, 4; got 3. Give a divisor of it."),
+        ("--stages 256 --micro-batches 9999",
+         "--micro-batches: 9999 on 256 stages are 5119488 actions; a schedule has up to 4194304. "
+         "Give fewer."),
+        ("--stages 2 --micro-batches 4 --inference --backward-cost 1",
+         "--backward-cost: there is none in inference. Leave it out."),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_errors_name_the_option_the_rule_and_the_mend(capsys, options, message):
     assert fail(capsys, "simulate", *options.split()) == f"ipu-pipeline simulate: error: argument {message}"
 
@@ -216,19 +204,17 @@ def test_errors_name_the_option_the_rule_and_the_mend(capsys, options, message):
         (None, r"cannot read '{file}': No such file or directory."),
         ("{", "must be a JSON file; '{file}' is not: Expecting property name"),
         ("[]", '\'{file}\' must have "costs", by itself or under "scenario"'),
-        ('{{"scenario": {{"events": 1}}}}', "'{file}' must have \"costs\""),
-        (
-            '{{"costs": {{"forward": [-1]}}}}',
-            "'{file}': Costs: forward must be finite and at least 0; got -1",
-        ),
-        ('{{"costs": {{"forward": ["1"]}}}}', "'{file}': Scenario: the entries must be those of"),
-        ('{{"costs": {{"forward": [1]}}, "speed": 1}}', "unexpected keyword argument 'speed'"),
+        ('{"scenario": {"events": 1}}', "'{file}' must have \"costs\""),
+        ('{"costs": {"forward": [-1]}}',
+         "'{file}': Costs: forward must be finite and at least 0; got -1"),
+        ('{"costs": {"forward": ["1"]}}', "'{file}': Scenario: the entries must be those of"),
+        ('{"costs": {"forward": [1]}, "speed": 1}', "unexpected keyword argument 'speed'"),
     ],
-)
+)  # fmt: skip
 def test_files_that_have_no_costs(capsys, tmp_path, text, message):
     file = tmp_path / "costs.json"
     if text is not None:
-        file.write_text(text.replace("{{", "{").replace("}}", "}"))
+        file.write_text(text)
     said = fail(capsys, "simulate", "--costs-from", str(file))
     assert said.startswith("ipu-pipeline simulate: error: argument --costs-from: ")
     assert message.format(file=file) in said
@@ -276,29 +262,21 @@ def test_a_cluster_from_options_and_from_a_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "--processes 3",
-            "--processes: must divide the number of devices, 4 (2 replicas of 2 IPUs); got 3. Give a "
-            "divisor of it.",
-        ),
-        (
-            "--replicas 1 --share-optimizer-state",
-            "--share-optimizer-state: one replica shares it with no other. Give --replicas, or leave it "
-            "out.",
-        ),
+        ("--processes 3",
+         "--processes: must divide the number of devices, 4 (2 replicas of 2 IPUs); got 3. Give a "
+         "divisor of it."),
+        ("--replicas 1 --share-optimizer-state",
+         "--share-optimizer-state: one replica shares it with no other. Give --replicas, or leave it "
+         "out."),
         ("--bandwidth 1,0", "--bandwidth: must be greater than 0; got '1,0'"),
-        (
-            "--latency 1,2,3",
-            "--latency: must be one number, or two (within a process, between processes); got 3.",
-        ),
-        (
-            "--sent-bytes 1,2",
-            "--sent-bytes: must be one number or 1, one per pair of neighbours; got 2. Give 1, or another "
-            "--stages.",
-        ),
+        ("--latency 1,2,3",
+         "--latency: must be one number, or two (within a process, between processes); got 3."),
+        ("--sent-bytes 1,2",
+         "--sent-bytes: must be one number or 1, one per pair of neighbours; got 2. Give 1, or another "
+         "--stages."),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_a_cluster_cannot_be(capsys, options, message):
     said = fail(capsys, *CLUSTER, *options.split())
     assert said == f"ipu-pipeline simulate: error: argument {message}"

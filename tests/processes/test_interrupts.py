@@ -211,11 +211,7 @@ def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
 
 
 def interrupted(mapping, path, after=None):
-    """Runs tests.support.interrupted, with SIGINT after so many seconds.
-
-    Returns:
-      The process, its output and errors.
-    """
+    """tests.support.interrupted, with SIGINT after so many seconds: the process, its output and errors."""
     process = begin("-m", "tests.support.interrupted", mapping, UPDATES, path)
     if after is not None:
         try:

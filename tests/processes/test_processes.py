@@ -90,11 +90,12 @@ def make_around(**options):
 
 
 def make_shared(**options):
-    return shared.make(**{"mapping": (0, 1, 3), "donate": True, **options})
+    return shared.make(**{"mapping": (0, 1, 3), "num_micro_batches": 5, "donate": True, **options})
 
 
-def shared_steps(**options):
-    return shared.make_steps(np.random.default_rng(0), **options)
+def shared_steps(num_micro_batches=5):
+    rng = np.random.default_rng(0)
+    return [shared.make_step(rng, num_micro_batches) for _step in range(NUM_STEPS)]
 
 
 OFFLOADED = ["weights", "weight_update_variables", "activations", "gradient_accumulation_buffers"]
@@ -168,14 +169,7 @@ def train_all(names, num_devices=None):
 
 
 def run(names, num_processes, num_devices, *last):
-    """What each process has of each case, and what it returns of one more function.
-
-    Args:
-      names: of cases.
-      num_processes: how many.
-      num_devices: of all of them together.
-      *last: the function, and its arguments; none for nothing more.
-    """
+    """What each process has of each case, and what a function returns there; last are its arguments."""
     made = joined.run(do_all, num_processes, num_devices // num_processes, names, last, timeout=400)
     return [found for found, _more in made], [more for _found, more in made]
 

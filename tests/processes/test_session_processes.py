@@ -25,19 +25,10 @@ def elements():
 
 
 def train(schedule, num_replicas, directory, restore, num_runs, count=COUNT, **options):
-    """Trains a model of four stages; what an unchanged program would do.
+    """Trains a model of four stages as an unchanged program would.
 
-    Args:
-      schedule: the pipeline's.
-      num_replicas: how many.
-      directory: where it saves.
-      restore: a checkpoint to go on from; None for none.
-      num_runs: of two weight updates each, after each of which it saves.
-      count: micro-batches per weight update.
-      **options: of the pipeline.
-
-    Returns:
-      The losses that were dequeued, the variables and the optimizer's state.
+    It goes on from a checkpoint, if one is given. After each run, of two weight updates, it saves. Returns
+    the losses that were dequeued, the variables and the optimizer's state.
     """
     front.ipu_config(4 * num_replicas).configure_ipu_system()
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)

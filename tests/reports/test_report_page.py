@@ -645,19 +645,15 @@ def test_report_does_not_obey_names(tmp_path, capsys):
         (None, "has no profile.json; ipu-pipeline profile SCRIPT writes one"),
         ("{", "this is no profile of ipu_pipeline"),
         (b"\xff\xfe", "it is damaged"),
-        (
-            make_profile().to_json().replace('"version": 6', '"version": 99'),
-            "a later ipu_pipeline (version 99",
-        ),
+        (make_profile().to_json().replace('"version": 6', '"version": 99'),
+         "a later ipu_pipeline (version 99"),
         (make_profile().to_json().replace('"columns"', '"kolumns"'), "it is damaged"),
-        (
-            make_profile(make_facts(2, 4), make_events(make_facts(3, 4))).to_json(),
-            "event of stage 2 of pipeline 0",
-        ),
+        (make_profile(make_facts(2, 4), make_events(make_facts(3, 4))).to_json(),
+         "event of stage 2 of pipeline 0"),
         (make_profile(pipelines=()).to_json(), "of pipeline 0, and pipelines with [] stages"),
     ],
     ids=["missing", "no JSON", "no text", "later", "no columns", "a stage too many", "no pipeline"],
-)
+)  # fmt: skip
 def test_report_refuses(text, words, tmp_path, capsys):
     if text is not None:
         (tmp_path / "profile.json").write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -30,16 +30,9 @@ def make_pipeline(num_stages, num_replicas):
 
 
 def train(pipeline, steps, report, num_replicas=1):
-    """Trains with in-memory checkpoints, which also have the place in the data.
+    """Trains with in-memory checkpoints, which also have the place in the data; returns the state.
 
-    Args:
-      pipeline: the pipeline.
-      steps: the number of steps.
-      report: gets each step and its losses.
-      num_replicas: of the pipeline.
-
-    Returns:
-      The state.
+    `report` gets each step and its losses.
     """
     data = Batches()
     checkpoints = engine.InMemoryCheckpoints(pipeline)
