@@ -28,7 +28,7 @@ from tests.support.judging import find_smallest_time
 KINDS = (FORWARD, INPUTS, WEIGHTS)
 
 
-def make_problem(seed, num_stages, num_micro_batches, share=None, device_mapping=(), most=9, **fields):
+def make_problem(seed, num_stages, num_micro_batches, share=None, device_mapping=(), **fields):
     """Unequal stages with integer times and bytes.
 
     `share`: the limit is so much of what the activations take with Interleaved, but enough for one
@@ -37,7 +37,7 @@ def make_problem(seed, num_stages, num_micro_batches, share=None, device_mapping
     chance = random.Random(seed)  # noqa: S311  # no secret depends on it
 
     def draw(number, least=1):
-        return tuple(chance.randint(least, most) for _place in range(number))
+        return tuple(chance.randint(least, 9) for _place in range(number))
 
     inputs = draw(num_stages)
     if chance.random() < 0.5:
@@ -128,15 +128,19 @@ def test_a_link_sends_one_result_at_a_time():
     assert find_step_time(problem, as_order(interleaved(2, 3, (0, 1)))) == 19
 
 
+def ones(num_micro_batches, num_stages, *arguments, **fields):
+    """A problem whose halves take a unit of time each."""
+    return OrderProblem(num_micro_batches, *[(1,) * num_stages] * 3, *arguments, **fields)
+
+
 def test_updates_come_last():
-    problem = OrderProblem(1, (1, 1), (1, 1), (1, 1), updates=(2, 7))
     # The last stage ends at 4, the first one at 5.
-    assert find_step_time(problem, as_order(interleaved(2, 1, (0, 1)))) == 11
+    assert find_step_time(ones(1, 2, updates=(2, 7)), as_order(interleaved(2, 1, (0, 1)))) == 11
 
 
 def test_ipus_that_wait_for_each_other_never_end():
     rows = ((FORWARD, 0), (INPUTS, 0), (WEIGHTS, 0)), ((INPUTS, 1), (FORWARD, 1), (WEIGHTS, 1))
-    assert find_step_time(OrderProblem(1, (1, 1), (1, 1), (1, 1), is_fused=False), rows) == float("inf")
+    assert find_step_time(ones(1, 2, is_fused=False), rows) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -146,47 +150,26 @@ def test_ipus_that_wait_for_each_other_never_end():
         ({"forward": (1, -1)}, r"forward must be finite and at least 0; got \(1, -1\)"),
         ({"weight_gradients": (1,)}, "weight_gradients must have 2 numbers; got 1"),
         ({"num_constant_bytes": (1, 2, 3)}, "num_constant_bytes must have 2 numbers; got 3"),
+        (
+            {
+                "num_held_bytes": (10, 20),
+                "num_between_bytes": (10, 50),
+                "num_constant_bytes": (0, 1000),
+                "num_bytes_per_ipu": 1049,
+            },
+            r"IPU 1 needs 1,050 bytes \(1,000 of them .* limit is 1,049",
+        ),
     ],
 )
 def test_wrong_numbers_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        OrderProblem(
-            **{
-                "num_micro_batches": 2,
-                "forward": (1, 1),
-                "input_gradients": (1, 1),
-                "weight_gradients": (1, 1),
-                **fields,
-            }
-        )
-
-
-def test_a_limit_too_low_for_a_micro_batch_names_the_ipu():
-    with pytest.raises(ValueError, match=r"IPU 1 needs 1,050 bytes \(1,000 of them .* limit is 1,049"):
-        OrderProblem(
-            2,
-            (1, 1),
-            (1, 1),
-            (1, 1),
-            num_held_bytes=(10, 20),
-            num_between_bytes=(10, 50),
-            num_constant_bytes=(0, 1000),
-            num_bytes_per_ipu=1049,
-        )
+        dataclasses.replace(ones(2, 2), **fields)
 
 
 def test_the_least_bytes_are_enough_and_needed():
     # Stages 0 and 2 are on one IPU: 10 and 30 are held when both have gone forward, then 10 and 25.
-    problem = OrderProblem(
-        3,
-        (1,) * 3,
-        (1,) * 3,
-        (1,) * 3,
-        (0, 1, 0),
-        is_fused=False,
-        num_held_bytes=(10, 20, 30),
-        num_between_bytes=(15, 5, 35),
-    )
+    sizes = {"num_held_bytes": (10, 20, 30), "num_between_bytes": (15, 5, 35)}
+    problem = ones(3, 3, (0, 1, 0), is_fused=False, **sizes)
     assert problem.num_least_bytes == (45, 20)
     order = as_order(sequential(3, 3, (0, 1, 0)))
     assert find_peaks(problem, order) == (45, 20)
@@ -282,7 +265,7 @@ def test_a_schedule_with_a_name_is_called_so_if_it_is_the_best():
 
 
 def test_weight_gradients_fill_what_interleaved_waits():
-    problem = OrderProblem(8, (1,) * 4, (1,) * 4, (1,) * 4, is_fused=False)
+    problem = ones(8, 4, is_fused=False)
     found = search(problem)
     assert found.step_time < find_step_time(problem, as_order(interleaved(4, 8, range(4))))
     assert found.step_time <= find_step_time(problem, as_order(zero_bubble(4, 8, range(4))))
@@ -319,9 +302,7 @@ def test_more_memory_never_takes_longer():
 
 
 def test_a_frontier_goes_from_a_third_of_interleaved_to_twice_that():
-    problem = OrderProblem(
-        6, (1,) * 3, (1,) * 3, (1,) * 3, num_held_bytes=(30, 30, 0), num_constant_bytes=(100,) * 3
-    )
+    problem = ones(6, 3, num_held_bytes=(30, 30, 0), num_constant_bytes=(100,) * 3)
     limits = [point.num_bytes_per_ipu for point in frontier(problem)]
     assert (limits[0], limits[-1]) == (100 + 3 * 30 // 3, 100 + 3 * 30 * 2)
 

@@ -19,23 +19,19 @@ from ipu_pipeline.engine.schedules import (
     simulate,
     what_if,
 )
+from tests.engine.schedules import test_simulator
 from tests.engine.schedules.test_simulator import assert_same_with_cores, begins, compare_with_ticks, draw
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
-def scenario(num_replicas, num_processes=1, *, count=1, num_stages=2, of=None, sharded=False, **costs):
-    near, far = costs.pop("within", LinkSpeed()), costs.pop("between", LinkSpeed())
-    mapping = (of or {}).get("device_mapping", range(num_stages))
-    cluster = Cluster.of(
-        num_replicas,
-        max(mapping) + 1,
-        num_processes,
-        within=near,
-        between=near if far == LinkSpeed() else far,
-        shards_optimizer_state=sharded,
-    )
-    return Scenario(Costs.of(num_stages, **costs), "grouped", count, cluster=cluster, **(of or {}))
+def scenario(num_replicas, num_processes=1, *, count=1, num_stages=2, sharded=False, **given):
+    """As in `test_simulator`; links between processes are those within, if not given."""
+    within = given.pop("within", LinkSpeed())
+    links = {"within": within, "between": given.pop("between", within)}
+    num_ipus = max(given.get("device_mapping", range(num_stages))) + 1
+    cluster = Cluster.of(num_replicas, num_ipus, num_processes, shards_optimizer_state=sharded, **links)
+    return test_simulator.scenario(num_stages, count, cluster=cluster, **given)
 
 
 # By hand.
@@ -101,21 +97,20 @@ def test_the_slowest_link_of_the_ring_counts():
 
 def test_what_is_sent_between_processes_takes_their_links():
     sent = {"num_sent_bytes": 4, "within": LinkSpeed(0, 8), "between": LinkSpeed(3, 4)}
-    of = {"training": False}
     # Four stages, and two processes of two: 0.5, 4 and 0.5, after what it takes in any case.
-    case = scenario(1, 2, num_stages=4, forward=1, transfer=0.25, of=of, **sent)
+    case = scenario(1, 2, num_stages=4, forward=1, transfer=0.25, training=False, **sent)
     assert begins(simulate(case).free_running) == {"F0.0": 0, "F1.0": 1.75, "F2.0": 7, "F3.0": 8.75}
     assert simulate(case).lock_step.step_time == predict_step_time(case) == 9.75
     # Stages of one IPU send nothing, and a chunk has the latency once.
-    of = {"training": False, "device_mapping": (0, 0, 1), "chunk_size": 2}
-    case = scenario(1, 2, num_stages=3, forward=1, count=2, of=of, **sent)
+    fields = {"training": False, "device_mapping": (0, 0, 1), "chunk_size": 2}
+    case = scenario(1, 2, num_stages=3, forward=1, count=2, **fields, **sent)
     assert begins(simulate(case).free_running)["F2.0"] == 4 + 3 + 2
     assert begins(simulate(case).lock_step)["F2.0"] == 4 + 3 + 2
 
 
 def test_each_host_starts_what_its_devices_do():
     def found(num_processes):
-        case = scenario(2, num_processes, forward=1, host=3, of={"training": False})
+        case = scenario(2, num_processes, forward=1, host=3, training=False)
         simulation = simulate(case)
         return begins(simulation.free_running), simulation.lock_step.step_time
 
@@ -137,7 +132,7 @@ def test_a_host_starts_an_update_once_for_all_replicas_that_it_has():
 
 
 def test_memory_of_all_replicas():
-    case = scenario(2, forward=1, backward=2, count=3, of={"memory": Memory((100, 1000), (10, 7))})
+    case = scenario(2, forward=1, backward=2, count=3, memory=Memory((100, 1000), (10, 7)))
     found = simulate(case)
     assert [peak.num_bytes for peak in found.free_running.peaks] == [130, 1007] * 2
     assert found.free_running.num_bytes_at(2, 0.5) == 110
@@ -149,15 +144,8 @@ def test_memory_of_all_replicas():
 
 @pytest.mark.parametrize(("num_replicas", "sharded"), [(1, False), (2, True), (5, False), (5, True)])
 def test_an_all_reduce_is_twice_the_bytes_but_for_one_share(num_replicas, sharded):
-    case = scenario(
-        num_replicas,
-        num_stages=1,
-        forward=1,
-        backward=1,
-        sharded=sharded,
-        num_gradient_bytes=1000,
-        within=LinkSpeed(0, 10),
-    )
+    ring = {"num_gradient_bytes": 1000, "within": LinkSpeed(0, 10)}
+    case = scenario(num_replicas, num_stages=1, forward=1, backward=1, sharded=sharded, **ring)
     expected = 2 * (num_replicas - 1) / num_replicas * 1000 / 10
     assert predict_step_time(case) == pytest.approx(2 + expected)
     assert simulate(case).free_running.bubble.transfers == pytest.approx(num_replicas * expected)
@@ -208,7 +196,7 @@ def test_with_cores_enough_clusters_run_as_if_they_shared_none():
 
 
 def test_replicas_share_the_cores():
-    case = scenario(2, forward=1, num_stages=1, count=2, of={"training": False, "cores": 1})
+    case = scenario(2, forward=1, num_stages=1, count=2, training=False, cores=1)
     found = simulate(case)
     assert found.free_running.step_time == found.lock_step.step_time == 4
     assert found.free_running.bubble.shared_cores == found.lock_step.bubble.shared_cores == 2 * 2
@@ -218,17 +206,8 @@ def test_replicas_share_the_cores():
 
 
 def test_what_if_the_state_were_shared_and_there_were_more_processes():
-    case = scenario(
-        4,
-        2,
-        forward=0.1,
-        backward=0.2,
-        update=8,
-        host=1,
-        count=8,
-        num_gradient_bytes=64,
-        within=LinkSpeed(0, 64),
-    )
+    costs = {"forward": 0.1, "backward": 0.2, "update": 8, "host": 1, "num_gradient_bytes": 64}
+    case = scenario(4, 2, count=8, within=LinkSpeed(0, 64), **costs)
     rows = {row.cluster: row for row in what_if(case, counts=[]) if row.change == "cluster"}
     assert list(rows) == ["1 process", "4 processes", "8 processes", "optimizer state shared by replicas"]
     for row in rows.values():

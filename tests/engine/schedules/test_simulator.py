@@ -24,8 +24,13 @@ NAMES = [name for name in named_schedules() if name not in (*AROUND, *IN_V)]  # 
 WHOLE = ("grouped", "interleaved", "sequential")  # whose backwards are whole
 
 
-def scenario(num_stages, num_micro_batches, schedule="grouped", *, of=None, **costs):
-    return Scenario(Costs.of(num_stages, **costs), schedule, num_micro_batches, **(of or {}))
+FIELDS = {field.name for field in dataclasses.fields(Scenario)}
+
+
+def scenario(num_stages, num_micro_batches, schedule="grouped", **given):
+    """A scenario of its own fields and of what `Costs.of` takes."""
+    fields = {name: given.pop(name) for name in FIELDS & given.keys()}
+    return Scenario(Costs.of(num_stages, **given), schedule, num_micro_batches, **fields)
 
 
 def begins(timeline, num_ipus=None):
@@ -42,6 +47,9 @@ def begins(timeline, num_ipus=None):
         assert name not in found
         found[name] = begin
     return found
+
+
+ON_ONE_CORE = {"training": False, "cores": 1}
 
 
 # By hand.
@@ -78,7 +86,7 @@ def test_lock_step_waits_for_the_slowest_of_a_time_step():
 
 
 def test_the_host_starts_one_program_at_a_time_in_the_order_of_the_timetable():
-    found = simulate(scenario(2, 2, forward=1, host=3, of={"training": False}))
+    found = simulate(scenario(2, 2, forward=1, host=3, training=False))
     expected = {"F0.0": 3, "F0.1": 6, "F1.0": 9, "F1.1": 12}
     assert begins(found.free_running) == expected
     assert found.free_running.step_time == 13
@@ -89,13 +97,10 @@ def test_the_host_starts_one_program_at_a_time_in_the_order_of_the_timetable():
 
 
 def test_transfers_overlap_with_computation_and_a_link_carries_one_at_a_time():
-    found = simulate(scenario(2, 3, forward=1, transfer=2, of={"training": False}))
+    found = simulate(scenario(2, 3, forward=1, transfer=2, training=False))
     assert begins(found.free_running) == {"F0.0": 0, "F0.1": 1, "F0.2": 2, "F1.0": 3, "F1.1": 5, "F1.2": 7}
-    assert [tuple(one) for one in found.free_running.transfers()] == [
-        (0, 1, 0, 1, 3),
-        (0, 1, 1, 3, 5),
-        (0, 1, 2, 5, 7),
-    ]
+    sent = [tuple(one) for one in found.free_running.transfers()]
+    assert sent == [(0, 1, 0, 1, 3), (0, 1, 1, 3, 5), (0, 1, 2, 5, 7)]
     assert found.free_running.step_time == 8
     assert found.free_running.bubble.transfers == 2 * (8 - 4)
     # In lock-step what is sent is sent between time-steps.
@@ -116,17 +121,16 @@ def test_updates_follow_what_their_ipu_does():
 
 
 def test_chunks_are_programs_for_several_micro_batches():
-    found = simulate(scenario(2, 4, forward=1, host=0.5, of={"training": False, "chunk_size": 2}))
+    found = simulate(scenario(2, 4, forward=1, host=0.5, training=False, chunk_size=2))
     expected = {"F0.0": 0.5, "F0.1": 1.5, "F0.2": 2.5, "F0.3": 3.5}
     expected |= {"F1.0": 2.5, "F1.1": 3.5, "F1.2": 4.5, "F1.3": 5.5}
     assert begins(found.free_running) == expected
-    fused = simulate(scenario(1, 2, forward=1, backward=2, of={"chunk_size": 2})).free_running
+    fused = simulate(scenario(1, 2, forward=1, backward=2, chunk_size=2)).free_running
     assert begins(fused) == {"F0.0": 0, "B0.0": 1, "F0.1": 3, "B0.1": 4}
 
 
 def test_a_value_may_skip_a_stage():
-    of = {"training": False}
-    found = simulate(scenario(3, 1, forward=1, transfer={(0, 2): 7}, of=of)).free_running
+    found = simulate(scenario(3, 1, forward=1, transfer={(0, 2): 7}, training=False)).free_running
     assert begins(found) == {"F0.0": 0, "F1.0": 1, "F2.0": 8}
 
 
@@ -140,22 +144,20 @@ def test_what_takes_no_time_is_no_program():
 
 def test_two_programs_on_one_core_take_twice_as_long():
     # One core:   0..1 F0.0; 1..3 F0.1 and F1.0 side by side; 3..4 F1.1
-    of = {"training": False, "cores": 1}
-    found = simulate(scenario(2, 2, forward=1, of=of)).free_running
+    found = simulate(scenario(2, 2, forward=1, **ON_ONE_CORE)).free_running
     assert begins(found) == {"F0.0": 0, "F0.1": 1, "F1.0": 1, "F1.1": 3}
     assert found.step_time == 4
     assert found.bubble.shared_cores == 2 * (4 - 3)
     assert found.utilisation == 0.5
     # On two cores, a forward that keeps both busy alone: the same.
-    wide = scenario(2, 2, forward=1, forward_cores=2, of={**of, "cores": 2})
+    wide = scenario(2, 2, forward=1, forward_cores=2, training=False, cores=2)
     assert begins(simulate(wide).free_running) == begins(found)
     assert begins(simulate(wide).lock_step) == begins(found)
 
 
 def test_what_ends_gives_its_share_of_the_cores_to_others():
     # One core: F1.0 (3) and F0.1 (1) share it from 1 to 3, then F1.0 has 2 left.
-    of = {"training": False, "cores": 1}
-    found = simulate(scenario(2, 2, forward=[1, 3], of=of))
+    found = simulate(scenario(2, 2, forward=[1, 3], **ON_ONE_CORE))
     assert begins(found.free_running) == {"F0.0": 0, "F0.1": 1, "F1.0": 1, "F1.1": 5}
     assert found.free_running.step_time == 8
     ends = {one.begin: one.end for one in found.lock_step.intervals() if one.stage == 0}
@@ -166,18 +168,17 @@ def test_what_ends_gives_its_share_of_the_cores_to_others():
 def test_a_transfer_keeps_a_core_busy():
     # One core: F0.0 (1); its transfer (2) beside F0.1 (1) from 1 to 3; then it has 1 left, and that of F0.1
     # waits for it, as they take the same way.
-    of = {"training": False, "cores": 1}
-    found = simulate(scenario(2, 2, forward=[1, 1], transfer=2, of=of)).free_running
+    found = simulate(scenario(2, 2, forward=[1, 1], transfer=2, **ON_ONE_CORE)).free_running
     assert begins(found) == {"F0.0": 0, "F0.1": 1, "F1.0": 4, "F1.1": 7}
     assert [(one.begin, one.end) for one in found.transfers()] == [(1, 4), (4, 7)]
     assert found.step_time == 8
-    alone = simulate(scenario(2, 2, forward=[1, 1], transfer=2, of={**of, "cores": 2})).free_running
+    alone = simulate(scenario(2, 2, forward=[1, 1], transfer=2, training=False, cores=2)).free_running
     assert alone.step_time == 6
 
 
 def test_memory_over_time():
     memory = Memory((100, 1000), (10, 7))
-    found = simulate(scenario(2, 3, forward=1, backward=2, of={"memory": memory}))
+    found = simulate(scenario(2, 3, forward=1, backward=2, memory=memory))
     # Grouped, free: IPU 0 does F0 F1 F2 at 0, 1, 2, then its backwards at 4, 7 and 10.
     times, sizes = found.free_running.memory[0]
     assert times.tolist() == [0, 1, 2, 6, 9, 12]
@@ -203,7 +204,7 @@ def test_the_bubble_of_a_balanced_pipeline(num_stages, count, training):
     """
     for schedule in WHOLE:
         given = {"forward": 2.0, "backward": 2.0 if training else 0.0}
-        found = simulate(scenario(num_stages, count, schedule, of={"training": training}, **given))
+        found = simulate(scenario(num_stages, count, schedule, training=training, **given))
         expected = (num_stages - 1) / (count + num_stages - 1)
         for timeline in (found.free_running, found.lock_step):
             if schedule == "sequential" and (training or timeline is found.lock_step):
@@ -233,7 +234,7 @@ def test_the_bubble_of_looped(num_ipus, num_turns, count):
     """(p-1)(F+B)/v; and Interleaved's (p-1)(F+B) with whole stages."""
     mapping = tuple(stage % num_ipus for stage in range(num_ipus * num_turns))
     costs = {"forward": 1 / num_turns, "backward": 2 / num_turns}
-    found = simulate(scenario(len(mapping), count, "looped", of={"device_mapping": mapping}, **costs))
+    found = simulate(scenario(len(mapping), count, "looped", device_mapping=mapping, **costs))
     idle = 3 * (num_ipus - 1) / num_turns
     assert found.free_running.step_time == pytest.approx(3 * count + idle)
     assert found.free_running.bubble.total == pytest.approx(num_ipus * idle)
@@ -241,32 +242,25 @@ def test_the_bubble_of_looped(num_ipus, num_turns, count):
 
 def test_memory_between_halves():
     given = Memory((0,), (10,), (4,))
-    found = simulate(scenario(1, 2, "zero_bubble", forward=1, backward=2, of={"memory": given}))
+    found = simulate(scenario(1, 2, "zero_bubble", forward=1, backward=2, memory=given))
     times, sizes = found.lock_step.memory[0]
     # F0 I0 W0 F1 I1 W1
     assert dict(zip(times.tolist(), sizes.tolist(), strict=True)) == {0: 10, 2: 4, 3: 10, 5: 4, 6: 0}
-
-
-def test_weight_gradients_are_a_part_of_the_backward():
-    with pytest.raises(ValueError, match=r"weight_gradients are a part of backward.*\(3.0,\)"):
-        Costs.of(1, forward=1, backward=2, weight_gradients=3)
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "interleaved"])
 def test_free_running_needs_no_equal_directions(schedule):
     found = simulate(scenario(4, 16, schedule, forward=1, backward=2))
     assert found.free_running.step_time == (16 + 3) * 3
-    assert found.free_running.bubble.by_cause() == pytest.approx(
-        {**dict.fromkeys(("imbalance", "transfers", "host", "shared_cores"), 0)}
-        | {name: found.free_running.bubble.by_cause()[name] for name in ("ramp_up", "ramp_down")}
-    )
+    causes = found.free_running.bubble.by_cause()
+    assert [cause for cause, idle in causes.items() if idle] == ["ramp_up", "ramp_down"]
     # Grouped has forwards beside forwards, and Interleaved forwards beside backwards.
     in_lock_step = {"grouped": (16 + 3) * 3, "interleaved": 72}
     assert found.lock_step.step_time == in_lock_step[schedule]
 
 
 def test_a_slow_stage_is_imbalance():
-    found = simulate(scenario(4, 100, forward=[1, 1, 2, 1], backward=0.0, of={"training": False}))
+    found = simulate(scenario(4, 100, forward=[1, 1, 2, 1], backward=0.0, training=False))
     timeline = found.free_running
     # Even work would be 1.25 each: (100 + 3) * 1.25; it takes 1 + 1 + 100 * 2 + 1.
     assert timeline.step_time == 203
@@ -531,7 +525,7 @@ def test_random_scenarios_that_share_cores_against_small_ticks():
 
 
 def test_a_timetable_brings_its_mapping():
-    case = scenario(4, 3, "interleaved", forward=1, backward=2, of={"device_mapping": (0, 1, 1, 0)})
+    case = scenario(4, 3, "interleaved", forward=1, backward=2, device_mapping=(0, 1, 1, 0))
     table = case.timetable()
     assert isinstance(table, Timetable)
     other = dataclasses.replace(case, schedule=table, device_mapping=())
@@ -544,18 +538,9 @@ def test_a_timetable_brings_its_mapping():
 
 
 def test_a_scenario_goes_through_a_dictionary():
-    case = Scenario(
-        Costs.of(
-            3, forward=[1, 2, 3], backward=2, update=1, transfer=[0.5, 0], host=0.1, forward_cores=1.5
-        ),
-        "interleaved",
-        8,
-        device_mapping=(0, 1, 0),
-        chunk_size=2,
-        cores=2,
-        memory=Memory((1, 2), (3, 4, 5)),
-        micro_batch_size=32,
-    )
+    costs = {"forward": [1, 2, 3], "backward": 2, "update": 1, "transfer": [0.5, 0], "host": 0.1}
+    fields = {"device_mapping": (0, 1, 0), "chunk_size": 2, "cores": 2, "memory": Memory((1, 2), (3, 4, 5))}
+    case = scenario(3, 8, "interleaved", forward_cores=1.5, micro_batch_size=32, **costs, **fields)
     assert Scenario.from_dict(json.loads(json.dumps(case.as_dict()))) == case
     assert Scenario.from_dict({"costs": {"forward": [1, 2]}}) == Scenario(Costs.of(2, forward=[1, 2]))
     with pytest.raises(ValueError, match=r"KeyError: 'costs'"):
@@ -575,26 +560,25 @@ def test_a_scenario_goes_through_a_dictionary():
         ({"update": float("nan")}, "update must be finite"),
         ({"transfer": {(0, 3): 1.0}}, r"between two of the 3 stages, counted from 0; got \(0, 3\)"),
         ({"transfer": {(1, 1): 1.0}}, r"between two of the 3 stages"),
-        ({"forward_cores": 0}, "forward_cores must be greater than 0"),
-        ({"of": {"num_micro_batches": 0}}, "num_micro_batches must be an integer of at least 1; got 0"),
-        ({"of": {"chunk_size": 3}}, "chunk_size must divide num_micro_batches, which is 4; got 3"),
-        ({"of": {"device_mapping": (0, 1)}}, "device_mapping must have a number from 0 for each of the 3"),
         (
-            {"of": {"schedule": "fastest"}},
-            "schedule must be one of grouped .*interleaved .*sequential.*'fastest'",
+            {"backward": 2, "weight_gradients": 3},
+            r"weight_gradients are a part of backward.*\(3.0, 3.0, 3.0\)",
         ),
-        ({"of": {"levels": (0, 2, 3)}}, "levels must ascend from 0 without a gap"),
-        ({"of": {"levels": (0, 1, 1)}}, "the last level must have one stage"),
-        ({"of": {"cores": 0}}, "cores must be greater than 0, or None; got 0"),
-        ({"of": {"memory": Memory((1,), (1, 1, 1))}}, "num_constant_bytes for each of 3 IPUs"),
+        ({"forward_cores": 0}, "forward_cores must be greater than 0"),
+        ({"num_micro_batches": 0}, "num_micro_batches must be an integer of at least 1; got 0"),
+        ({"chunk_size": 3}, "chunk_size must divide num_micro_batches, which is 4; got 3"),
+        ({"device_mapping": (0, 1)}, "device_mapping must have a number from 0 for each of the 3"),
+        ({"schedule": "fastest"}, "schedule must be one of grouped .*interleaved .*sequential.*'fastest'"),
+        ({"levels": (0, 2, 3)}, "levels must ascend from 0 without a gap"),
+        ({"levels": (0, 1, 1)}, "the last level must have one stage"),
+        ({"cores": 0}, "cores must be greater than 0, or None; got 0"),
+        ({"memory": Memory((1,), (1, 1, 1))}, "num_constant_bytes for each of 3 IPUs"),
     ],
     ids=str,
 )
 def test_what_cannot_be_simulated_is_refused(given, message):
-    given = dict(given)
-    of = {"schedule": "grouped", "num_micro_batches": 4, **given.pop("of", {})}
     with pytest.raises(ValueError, match=message):
-        Scenario(Costs.of(3, **{"forward": 1, **given}), **of)
+        scenario(**{"num_stages": 3, "num_micro_batches": 4, "forward": 1, **given})
 
 
 def test_fields_of_costs_have_a_number_per_stage():
