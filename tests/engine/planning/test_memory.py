@@ -16,14 +16,15 @@ from tests.support import models
 
 WIDTH, SIZE, LAYERS, NUM_MICRO_BATCHES = 24, 16, 2, 8
 ACTIVATION = WIDTH * SIZE * 4  # bytes
+TRAINING = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
 
 
-def make_stages(num_stages):
+def make_stages(num_stages, num_layers=LAYERS, width=WIDTH):
     def make(index):
         def stage(x, labels):
-            for layer in range(LAYERS):
-                x = models.dense(f"stage{index}/layer{layer}", WIDTH, x, lambda a: jnp.tanh(jnp.sin(a)))
-                if layer < LAYERS - 1:
+            for layer in range(num_layers):
+                x = models.dense(f"stage{index}/layer{layer}", width, x, lambda a: jnp.tanh(jnp.sin(a)))
+                if layer < num_layers - 1:
                     x = engine.recomputation_checkpoint(x)
             return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
 
@@ -41,13 +42,8 @@ def make_step(num_micro_batches=NUM_MICRO_BATCHES):
 
 
 def make(num_stages, schedule, mode, **options):
-    pipeline = engine.Pipeline(
-        make_stages(num_stages),
-        schedule=schedule,
-        recompute=mode,
-        loss=lambda loss: loss,
-        **{"num_micro_batches": NUM_MICRO_BATCHES, "optimizer": optax.sgd(0.1), **options},
-    )
+    options = {"num_micro_batches": NUM_MICRO_BATCHES, **TRAINING, **options}
+    pipeline = engine.Pipeline(make_stages(num_stages), schedule=schedule, recompute=mode, **options)
     pipeline.trace(make_step(1)[0])
     return pipeline
 
@@ -57,6 +53,15 @@ def in_flight(schedule, stage, num_stages):
     depth = num_stages - stage
     number = {"grouped": 2 * depth - 1, "interleaved": depth, "sequential": 1}[schedule]
     return min(number, NUM_MICRO_BATCHES)
+
+
+def measure(pipeline, num_replicas=1):
+    """What the stages have held at most in a step."""
+    step = make_step(pipeline.num_micro_batches * num_replicas)
+    state = pipeline.init(jax.random.key(0), step[0])
+    live_bytes = LiveBytes(pipeline.prepare())
+    pipeline.step(state, step)
+    return live_bytes
 
 
 @pytest.mark.parametrize(
@@ -69,36 +74,27 @@ def in_flight(schedule, stage, num_stages):
 )
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.Chunking())
-    step = make_step()
-    state = pipeline.init(jax.random.key(0), step[0])
-    live_bytes = LiveBytes(pipeline.prepare())
-    pipeline.step(state, step)
-    plan = pipeline.plan_memory()
+    peaks, plan = measure(pipeline).peaks, pipeline.plan_memory()
     for stage in range(num_stages - 1):
         expected = in_flight(schedule, stage, num_stages)
         assert plan[stage].in_flight == expected
         if mode is not None:  # a stage's input, and what is marked
             assert plan[stage].num_held_bytes == LAYERS * ACTIVATION
-        assert live_bytes.peaks[stage] == pytest.approx(plan[stage].num_live_bytes, rel=0.05)
-        assert live_bytes.peaks[stage] == pytest.approx(expected * plan[stage].num_held_bytes, rel=0.05)
+        assert peaks[stage] == pytest.approx(plan[stage].num_live_bytes, rel=0.05)
+        assert peaks[stage] == pytest.approx(expected * plan[stage].num_held_bytes, rel=0.05)
     assert plan[-1].num_live_bytes == 0
 
 
 @pytest.mark.parametrize(
-    ("mode", "mapping"),
-    [("recompute_then_backpropagate", (0, 1, 2)), (None, (0, 0, 1))],
+    ("mode", "mapping"), [("recompute_then_backpropagate", (0, 1, 2)), (None, (0, 0, 1))]
 )
 def test_live_bytes_of_halves(mode, mapping):
     """Before the first half what both read, between them what the second reads; all until the second."""
     pipeline = make(len(mapping), "zero_bubble", mode, device_mapping=mapping)
-    step = make_step()
-    state = pipeline.init(jax.random.key(0), step[0])
-    live_bytes = LiveBytes(pipeline.prepare())
-    pipeline.step(state, step)
-    plan = pipeline.plan_memory()
+    peaks, plan = measure(pipeline).peaks, pipeline.plan_memory()
     for stage, planned in enumerate(plan):
         assert planned.fullest == pipeline.timetable(NUM_MICRO_BATCHES).fullest[stage]
-        assert live_bytes.peaks[stage] == pytest.approx(planned.num_live_bytes, rel=0.05)
+        assert peaks[stage] == pytest.approx(planned.num_live_bytes, rel=0.05)
     assert plan[-1].num_live_bytes > 0
     if mode == "recompute_then_backpropagate":  # which only its first half computes again
         assert plan[1].num_held_bytes == ACTIVATION
@@ -108,10 +104,7 @@ def test_live_bytes_of_halves(mode, mapping):
 def test_live_bytes_of_replicas():
     """Each holds what one alone would."""
     pipeline = make(2, "grouped", "auto", num_replicas=2, num_micro_batches=4)
-    step = make_step(8)
-    state = pipeline.init(jax.random.key(0), step[0])
-    live_bytes = LiveBytes(pipeline.prepare())
-    pipeline.step(state, step)
+    live_bytes = measure(pipeline, 2)
     planned = [stage.num_live_bytes for stage in pipeline.plan_memory()]
     assert planned[0] > 0
     assert live_bytes.peaks == pytest.approx(planned, rel=0.05)
@@ -124,30 +117,21 @@ def test_live_bytes_are_those_between_programs():
         LiveBytes(pipeline.prepare())
 
 
+def traced(stages):
+    pipeline = engine.Pipeline(stages, num_micro_batches=NUM_MICRO_BATCHES, **TRAINING)
+    pipeline.trace(make_step(1)[0])
+    return pipeline
+
+
 @functools.cache
-def temp_bytes(mode, num_layers=4, num_stages=2):
+def temp_bytes(mode):
     """Temporary memory of everything as one program."""
-
-    def layers(index):
-        def stage(x, labels):
-            for layer in range(num_layers):
-                x = models.dense(f"stage{index}/layer{layer}", 64, x, lambda a: jnp.tanh(jnp.sin(a)))
-                if layer < num_layers - 1:
-                    x = engine.recomputation_checkpoint(x)
-            return models.cross_entropy(x, labels) if index == num_stages - 1 else (x, labels)
-
-        return stage
-
-    rng = np.random.default_rng(0)
-    micro_batch = (rng.normal(size=(512, 64)).astype("float32"), np.zeros(512, "int32"))
-    pipeline = engine.Pipeline(
-        [layers(index) for index in range(num_stages)],
-        num_micro_batches=2,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        device_mapping=[0] * num_stages,
-        recompute=mode,
+    micro_batch = (
+        np.random.default_rng(0).normal(size=(512, 64)).astype("float32"),
+        np.zeros(512, "int32"),
     )
+    options = {"num_micro_batches": 2, "device_mapping": [0, 0], "recompute": mode}
+    pipeline = engine.Pipeline(make_stages(2, 4, 64), **options, **TRAINING)
     state = pipeline.init(jax.random.key(0), micro_batch)
     pipeline.step(state, [micro_batch] * 2)
     return pipeline.plan_ipu_memory()[0].num_temporary_bytes
@@ -185,13 +169,7 @@ def test_jax_checkpoint_bounds_what_is_kept():
 
         return stage
 
-    pipeline = engine.Pipeline(
-        [make_stage(0), make_stage(1)],
-        num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-    )
-    pipeline.trace(make_step(1)[0])
+    pipeline = traced([make_stage(0), make_stage(1)])
     # What each block takes; nothing from within them.
     assert pipeline.plan_memory()[0].num_residual_bytes == LAYERS * ACTIVATION
 
@@ -211,13 +189,10 @@ def bytes_by_device(tree, memory_kind="device"):
     return found
 
 
-def run(pipeline, num_steps=1):
-    """The state after some steps."""
+def run(pipeline):
+    """The state after a step."""
     step = make_step()
-    state = pipeline.init(jax.random.key(0), step[0])
-    for _ in range(num_steps):
-        state, _outputs = pipeline.step(state, step)
-    return state
+    return pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)[0]
 
 
 def test_the_state_that_is_on_each_ipu():
@@ -317,22 +292,14 @@ def test_each_kind_is_offloaded_alone():
 
 
 def test_a_shared_variable_is_copied_and_has_two_accumulators():
-    size = (WIDTH, WIDTH)
-
     def first(x, labels):
-        with engine.variable_scope("tied"):
-            return x @ engine.get_variable("kernel", size), labels
+        return x @ models.weight("tied", x, size=WIDTH), labels
 
     def last(x, labels):
-        with engine.variable_scope("tied", reuse=True):
-            return models.cross_entropy(x @ engine.get_variable("kernel", size).T, labels)
+        return models.cross_entropy(x @ models.weight("tied", x, reuse=True, size=WIDTH).T, labels)
 
-    pipeline = engine.Pipeline(
-        [first, last], num_micro_batches=NUM_MICRO_BATCHES, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
-    )
-    pipeline.trace(make_step(1)[0])
     num_bytes = 4 * WIDTH * WIDTH
-    owner, other = pipeline.plan_ipu_memory()
+    owner, other = traced([first, last]).plan_ipu_memory()
     assert owner.num_variable_bytes == other.num_variable_bytes == num_bytes
     assert owner.num_accumulator_bytes == other.num_accumulator_bytes == num_bytes
 
