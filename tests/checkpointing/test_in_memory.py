@@ -1,5 +1,6 @@
 """In-memory checkpoints: what is written, which are found, and sessions and estimators that go on."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -500,14 +501,20 @@ def test_none_is_taken_between_the_runs_of_one_update_of_a_table_in_host_memory(
 # Estimators.
 
 
-def test_a_call_that_has_nothing_to_do_leaves_the_memory_to_a_later_one(directory, tmp_path, again):
-    """As when a program trains, evaluates and trains on, and is killed in the second training."""
-    estimator = make_small(tmp_path / "model")
-    estimator.train(input_fn, max_steps=16)
-    again(number=0)
+@contextlib.contextmanager
+def killed_at_the_end():
+    """Nothing is saved on disk, and what is in memory stays there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
         patch.setattr(InMemorySeries, "drop", lambda _series: None)
+        yield
+
+
+def test_a_call_that_has_nothing_to_do_leaves_the_memory_to_a_later_one(directory, tmp_path, again):
+    """As when a program trains, evaluates and trains on, and is killed in the second training."""
+    make_small(tmp_path / "model").train(input_fn, max_steps=16)
+    again(number=0)
+    with killed_at_the_end():
         make_small(tmp_path / "model").train(input_fn, max_steps=48)
     again()
     estimator = make_small(tmp_path / "model")
@@ -535,10 +542,8 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     JobHistory(time.time()).write(directory)
     monkeypatch.setattr(launched, "_useful", 0.0)
     estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
-    with monkeypatch.context() as patch:  # as if it had no time to save: a process that was killed
-        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
-        with pytest.raises(KilledError):
-            estimator.train(input_fn, hooks=[Stop()], max_steps=48)
+    with killed_at_the_end(), pytest.raises(KilledError):
+        estimator.train(input_fn, hooks=[Stop()], max_steps=48)
     assert estimator.latest_checkpoint() is None
     assert files_in(directory)
     estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
@@ -565,13 +570,9 @@ def test_an_estimator_goes_on_from_disk_if_memory_is_not_newer(step, directory, 
     assert "from step 16, restored from" in caplog.text
 
 
-def test_a_checkpoint_that_was_due_when_a_process_died_is_saved_then(
-    directory, tmp_path, again, monkeypatch
-):
+def test_a_checkpoint_that_was_due_when_a_process_died_is_saved_then(directory, tmp_path, again):
     """The state in memory is of the same step."""
-    with monkeypatch.context() as patch:
-        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
-        patch.setattr(InMemorySeries, "drop", lambda _series: None)
+    with killed_at_the_end():
         make_small(tmp_path / "model", save_checkpoints_steps=16).train(input_fn, max_steps=24)
     again()
     estimator = make_small(tmp_path / "model", save_checkpoints_steps=16, keep_checkpoint_max=9)

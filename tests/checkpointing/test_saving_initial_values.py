@@ -9,8 +9,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
-from tests.support.front import compile_program, session_of
+from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
+from tests.support.front import compile_pipeline, compile_program, session_of
 from tests.support.resumable import Training
 
 INITIALIZE = ipu.global_variables_initializer()
@@ -39,14 +39,12 @@ class Small:
         def optimize(loss):
             return OptimizerFunctionOutput(optax.adam(0.1), loss)
 
-        self.program = compile_program(
-            lambda: pipeline(
-                [lambda x: second(first(x))],
-                2,
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=optimize if trains else None,
-            )
+        self.program = compile_pipeline(
+            [lambda x: second(first(x))],
+            2,
+            infeed_queue=self.infeed,
+            outfeed_queue=self.outfeed,
+            optimizer_function=optimize if trains else None,
         )
 
 
@@ -57,6 +55,14 @@ def assert_complete(path, model):
     assert shapes == {name: spec.shape for name, spec in model.program.variables.items()}
 
 
+def run_from(path, model):
+    """Runs a model from a checkpoint, which may have other tests' variables, too."""
+    with ipu.Session() as session:
+        session.restore(path, allow_partial=True)
+        session.run(model.initializer)
+        session.run(model.program)
+
+
 def test_another_model_of_the_same_names_is_still_there(tmp_path):
     """As after a notebook's cell was changed and run again: names stood for two shapes, and were lost."""
     earlier = Small("replaced", width=4)
@@ -65,10 +71,7 @@ def test_another_model_of_the_same_names_is_still_there(tmp_path):
         session.run(INITIALIZE)
         path = ipu.Saver().save(session, tmp_path)
     assert_complete(path, model)
-    with ipu.Session() as session:
-        session.restore(path, allow_partial=True)
-        session.run(model.initializer)
-        session.run(model.program)
+    run_from(path, model)
     with ipu.Session() as session:
         session.take_over(checkpoints.read_checkpoint(path), path, fits=False)
         session.run(earlier.initializer)
@@ -87,10 +90,7 @@ def test_a_program_that_is_compiled_after_the_initializer(tmp_path, fetch):
         assert_complete(path, model)
         session.run(fetch)
         assert_complete(ipu.Saver().save(session, tmp_path), model)
-    with ipu.Session() as session:
-        session.restore(path, allow_partial=True)  # it may have other tests' variables
-        session.run(model.initializer)
-        session.run(model.program)
+    run_from(path, model)
 
 
 def test_a_program_with_more_variables_is_compiled_later(tmp_path):
@@ -155,9 +155,7 @@ def test_training_on_from_it_is_training_from_the_start(tmp_path):
         session.run(INITIALIZE)  # forgets what was trained, and where the data stand
         assert session.update_count() == 0
         assert ipu.Saver().save(session, tmp_path / "again") == str(tmp_path / "again" / "0")
-        expected = ipu.Session(seed=3)
-        with expected:
-            training.start(expected)
+        with session_of(training, seed=3) as expected:
             training.run(expected, 3)
     for found in (path, tmp_path / "again" / "0"):
         with ipu.Session(seed=99) as other:

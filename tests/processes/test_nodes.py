@@ -220,6 +220,14 @@ def test_a_job_that_may_shrink_goes_on_without_a_node_until_it_comes(lead, clock
     ]
 
 
+def test_the_leaders_own_node_is_not_lost(lead, clock):
+    """Its launcher may wait for a terminal that takes nothing."""
+    _leader, first, second = make_two(lead)
+    begin(first, second)
+    clock.forward(60, second.tell)
+    assert second.tell().failed == ()
+
+
 @pytest.mark.parametrize("restarts", [0, 5])
 def test_a_signal_while_nodes_are_waited_for(restarts, lead):
     """Without restarts, nothing can take the place of a node, so that each signal ends all."""
@@ -281,13 +289,13 @@ class Deaf:
 
 
 @pytest.fixture
-def meeting(monkeypatch):
-    """A meeting at an address, and a leader that only counts; nobody is too late."""
+def meeting(request, monkeypatch):
+    """A meeting at an address, and a leader that only counts; nobody is too late, if not said."""
     monkeypatch.setattr(meeting_module, "_TO_PROVE", PATIENCE)
     monkeypatch.setattr(meeting_module, "_LEAVING", PATIENCE)
     host, port = free_address().split(":")
     leader, address = Deaf(), (host, int(port))
-    made = Meeting(leader, address, SECRET, PATIENCE)
+    made = Meeting(leader, address, SECRET, getattr(request, "param", PATIENCE))
     yield leader, address
     made.close()
 
@@ -317,6 +325,19 @@ def test_reports_and_orders_arrive_as_they_were(meeting):
     assert leader.reports[0] == report
     assert leader.reports[-2] == dataclasses.replace(report, has_left=True)
     await_that(lambda: leader.lost == [report.agent])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("meeting", [3.0], indirect=True)
+def test_a_launcher_that_gives_no_reports_is_silent(meeting):
+    """It waits for a terminal, for example; its thread does not say for it that all is as before."""
+    leader, address = meeting
+    remote, report = RemoteLeader(address, SECRET, 0.5), Report(1, 4, OPTIONS)
+    await_that(lambda: remote.exchange(report) is not None)
+    await_that(lambda: leader.lost == [report.agent])
+    before = len(leader.reports)
+    await_that(lambda: remote.exchange(report) and len(leader.reports) > before)
+    remote.close(report)
 
 
 def speak(address, text):
