@@ -28,14 +28,10 @@ def draw(shape):
     return lambda key: jax.random.normal(key, shape) / 2
 
 
-def make_layer(key):
-    return {"w": draw((4, 4))(key)}
-
-
 def make(names, optimizer=None, size=2, **options):
     """A pipeline of layers with names, and a head with the name of the last one."""
     *layers, last = names
-    parameters = [engine.Shared(name, make_layer) for name in layers]
+    parameters = [engine.Shared(name, lambda key: {"w": draw((4, 4))(key)}) for name in layers]
     return engine.Pipeline(
         [*[layer] * len(layers), head],
         parameters=[*parameters, engine.Shared(last, draw((4, size)))],
@@ -74,18 +70,14 @@ def test_another_head_and_a_layer_more():
     assert adoption == engine.Adoption(("a/w", "b/w"), ("c/w", "head"), ("old",), True)
     assert (adopted.update_count, adopted.execution_count) == (2, 2)
     start = pipeline.init(jax.random.key(0), X).variables
-    expected = {name: state.variables.get(name, start[name]) for name in start}
+    expected = models.on_one_device({name: state.variables.get(name, start[name]) for name in start})
     models.assert_trees_close(adopted.variables, expected, 0.0)
-    expected = jax.device_put(expected, jax.devices()[0])
-    adam = optimizer.init(expected)[0]
-    known = state.optimizer_state[0]
-    moments = {
-        field: {**getattr(adam, field), **{n: getattr(known, field)[n] for n in ("a/w", "b/w")}}
-        for field in ("mu", "nu")
-    }
-    opt_state = jax.device_put(
-        (adam._replace(count=known.count, **moments), optax.EmptyState()), jax.devices()[0]
+    known, new = models.on_one_device(state.optimizer_state[0]), optimizer.init(expected)[0]
+    mu, nu = (
+        {name: own.get(name, zeros[name]) for name in zeros}
+        for own, zeros in ((known.mu, new.mu), (known.nu, new.nu))
     )
+    opt_state = (known._replace(mu=mu, nu=nu), optax.EmptyState())
 
     def loss(variables):
         total = 0.0
@@ -115,14 +107,15 @@ def test_what_it_says():
     assert same.optimizer_state[0].count == 2
 
 
-OTHERS = {
-    "another optimizer": {"optimizer": optax.sgd(0.1, momentum=0.9)},
-    "other dtypes": {"optimizer": optax.adam(0.1, mu_dtype=jnp.bfloat16)},
-    "new variables only": {"trained": ["head"]},
-}
-
-
-@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": optax.sgd(0.1, momentum=0.9)},
+        {"optimizer": optax.adam(0.1, mu_dtype=jnp.bfloat16)},
+        {"trained": ["head"]},
+    ],
+    ids=["another optimizer", "other dtypes", "new variables only"],
+)
 def test_an_optimizer_state_that_does_not_fit(options):
     pipeline = make(("a", "b", "head"), **options)
     state, adoption = adopt(pipeline, old_state())
@@ -143,14 +136,10 @@ def test_counts_without_variables_go_on():
 
 def test_evaluation():
     """Without an optimizer it takes no optimizer state; a state of it has none to give."""
-    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 4), (4, 2))]
-    evaluator = engine.Pipeline(
-        [layer, head],
-        parameters=[engine.Shared("a", {"w": shapes[0]}), engine.Shared("old", shapes[1])],
-        num_micro_batches=2,
-    )
-    trained = old_state()
-    state, adoption = adopt(evaluator, trained)
+    shapes = {"a": {"w": jax.ShapeDtypeStruct((4, 4), "f4")}, "old": jax.ShapeDtypeStruct((4, 2), "f4")}
+    parameters = [engine.Shared(name, own) for name, own in shapes.items()]
+    evaluator = engine.Pipeline([layer, head], parameters=parameters, num_micro_batches=2)
+    state, adoption = adopt(evaluator, old_state())
     assert adoption == engine.Adoption(("a/w", "old"), (), ("b/w",), None)
     assert state.optimizer_state is None
     assert "optimizer state: none" in str(adoption)
@@ -168,41 +157,37 @@ def test_variables_that_weights_are_counted_in():
 
 
 def test_errors():
-    state = old_state()
-    with pytest.raises(
-        ValueError, match=r"old is float32\[4, 2\] there, float32\[4, 3\] here. To begin such a"
-    ):
-        adopt(make(OLD, size=3), state)
-    without = dataclasses.replace(state, variables={n: v for n, v in state.variables.items() if n != "old"})
-    assert adopt(make(OLD, size=3), without)[1].new == ("old",)
-    with pytest.raises(
-        ValueError, match="has none of the pipeline's variables. It has .*old; the pipeline has x"
-    ):
-        adopt(make("xyz"), state)
+    state, larger = old_state(), make(OLD, size=3)
     shapes = engine.Pipeline(
         [layer, lambda p, x: x * p],
-        parameters=[engine.Shared("a", make_layer), jax.ShapeDtypeStruct((), "float32")],
+        parameters=[
+            engine.Shared("a", {"w": np.ones((4, 4), "float32")}),
+            jax.ShapeDtypeStruct((), "float32"),
+        ],
         num_micro_batches=1,
     )
-    with pytest.raises(
-        ValueError, match="parameters of stage 1 .* must be an array to start from; got a Shap"
+    for pipeline, message in (
+        (larger, r"old is float32\[4, 2\] there, float32\[4, 3\] here. To begin such a"),
+        (make("xyz"), "has none of the pipeline's variables. It has .*old; the pipeline has x"),
+        (shapes, "parameters of stage 1 .* must be an array to start from; got a Shap"),
     ):
-        adopt(shapes, state)
+        with pytest.raises(ValueError, match=message):
+            adopt(pipeline, state)
+    without = dataclasses.replace(state, variables={n: v for n, v in state.variables.items() if n != "old"})
+    assert adopt(larger, without)[1].new == ("old",)
     with pytest.raises(RuntimeError, match="has not been traced"):
         make(OLD).adopt(state)
-    with pytest.raises(
-        TypeError, match="Pipeline.adopt: state must be what init or step returned; got dict"
-    ):
+    message = "Pipeline.adopt: state must be what init or step returned; got dict"
+    with pytest.raises(TypeError, match=message):
         make(OLD).adopt(state.variables)
 
 
 def test_errors_about_states_that_lack_variables_say_how_to_go_on():
     state, pipeline = old_state(), make(("a", "c", "head"))
     pipeline.trace(X)
-    for use in (pipeline.step, lambda state, _given: pipeline.parameters(state)):
-        with pytest.raises(
-            ValueError, match=r"has no variable c/w.*Pipeline.adopt\(state\) takes the variables"
-        ):
-            use(state, MICRO_BATCHES)
-    with pytest.raises(ValueError, match=r"Pipeline.adopt\(state\) takes the variables of the same names"):
+    mend = r"Pipeline.adopt\(state\) takes the variables"
+    for use in (lambda: pipeline.step(state, MICRO_BATCHES), lambda: pipeline.parameters(state)):
+        with pytest.raises(ValueError, match=f"has no variable c/w.*{mend}"):
+            use()
+    with pytest.raises(ValueError, match=f"{mend} of the same names"):
         engine.resplit(state, pipeline)

@@ -14,8 +14,8 @@ import pytest
 from jax.experimental import checkify
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import hanging, reference
-from tests.support import models, programs
+from ipu_pipeline.engine import hanging
+from tests.support import beside, models, programs
 
 W, V = np.full((3, 4), 0.5, "float32"), np.full((4, 1), 0.1, "float32")
 BOTH = pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
@@ -39,18 +39,20 @@ def last(p, h, y):
 
 
 def make(stages=(first, last), num_micro_batches=3, parameters=({"w": W}, {"v": V}), **options):
-    options.setdefault("optimizer", optax.sgd(0.1))
-    return engine.Pipeline(
-        list(stages),
-        num_micro_batches=num_micro_batches,
-        loss=lambda loss: loss,
-        parameters=list(parameters),
-        **options,
-    )
+    given = {
+        "loss": lambda loss, *_others: loss,
+        "optimizer": optax.sgd(0.1),
+        "parameters": list(parameters),
+    }
+    return engine.Pipeline(list(stages), num_micro_batches=num_micro_batches, **given | options)
 
 
 def batches(*labels, rows=2):
     return [(np.ones((rows, 3), "float32"), np.full((rows, 1), y, "float32")) for y in labels]
+
+
+def start(pipeline):
+    return pipeline.init(jax.random.key(0), batches(1)[0])
 
 
 def error_of(pipeline, state, data):
@@ -62,17 +64,14 @@ def error_of(pipeline, state, data):
 @BOTH
 def test_a_nan_has_a_line_a_stage_and_a_micro_batch_and_leaves_the_state(mapping):
     pipeline = make(check_nans=True, device_mapping=mapping)
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     # A nan that `where` drops is none, in micro-batch 0; in micro-batch 2 it is not dropped.
-    text = error_of(pipeline, state, batches(-1, 2, -9))
-    assert text == (
+    assert error_of(pipeline, state, batches(-1, 2, -9)) == (
         "invalid value (nan) encountered in log: stage 1 (last), forward, micro-batch 2\n  "
         + line_of("# the culprit")
     )
+    plain, wanted = beside.step_plainly(pipeline, beside.copied(state), batches(1, 2, 3))
     after, outputs = pipeline.step(state, batches(1, 2, 3))
-    plain, wanted = reference.step(
-        pipeline.traced, models.on_one_device(state), batches(1, 2, 3), optimizer=optax.sgd(0.1)
-    )
     models.assert_trees_close(outputs.losses, wanted.losses)
     models.assert_trees_close(after.variables, plain.variables)
     models.assert_trees_close(pipeline.step(after, batches(-1, 2, 3))[0].update_count, 2)
@@ -80,7 +79,7 @@ def test_a_nan_has_a_line_a_stage_and_a_micro_batch_and_leaves_the_state(mapping
 
 def test_jax_debug_nans_does_the_same():
     pipeline = make(num_replicas=2, num_micro_batches=2)
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     with jax.debug_nans(True):
         text = error_of(pipeline, state, batches(1, 1, 1, -9))
         assert "in log: stage 1 (last), forward, micro-batch 3 (of replica 1)\n" in text
@@ -103,19 +102,19 @@ def in_a_loop(p, x, y):
     [
         (
             (first, distance),
-            ({"w": W}, {"v": V * 0}),
+            [{"w": W}, {"v": V * 0}],
             "mul: stage 1 (distance), backward",
             "# its derivative",
         ),
         (
             (distance, lambda p, loss: loss * p),
-            ({"v": V[:3] * 0}, np.float32(1)),
+            [{"v": V[:3] * 0}, np.float32(1)],
             "mul: stage 0 (distance), backward",
             "# its derivative",
         ),
         (
             (in_a_loop, last),
-            ({"w": W}, {"v": V[:2]}),
+            [{"w": W}, {"v": V[:2]}],
             "acos: stage 0 (in_a_loop), forward",
             "# the iteration",
         ),
@@ -123,7 +122,7 @@ def in_a_loop(p, x, y):
 )
 def test_where_a_nan_is_made(stages, parameters, wanted, line):
     pipeline = make(stages, 2, parameters, check_nans=True)
-    text = error_of(pipeline, pipeline.init(jax.random.key(0), batches(1)[0]), batches(1, 1))
+    text = error_of(pipeline, start(pipeline), batches(1, 1))
     assert f"{wanted}, micro-batch 0" in text
     assert line_of(line) in text
 
@@ -133,7 +132,7 @@ def test_nans_that_no_operation_of_a_stage_makes():
         return jnp.sqrt(gradient - 9)  # the update
 
     pipeline = make(num_micro_batches=1, check_nans=True, optimizer=optax.stateless_with_tree_map(update))
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     given = batches(2)
     given[0][0][0, 0] = np.nan
     assert error_of(pipeline, state, given).startswith("A nan came with leaf 0 of the micro-batch; found")
@@ -147,14 +146,14 @@ def test_nans_that_no_operation_of_a_stage_makes():
 @pytest.mark.thorough
 def test_nans_of_micro_batches_of_other_shapes():
     pipeline = make(num_micro_batches=2, max_shapes=2, check_nans=True)
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     text = error_of(pipeline, state, [*batches(1), *batches(-9, rows=5)])
     assert "log: stage 1 (last), forward, micro-batch 1" in text
 
 
 def test_nans_of_placed_micro_batches():
     pipeline = make()
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     early = pipeline.place_micro_batches(batches(1, -9, 1))
     with jax.debug_nans(True):
         placed = pipeline.place_micro_batches(batches(1, -9, 1))
@@ -175,39 +174,28 @@ def checked(p, x, y):
 @BOTH
 def test_checks_of_stages_are_errors_of_the_step(mapping):
     pipeline = make((checked, last), device_mapping=mapping)
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     with pytest.raises(checkify.JaxRuntimeError) as caught:
         pipeline.step(state, batches(1, 4, 5))
     assert str(caught.value).startswith("4.0 is too large")
     assert str(caught.value).endswith("This happened in stage 0 (checked), micro-batch 1.")
     in_loop = batches(1, 2, 1)
     in_loop[2][0][1, 0] = 7
-    with pytest.raises(
-        checkify.JaxRuntimeError, match=r"row is 7.0(.|\n)*stage 0 \(checked\), micro-batch 2"
-    ):
+    message = r"row is 7.0(.|\n)*stage 0 \(checked\), micro-batch 2"
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
         pipeline.step(state, in_loop)
     after, outputs = pipeline.step(state, batches(1, 2, 1))  # the state is as it was
     plain = make(device_mapping=mapping)  # what is checked and 1 does not change
-    same, wanted = plain.step(plain.init(jax.random.key(0), batches(1)[0]), batches(1, 2, 1))
+    same, wanted = plain.step(start(plain), batches(1, 2, 1))
     models.assert_trees_close(outputs.losses, wanted.losses)
     models.assert_trees_close(after.variables, same.variables)
 
 
 def test_a_stage_may_return_the_error_of_checkify():
     safe = checkify.checkify(last, errors=checkify.float_checks)
-
-    def final(p, error, loss):
-        return loss, error
-
-    pipeline = engine.Pipeline(
-        [first, safe, final],
-        num_micro_batches=2,
-        loss=lambda loss, _error: loss,
-        optimizer=optax.sgd(0.1),
-        parameters=[{"w": W}, {"v": V}, ()],
-    )
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
-    _state, outputs = pipeline.step(state, batches(1, -9))
+    stages = (first, safe, lambda p, error, loss: (loss, error))
+    pipeline = make(stages, 2, ({"w": W}, {"v": V}, ()))
+    _state, outputs = pipeline.step(start(pipeline), batches(1, -9))
     told = [error.get() for _loss, error in outputs.outputs]
     assert told[0] is None
     assert "nan generated by primitive: log" in told[1]
@@ -216,7 +204,7 @@ def test_a_stage_may_return_the_error_of_checkify():
 @pytest.mark.thorough
 def test_checks_with_replicas_and_chunks():
     pipeline = make((checked, last), num_micro_batches=4, num_replicas=2, dispatch_plan=engine.Chunking(2))
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     with pytest.raises(checkify.JaxRuntimeError, match="micro-batch 5"):
         pipeline.step(state, batches(1, 1, 1, 1, 1, 4, 1, 1))
 
@@ -254,7 +242,7 @@ def test_op_by_op_an_error_names_the_micro_batch():
         return first(p, x, y)
 
     pipeline = make((failing, last))
-    state = pipeline.init(jax.random.key(0), batches(1)[0])
+    state = start(pipeline)
     with jax.disable_jit(), pytest.raises(ZeroDivisionError, match="here") as caught:
         pipeline.step(state, batches(1, 2, 3))
     assert "This happened in stage 0 (failing), called for micro-batch 1" in caught.value.__notes__[0]
@@ -264,10 +252,10 @@ def test_op_by_op_an_error_names_the_micro_batch():
 @BOTH
 def test_the_mesh_of_the_caller_does_not_matter(mapping):
     plain = make(device_mapping=mapping)
-    _state, wanted = plain.step(plain.init(jax.random.key(0), batches(1)[0]), batches(1, 2, 3))
+    _state, wanted = plain.step(start(plain), batches(1, 2, 3))
     pipeline = make(device_mapping=mapping)
     with jax.set_mesh(jax.make_mesh((4,), ("x",))):
-        state = pipeline.init(jax.random.key(0), batches(1)[0])
+        state = start(pipeline)
         state, outputs = pipeline.step(state, batches(1, 2, 3))
         assert not jax.sharding.get_abstract_mesh().empty
         assert list(map(float, outputs.losses)) == list(map(float, wanted.losses))
@@ -323,7 +311,7 @@ def test_a_step_that_waits_for_its_data_says_so(hang, mapping):
         yield from batches(1)
 
     pipeline = make(device_mapping=mapping)
-    pipeline.step(pipeline.init(jax.random.key(0), batches(1)[0]), data())
+    pipeline.step(start(pipeline), data())
     assert hang.text.startswith("A step of a pipeline has not ended after 60 s.")
     assert "The host waits for micro-batch 2 of the data." in hang.text
     assert f"Python is {line_of('# the hang')} (thread MainThread)" in hang.text
@@ -340,7 +328,7 @@ def test_a_step_that_hangs_says_in_which_stage(hang):
         return jnp.tanh(x @ p["w"]), jax.pure_callback(wait, jax.eval_shape(lambda: y), y)
 
     threads, pipeline = [], make((hanging_stage, last))
-    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), batches(1)[0]), batches(1, 7, 1))
+    state, _outputs = pipeline.step(start(pipeline), batches(1, 7, 1))
     jax.block_until_ready(state)
     program = r"stage 0 \(hanging_stage\), forward of micro-batch 1"
     if threads != [threading.main_thread()]:  # the device was busy: the host went on, maybe to the end

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from ipu_pipeline.data.buckets import Buckets
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.inspect import LiveBytes
 from tests.support import beside, models
+from tests.support.compilations import compilations
 
 NUM_TOKENS, WIDTH = 11, 6
 
@@ -41,19 +43,14 @@ def make_parameters():
     def normal(*shape):
         return rng.normal(size=shape, scale=0.3).astype("float32")
 
-    return [
-        {"table": normal(NUM_TOKENS, WIDTH), "w": normal(WIDTH, WIDTH)},
-        {"w": normal(WIDTH, NUM_TOKENS)},
-    ]
+    table, w = normal(NUM_TOKENS, WIDTH), normal(WIDTH, WIDTH)
+    return [{"table": table, "w": w}, {"w": normal(WIDTH, NUM_TOKENS)}]
 
 
 def make(count=4, stages=STAGES, **options):
-    options = {
-        "parameters": make_parameters(),
-        "loss": lambda loss: loss,
-        "optimizer": optax.adam(1e-2),
-    } | options
-    return engine.Pipeline(stages, num_micro_batches=count, **options)
+    training = {"loss": lambda loss, *_others: loss, "optimizer": optax.adam(1e-2)}
+    given = {"parameters": make_parameters(), **training, **options}
+    return engine.Pipeline(stages, num_micro_batches=count, **given)
 
 
 def texts(*lengths, seed=0):
@@ -63,12 +60,8 @@ def texts(*lengths, seed=0):
     ]
 
 
-def start(pipeline, micro_batch):
-    return pipeline.init(jax.random.key(0), micro_batch)
-
-
-def losses_of(outputs):
-    return np.asarray(jax.device_get(outputs.losses))
+def start(pipeline, micro_batch=None):
+    return pipeline.init(jax.random.key(0), texts(4)[0] if micro_batch is None else micro_batch)
 
 
 def taker(pipeline, steps):
@@ -92,43 +85,29 @@ def test_texts_in_buckets_with_a_token_weighted_loss():
         losses = [predict(parameters[1], *mix(parameters[0], *text)) for text in whole_texts]
         return sum(losses) / sum(len(ids) - 1 for ids in examples)
 
+    def predict_all(p, x, ids, mask):
+        return predict(p, x, ids, mask), jnp.sum(mask[:, 1:])
+
     parameters = jax.tree.map(jnp.asarray, make_parameters())
     expected = jax.jit(jax.grad(whole))(parameters)
     steps = list(Buckets(examples, [4, 8], 2))
     assert [mask.shape for _ids, mask in steps] == [(2, 4), (2, 8)]
-
-    def predict_all(p, x, ids, mask):
-        return predict(p, x, ids, mask), jnp.sum(mask[:, 1:])
-
-    pipeline = make(
-        2,
-        stages=[mix, predict_all],
-        optimizer=optax.sgd(0.1),
-        loss=lambda total, _number: total,
-        loss_weight=lambda _total, number: number,
-    )
+    weighted = {"loss_weight": lambda _total, number: number}
+    pipeline = make(2, [mix, predict_all], optimizer=optax.sgd(0.1), **weighted)
     state, _outputs = pipeline.step(start(pipeline, steps[0]), steps)
     after = jax.tree.map(lambda value, gradient: value - 0.1 * gradient, parameters, expected)
     models.assert_trees_close(pipeline.parameters(state), after, 1e-5)
 
 
 def test_named_shapes_are_compiled_with_the_first():
-    pipeline = make(2, shapes=texts(5))
-    state = start(pipeline, texts(4)[0])
-    compiled, results = [], []
-    jax.monitoring.register_event_duration_secs_listener(
-        listener := lambda event, _seconds, fun_name="", **_others: compiled.append((event, fun_name))
-    )
-    try:
-        for _time in range(2):
-            pipeline.compile(state)
-            compiled.clear()
+    pipeline, results = make(2, shapes=texts(5)), []
+    state = start(pipeline)
+    for _time in range(2):
+        pipeline.compile(state)
+        with compilations() as names:
             results.append(pipeline.step(state, texts(4, 5))[0].variables)
-            names = [name for event, name in compiled if event.endswith("backend_compile_duration")]
-            assert not [name for name in names if "stage" in name]
-            pipeline.set_recomputation(engine.Recomputation.AUTO)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
+        assert not [name for name in names if "stage" in name]
+        pipeline.set_recomputation(engine.Recomputation.AUTO)
     models.assert_trees_close(*results)
 
 
@@ -142,50 +121,42 @@ def test_a_wrong_shape_is_told_before_anything_runs():
         start(wrong, texts(4)[0])
 
 
-def test_what_must_not_depend_on_shapes():
-    def with_positions(x):
-        return x + engine.get_variable("positions", x.shape[1:])
+def with_positions(p, ids, mask):
+    x, *others = mix(p, ids, mask)
+    return x + engine.get_variable("positions", ids.shape[1:])[:, None], *others
 
-    def last(x):
-        return jnp.sum(x**2)
 
-    rng = np.random.default_rng(0)
-    batches = [rng.normal(size=(2, n)).astype("float32") for n in (4, 5)]
-    pipeline = make(2, [with_positions, last], parameters=None)
-    state = start(pipeline, batches[0])
-    with pytest.raises(ValueError, match=r"variable positions is float32\[5\], in place of float32\[4\]"):
-        pipeline.step(state, batches)
+def summed(p, x, ids, mask):
+    return predict(p, x, ids, mask), x
 
-    def summed(p, x, ids, mask):
-        return predict(p, x, ids, mask), x
 
-    of_sums = make(2, [mix, summed], loss=lambda loss, _x: loss, sum_collected=True)
-    state = start(of_sums, texts(4)[0])
-    with pytest.raises(
-        ValueError, match=r"summed over the micro-batches is float32\[\], float32\[2, 5, 6\]"
-    ):
-        of_sums.step(state, texts(4, 5))
+def by_length(p, x, ids, mask):
+    loss = predict(p, x, ids, mask)
+    return (loss, loss) if x.shape[1] == 5 else loss
 
-    def by_length(p, x, ids, mask):
-        loss = predict(p, x, ids, mask)
-        return (loss, loss) if x.shape[1] == 5 else loss
 
-    other = make(2, [mix, by_length], loss=lambda loss, *_others: loss)
-    state = start(other, texts(4)[0])
-    with pytest.raises(
-        ValueError, match="the last stage returns a tuple of 2 arrays, in place of an array"
-    ):
-        other.step(state, texts(4, 5))
-
-    reading = make(
-        2,
-        [mix, summed],
-        loss=lambda loss, _x: loss,
-        optimizer=lambda _loss, x: optax.sgd(0.1 * jnp.mean(x)),
-    )
-    state = start(reading, texts(4)[0])
-    with pytest.raises(ValueError, match="the optimizer's update reads other outputs"):
-        reading.step(state, texts(4, 5))
+@pytest.mark.parametrize(
+    ("stages", "options", "message"),
+    [
+        ([with_positions, predict], {}, r"variable positions is float32\[5\], in place of float32\[4\]"),
+        (
+            [mix, summed],
+            {"sum_collected": True},
+            r"summed over the micro-batches is float32\[\], float32\[2, 5, 6\]",
+        ),
+        ([mix, by_length], {}, "the last stage returns a tuple of 2 arrays, in place of an array"),
+        (
+            [mix, summed],
+            {"optimizer": lambda _loss, x: optax.sgd(0.1 * jnp.mean(x))},
+            "the optimizer's update reads other outputs",
+        ),
+    ],
+)
+def test_what_must_not_depend_on_shapes(stages, options, message):
+    pipeline = make(2, stages, **options)
+    state = start(pipeline)
+    with pytest.raises(ValueError, match=message):
+        pipeline.step(state, texts(4, 5))
 
 
 def test_an_error_in_a_new_shape_s_trace_says_so_and_loses_nothing(caplog):
@@ -196,7 +167,7 @@ def test_an_error_in_a_new_shape_s_trace_says_so_and_loses_nothing(caplog):
         return mix(p, ids, mask)
 
     pipeline = make(stages=[strict, predict], donate=True)
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     with pytest.raises(AssertionError, match="too long") as caught:
         pipeline.step(state, texts(4, 4, 7, 4))
     assert "other shapes than the first one, int32[2, 4], float32[2, 4]" in caught.value.__notes__[-1]
@@ -225,16 +196,12 @@ def test_an_interrupt_while_another_shape_compiles(monkeypatch):
 
 def test_replicas_take_the_same_shapes_at_a_time():
     pipeline = make(2, num_replicas=2)
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     with pytest.raises(ValueError, match="Micro-batches 2 to 3 of a step go to the 2 replicas.*in_a_row=2"):
         pipeline.step(state, texts(4, 4, 5, 4))
-    phased = make(
-        2,
-        num_replicas=2,
-        schedule="sequential",
-        execution_phases=engine.ExecutionPhases(of_levels=(0, 1)),
-    )
-    state = start(phased, texts(4)[0])
+    phases = engine.ExecutionPhases(of_levels=(0, 1))
+    phased = make(2, num_replicas=2, schedule="sequential", execution_phases=phases)
+    state = start(phased)
     with pytest.raises(ValueError, match="Micro-batches 0 to 1 of a step go to the 2 replicas"):
         phased.step(state, texts(4, 5, 5, 4))
 
@@ -247,7 +214,7 @@ def test_replicas_join_once_what_is_cut():
 
 def test_groups_have_the_same_shapes():
     pipeline = make(2, num_serialized=2, schedule="sequential", device_mapping=[0, 0])
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     with pytest.raises(ValueError, match="num_serialized is 2: the micro-batches from 2 to 3"):
         pipeline.step(state, texts(4, 4, 4, 5))
 
@@ -268,7 +235,7 @@ def test_placed_micro_batches(options):
 
 def test_a_last_smaller_batch_in_evaluation():
     pipeline = make()
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     evaluator = make(None, loss=None, optimizer=None)
     batches = texts(4, 4, 4)
     smaller = (batches[2][0][:1], batches[2][1][:1])
@@ -281,15 +248,11 @@ def test_a_last_smaller_batch_in_evaluation():
 
 
 def test_guessed_updates_are_done_again_with_the_shapes_that_they_had():
-    def clipped(bound):
-        return optax.chain(optax.clip_by_global_norm(bound), optax.sgd(0.1))
-
-    found = []
+    optimizer, found = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1)), []
+    lengths = [(4, 5, 4, 5), (5, 4, 4, 4), (5, 5, 5, 4)]
+    steps = [texts(*own, seed=seed) for seed, own in enumerate(lengths)]
     for guesses in (False, True):
-        pipeline = make(optimizer=clipped(2.0), post_validation=guesses, schedule="interleaved")
-        steps = [
-            texts(*lengths, seed=n) for n, lengths in enumerate([(4, 5, 4, 5), (5, 4, 4, 4), (5, 5, 5, 4)])
-        ]
+        pipeline = make(optimizer=optimizer, post_validation=guesses, schedule="interleaved")
         state = pipeline.place(start(pipeline, steps[0][0]))
         found.append(pipeline.run(state, taker(pipeline, steps), [], lambda *_told: None, 3))
     models.assert_trees_close(found[1].variables, found[0].variables, 0.0)
@@ -297,18 +260,17 @@ def test_guessed_updates_are_done_again_with_the_shapes_that_they_had():
 
 def test_questions_about_one_of_the_shapes():
     pipeline = make()
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     longer = pipeline.for_shapes(texts(8)[0])
     assert pipeline.for_shapes(texts(4)[0]) is pipeline
     assert pipeline.for_shapes(texts(8)[0]) is longer
-    assert [2 * own.num_live_bytes for own in pipeline.plan_memory()] == [
-        own.num_live_bytes for own in longer.plan_memory()
-    ]
+    short, long = ([plan.num_live_bytes for plan in own.plan_memory()] for own in (pipeline, longer))
+    assert [2 * own for own in short] == long
     with pytest.raises(ValueError, match="Micro-batch 0 must be a tuple of 2 arrays"):
         pipeline.trace(texts(8)[0][0])
     pipeline.trace(texts(8)[0])
     _state, outputs = pipeline.step(state, texts(8, 4, 8, 4))
-    assert len(losses_of(outputs)) == 4
+    assert len(outputs.losses) == 4
 
 
 def test_other_devices_and_plans_have_the_same_shapes():
@@ -348,13 +310,11 @@ def test_blocks_have_room_for_their_shapes(first):
     expected, take, told = beside.copied(state), taker(pipeline, steps), []
     most = pipeline.num_fetched(len(steps))
 
-    def bounded(wanted, take=take, most=most):
+    def bounded(wanted):
         assert wanted <= most  # an infeed has no more ready, so it would never give them
         return take(wanted)
 
-    state = pipeline.run(
-        pipeline.place(state), bounded, [], lambda _told, number, told=told: told.append(number), 7
-    )
+    state = pipeline.run(pipeline.place(state), bounded, [], lambda _told, number: told.append(number), 7)
     assert max(told) == (3 if first == 3 else 1)
     for step in steps:
         expected, _outputs = beside.step_plainly(pipeline, expected, step)
@@ -362,35 +322,30 @@ def test_blocks_have_room_for_their_shapes(first):
 
 
 def test_updates_before_one_with_a_wrong_shape_are_done():
-    done = []
+    done, message = [], r"max_shapes is 2, .*int32\[2, 6\].* number 3.*larger max_shapes"
     for mapping in ([0, 1], [0, 0]):
         pipeline = make(2, device_mapping=mapping, max_shapes=2)
-        state = pipeline.place(start(pipeline, texts(4)[0]))
+        state = pipeline.place(start(pipeline))
         take = taker(pipeline, [texts(4, 4), texts(5, 5), texts(4, 4), texts(4, 6)])
-        with pytest.raises(
-            ValueError, match=r"max_shapes is 2, .*int32\[2, 6\].* number 3.*larger max_shapes"
-        ):
+        with pytest.raises(ValueError, match=message):
             pipeline.run(state, take, [], lambda _told, number: done.append(number), 4)
     assert sum(done) == 2 * 3
 
 
 def test_threads_that_meet_shapes_at_the_same_time():
-    pipeline, lengths, found = make(2), (5, 6), {}
-    state = start(pipeline, texts(4)[0])
+    pipeline, lengths = make(2), (5, 6)
+    state = start(pipeline)
     barrier = threading.Barrier(len(lengths))
 
     def run(length):
         barrier.wait()
-        found[length] = pipeline.step(state, texts(length, 4))[0]
+        return pipeline.step(state, texts(length, 4))[0].variables
 
-    threads = [threading.Thread(target=run, args=(length,)) for length in lengths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for length in lengths:
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        found = list(threads.map(run, lengths))
+    for length, variables in zip(lengths, found, strict=True):
         expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), texts(length, 4))
-        models.assert_trees_close(found[length].variables, expected.variables)
+        models.assert_trees_close(variables, expected.variables)
 
 
 def test_what_places_micro_batches_does_not_hold_the_pipeline():
@@ -412,8 +367,8 @@ def test_named_shapes_where_the_optimizer_s_state_depends_on_outputs():
         )
 
     pipeline = make(2, shapes=texts(5), optimizer=optimizer)
-    state, outputs = pipeline.step(start(pipeline, texts(4)[0]), texts(5, 4))
-    assert jax.tree.leaves(state.optimizer_state) == [losses_of(outputs)[0]]
+    state, outputs = pipeline.step(start(pipeline), texts(5, 4))
+    assert jax.tree.leaves(state.optimizer_state) == [jax.device_get(outputs.losses)[0]]
 
 
 def test_other_shapes_are_traced_with_the_first_one_s_settings():
@@ -440,7 +395,7 @@ def test_shapes_are_asked_of_with_the_first_one_s_structure_and_dtypes():
 def test_reports_of_several_shapes(tmp_path):
     """On one device the runner for other shapes was unknown to the recording, which was an error."""
     pipeline = make(2, device_mapping=[0, 0])
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     with reports.capture(tmp_path) as captured:
         for step in (texts(4, 4), texts(4, 5)):
             state, _outputs = pipeline.step(state, step)
@@ -452,7 +407,7 @@ def test_reports_of_several_shapes(tmp_path):
 def test_live_bytes_of_several_shapes():
     """In steps of one of the shapes, and of several, which run otherwise from then on."""
     pipeline = make(dispatch_plan=engine.Chunking())
-    state = start(pipeline, texts(4)[0])
+    state = start(pipeline)
     live_bytes = LiveBytes(pipeline.prepare())
     for step in (texts(8, 8, 8, 8), texts(4, 8, 4, 8), texts(16, 16, 16, 16)):
         pipeline.step(state, step)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +50,14 @@ def test_the_line_counts_and_is_cleared(screen, caplog, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def compile_one():
+    def compile_one(_number):
         with compilation.program():
             pass
 
     with progress.compiling(3) as compilation:
         wait_for(screen, "Compiling: 0 of 3 programs")
-        threads = [threading.Thread(target=compile_one) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(compile_one, range(2)))
         compilation.note_loaded(1)
         now[0] += 0.7
         wait_for(screen, "Compiling: 3 of 3 programs, 0.7 s")
