@@ -164,36 +164,21 @@ STUCK, WAITS = "time.sleep(1000)", 'one.meet("end")'
 SOON = ("--death-timeout", "9")  # what does not go on is noticed; so is what has no processor meanwhile
 
 
-@pytest.mark.parametrize(
-    ("does", "who", "other", "status", "message", "options"),
-    [
-        pytest.param(
-            KILLED, 1, WAITS, 137, "ProcessError: Process 1 .* has died", (),
-            id="killed", marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "raise ValueError('no data')", 1, WAITS, 1, "ended with ValueError: no data", (),
-            id="error", marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            KILLED, 0, STUCK, 137, r"Process 0 .* has died: it (is gone|was ended by SIGKILL)", (),
-            id="0 killed", marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            STOPPED, 1, WAITS, 1, "ProcessError: Process 1 .* no sign of it", SOON,
-            id="stopped", marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            "sys.exit(7)", 1, WAITS, 1, "process 1 has ended, and process 0 cannot", SOON,
-            id="ended", marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            STUCK, 1, WAITS, 1, "process 1 does not go on, and process 0 cannot", SOON,
-            id="stuck", marks=pytest.mark.soak,
-        ),
-    ],
-)  # fmt: skip
-def test_ends_of_processes(tmp_path, does, who, other, status, message, options):
+ENDS = {  # what process 0 or 1 does and the other one; the launcher's status, what it says, its options
+    "killed": (KILLED, 1, WAITS, 137, "ProcessError: Process 1 .* has died", ()),
+    "error": ("raise ValueError('no data')", 1, WAITS, 1, "ended with ValueError: no data", ()),
+    "0 killed": (KILLED, 0, STUCK, 137, r"Process 0 .* has died: it (is gone|was ended by SIGKILL)", ()),
+    "stopped": (STOPPED, 1, WAITS, 1, "ProcessError: Process 1 .* no sign of it", SOON),
+    "ended": ("sys.exit(7)", 1, WAITS, 1, "process 1 has ended, and process 0 cannot", SOON),
+    "stuck": (STUCK, 1, WAITS, 1, "process 1 does not go on, and process 0 cannot", SOON),
+}
+LONG = [pytest.param(name, marks=pytest.mark.thorough) for name in ("killed", "error")]
+LONGEST = [pytest.param(name, marks=pytest.mark.soak) for name in ("0 killed", "stopped", "ended", "stuck")]
+
+
+@pytest.mark.parametrize("end", [*LONG, *LONGEST])
+def test_ends_of_processes(end, tmp_path):
+    does, who, other, status, message, options = ENDS[end]
     text = f"""
 import atexit
 atexit.register(lambda: print("a handler of its own has run", file=sys.stderr))
