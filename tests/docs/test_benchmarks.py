@@ -84,21 +84,20 @@ def make_page():
         value = draw.choice([-1, 1]) * 10 ** draw.uniform(-6, 8)
         target = draw.choice([None, 0.0, *(float(f"{value:.{digits}g}") for digits in (2, 3, 6))])
         spread = draw.choice([None, (value / 2, value * 2)])
-        rows.append(
-            harness.Row("feeds", f"case {number}", "1 ms", "", value, spread, target, number % 2 == 0)
-        )
-    first = page.Run("`all`", "a machine", "its versions", "2026-01-01", "commit 1", tuple(rows))
-    second = page.Run("`some`", "a machine", "its versions", "2026-01-02", "commit 2", tuple(rows[:2]))
-    return page.Page(first, (second,))
+        at_most = number % 2 == 0
+        rows.append(harness.Row("feeds", f"case {number}", "1 ms", "", value, spread, target, at_most))
+    return page.Page(make_run("`all`", 1, rows), (make_run("`some`", 2, rows[:2]),))
+
+
+def make_run(command, day, rows):
+    return page.Run(command, "a machine", "its versions", f"2026-01-0{day}", f"commit {day}", tuple(rows))
 
 
 def test_a_page_that_was_read_is_written_the_same():
     written = page.write(make_page())
     assert page.write(page.read(written)) == written
-    found = page.read(written)
-    assert [row.is_met for row in found.everything.rows] == [
-        row.is_met for row in make_page().everything.rows
-    ]
+    found, expected = page.read(written), make_page()
+    assert [r.is_met for r in found.everything.rows] == [r.is_met for r in expected.everything.rows]
 
 
 def test_the_committed_page_is_what_its_rows_give():
@@ -122,8 +121,7 @@ def test_later_runs_replace_rows_of_earlier_ones_but_not_of_the_run_of_all():
     old = make_page()
     replaced, kept = old.again[0].rows
     newer = harness.Row("feeds", replaced.case, "2 ms", "", 2.0)
-    third = page.Run("`one`", "a machine", "its versions", "2026-01-03", "commit 3", (newer,))
-    found = page.add(old, third)
+    found = page.add(old, make_run("`one`", 3, [newer]))
     assert found.everything == old.everything
     assert [run.rows for run in found.again] == [(kept,), (newer,)]
     assert found.rows["feeds", replaced.case] == newer
@@ -220,11 +218,7 @@ def test_a_workload_has_the_stages_that_it_says():
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case == "mlp" else [pytest.mark.thorough])
-        for case in sorted(torch_models.CASES)
-    ],
+    "case", [pytest.param(c, marks=() if c == "mlp" else pytest.mark.thorough) for c in torch_models.CASES]
 )
 def test_a_torch_module_and_its_layers_are_the_same_model(case):
     """Their outputs and loss, not only how long they take, are compared; with few inputs here."""
@@ -248,9 +242,8 @@ def test_a_torch_module_and_its_layers_are_the_same_model(case):
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_the_program_of_emulation_s_page(tmp_path):
-    (program,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "emulation" / "README.md").read_text(), re.DOTALL
-    )
+    text = (ROOT / "emulation" / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     program += "\nprint(len(times.updates), len(outputs.losses))"
     assert run_each({"emulation": program}, tmp_path, as_tests=True)["emulation"].split() == ["3", "12"]
 
@@ -265,25 +258,15 @@ def test_what_the_page_has_is_in_the_history():
 
 def test_a_run_is_added_to_the_history_once(tmp_path):
     file = tmp_path / "history.csv"
-    measured = page.Run(
-        command="",
-        machine="a, b",
-        software="",
-        date="2026-01-01",
-        code="c",
-        rows=(
-            harness.compare("question", "case, with a comma", [2.0, 4.0], [1.0, 4.0], 1.5),
-            harness.Row("question", "without a target", "", "", 3.25),
-        ),
+    rows = (
+        harness.compare("question", "case, with a comma", [2.0, 4.0], [1.0, 4.0], 1.5),
+        harness.Row("question", "without a target", "", "", 3.25),
     )
+    measured = page.Run("", "a, b", "", "2026-01-01", "c", rows)
     for _ in range(2):
         history.append(history.rows_of(measured), file)
     first, second = history.read(file)
-    assert (first.machine, first.case, first.bound, first.target) == (
-        "a, b",
-        "case, with a comma",
-        "at most",
-        "1.5",
-    )
+    assert (first.machine, first.case) == ("a, b", "case, with a comma")
+    assert (first.bound, first.target) == ("at most", "1.5")
     assert (first.figure, first.smallest, first.largest) == ("1.5", "1", "2")
     assert (second.figure, second.smallest, second.bound, second.target) == ("3.25", "", "", "")

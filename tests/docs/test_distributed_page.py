@@ -4,48 +4,40 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHING = "tests/processes/test_launching.py"
-GOING_ON = "tests/processes/test_going_on.py"
-NODES = "tests/processes/test_nodes.py"
+MEMORY = "test_memory_is_the_launchers_own_and_goes_with_it"
+LOST = "test_nodes_are_lost_with_their_memory"
+RESIZED = "test_a_job_goes_on_with_fewer_nodes_and_with_more_again"
 # How a row begins -> the tests that show what it says.
 ROWS = {
-    "one or several processes are killed at once": (GOING_ON, "test_killed_at_random_moments"),
-    "the coordinator's program is killed": (GOING_ON, "test_the_coordinator_is_killed"),
-    "a process raises an error, or an operation fails": (
-        LAUNCHING,
-        "test_all_are_started_again_until_there_were_too_many_failures_of_one_cause",
-    ),
-    "a process is stopped, or hangs": (GOING_ON, "test_a_process_that_is_stopped"),
-    "Ctrl-C, SIGTERM or SIGHUP to the launcher": (
-        LAUNCHING,
+    "one or several processes are killed at once": ["test_killed_at_random_moments"],
+    "the coordinator's program is killed": ["test_the_coordinator_is_killed"],
+    "a process raises an error, or an operation fails": [
+        "test_all_are_started_again_until_there_were_too_many_failures_of_one_cause"
+    ],
+    "a process is stopped, or hangs": ["test_a_process_that_is_stopped"],
+    "Ctrl-C, SIGTERM or SIGHUP to the launcher": [
         "test_signals_reach_all_processes_which_end_with_the_launcher",
-        "test_memory_is_the_launchers_own_and_goes_with_it",
-    ),
-    "the launcher is killed": (LAUNCHING, "test_memory_is_the_launchers_own_and_goes_with_it"),
-    "a node of several is lost with its memory": (NODES, "test_nodes_are_lost_with_their_memory"),
-    "two nodes are lost at once": (
-        "tests/checkpointing/test_in_memory.py",
+        MEMORY,
+    ],
+    "the launcher is killed": [MEMORY],
+    "a node of several is lost with its memory": [LOST],
+    "two nodes are lost at once": [
         "test_what_is_not_complete_is_not_found",
         "test_an_estimator_goes_on_from_disk_if_memory_is_not_newer",
-    ),
-    "its launcher is killed, or the machine is lost": (NODES, "test_nodes_are_lost_with_their_memory"),
-    "its launcher gets SIGTERM or SIGHUP": (NODES, "test_a_node_that_is_preempted_saves_and_is_replaced"),
-    "no launcher replaces it within `--wait`, with `--shrink`": (
-        NODES,
-        "test_a_job_goes_on_with_fewer_nodes_and_with_more_again",
+    ],
+    "its launcher is killed, or the machine is lost": [LOST],
+    "its launcher gets SIGTERM or SIGHUP": ["test_a_node_that_is_preempted_saves_and_is_replaced"],
+    "no launcher replaces it within `--wait`, with `--shrink`": [
+        RESIZED,
         "test_a_node_with_a_replica_is_lost_and_comes_again",
-    ),
-    "a launcher of its rank comes later": (
-        NODES,
-        "test_a_job_goes_on_with_fewer_nodes_and_with_more_again",
-    ),
-    "Ctrl-C on it": (NODES, "test_signals_to_the_launcher_of_one_node"),
-    "its launcher is stopped": (
-        NODES,
+    ],
+    "a launcher of its rank comes later": [RESIZED],
+    "Ctrl-C on it": ["test_signals_to_the_launcher_of_one_node"],
+    "its launcher is stopped": [
         "test_a_lost_node_is_replaced",
         "test_a_launcher_that_gives_no_reports_is_silent",
         "test_the_leaders_own_node_is_not_lost",
-    ),
+    ],
 }
 
 
@@ -56,6 +48,7 @@ def test_every_row_is_held_by_tests():
     assert len(tables) == 2
     found = [next((known for known in ROWS if row.startswith(f"| {known}")), row) for row in rows]
     assert sorted(found) == sorted(ROWS)
-    for path, *names in ROWS.values():
-        for name in names:
-            assert f"\ndef {name}(" in (ROOT / path).read_text(), name
+    rooms = (ROOT / "tests" / name for name in ("processes", "checkpointing"))
+    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    defined = set(re.findall(r"^def (\w+)\(", source, re.MULTILINE))
+    assert [name for names in ROWS.values() for name in names if name not in defined] == []

@@ -27,9 +27,8 @@ def test_the_first_page_quotes_the_programs():
         first, _after = pages.parse_change(fence._replace(heading="1A. Quoted")).pieces[0]
         (found,) = (text for text in programs if "\n".join(first) in text)
         pages.quoted(fence, found)
-    code = "\n\n\n".join(
-        "\n".join(fence.lines) for fence in FENCES["fashion_mnist"] if fence.language == "python"
-    )
+    fences = [fence for fence in FENCES["fashion_mnist"] if fence.language == "python"]
+    code = "\n\n\n".join("\n".join(fence.lines) for fence in fences)
     (definition,) = re.findall(r"^class .*?(?=\n\n\n|\Z)", code, re.MULTILINE | re.DOTALL)
     assert f"\n\n\n{definition}\n\n\n" in (PAGES["fashion_mnist"].parent / "classifier.py").read_text()
 
@@ -50,15 +49,10 @@ def test_changes_of_the_page_make_one_program_the_other():
 
 
 def test_both_programs_have_the_same_model():
-    models = []
-    for name in ("pytorch_gpu.py", "pytorch_ipu.py"):
-        models += re.findall(
-            r"^class ClassificationModel.*?(?=\n\n\n)",
-            (PORTING / name).read_text(),
-            re.MULTILINE | re.DOTALL,
-        )
-    assert len(models) == 2
-    assert models[0] == models[1]
+    model = re.compile(r"^class ClassificationModel.*?(?=\n\n\n)", re.MULTILINE | re.DOTALL)
+    first, second = (model.findall((PORTING / f"pytorch_{name}.py").read_text()) for name in ("gpu", "ipu"))
+    assert len(first) == 1
+    assert first == second
 
 
 @pytest.mark.thorough
@@ -79,11 +73,10 @@ def test_both_programs_have_the_same_losses(monkeypatch, optimized):
 
 
 def test_too_few_images(monkeypatch, capsys):
+    options = ["--dataset", "digits", "--batch-size", "1438"]
     for name in ("pytorch_gpu", "pytorch_ipu"):
         with imported(PORTING, name) as (program,), pytest.raises(SystemExit) as ended:
-            program.exit_on_error(
-                lambda run=program: run_main(run, monkeypatch, "--dataset", "digits", "--batch-size", 1438)
-            )
+            program.exit_on_error(lambda run=program: run_main(run, monkeypatch, *options))
         assert ended.value.code == 1
         error = capsys.readouterr().err
         assert error == "Error: There are 1437 images, fewer than the 1438 of a batch.\n"

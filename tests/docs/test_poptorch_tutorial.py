@@ -62,10 +62,10 @@ def test_the_program(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
-    assert lines[1] == (
-        "Calls per epoch: 1; weight updates per call: 6; micro-batches per weight update: 10, "
-        "each of 12 images"
+    counts = (
+        "Calls per epoch: 1; weight updates per call: 6; micro-batches per weight update: 10, each of 12"
     )
+    assert lines[1] == f"{counts} images"
     assert EPOCH.fullmatch(lines[2])[1] == "1"
     percent, num_right = re.fullmatch(r"Test accuracy: (\S+)% \((\d+) of 360 images\)", lines[3]).groups()
     assert float(percent) == pytest.approx(int(num_right) / 3.6, abs=0.005)
@@ -79,13 +79,17 @@ def test_the_program(tmp_path):
         assert len(re.findall(rf"IPU {ipu}: block B{ipu + 1}, \d+ operations", result.stderr)) == 2
 
 
+def parse(program, patch, arguments):
+    patch.setattr(sys, "argv", [PROGRAM.name, *arguments.split()])
+    return program.parse_arguments()
+
+
 def test_options(program, monkeypatch):
-    def options_of(*arguments):
-        monkeypatch.setattr(sys, "argv", [PROGRAM.name, *arguments])
-        args = program.parse_arguments()
+    def options_of(arguments):
+        args = parse(program, monkeypatch, arguments)
         return args, program.make_training_options(args, 7)
 
-    args, options = options_of()
+    args, options = options_of("")
     assert (args.batch_size, args.test_batch_size, args.epochs, args.learning_rate) == (40, 8, 3, 0.001)
     assert program.find_device_iterations(args, 60_000) == 10
     assert (args.profile, args.profile_dir, args.debug) == (False, "./profile", False)
@@ -97,40 +101,39 @@ def test_options(program, monkeypatch):
     inference = program.make_inference_options(options)
     assert (inference.device_iterations, inference.Training.gradient_accumulation) == (100, 1)
     assert inference.execution_strategy == options.execution_strategy
-    _args, options = options_of("--strategy", "sharded", "--offload-optimiser", "--seed", "5")
+    _args, options = options_of("--strategy sharded --offload-optimiser --seed 5")
     assert type(options.execution_strategy) is poptorch.ShardedExecution
     assert options.TensorLocations.location_optimizer == {"onChip": 0}
     assert options.random_seed == 5
 
 
 def test_device_iterations_fit_the_data(program, monkeypatch):
-    def find(num_images, *arguments):
-        monkeypatch.setattr(sys, "argv", [PROGRAM.name, *arguments])
-        return program.find_device_iterations(program.parse_arguments(), num_images)
+    def find(num_images, arguments=""):
+        return program.find_device_iterations(parse(program, monkeypatch, arguments), num_images)
 
     assert find(60_000) == 10
     assert find(1_437) == 3
-    assert find(1_437, "--batch-size", "4") == 10
-    assert find(1_437, "--device-iterations", "2") == 2
+    assert find(1_437, "--batch-size 4") == 10
+    assert find(1_437, "--device-iterations 2") == 2
     with pytest.raises(ValueError, match="--device-iterations 4 x 10 .* --batch-size 40 = 1,600 .* 1,437"):
-        find(1_437, "--device-iterations", "4")
+        find(1_437, "--device-iterations 4")
     with pytest.raises(ValueError, match="--device-iterations 1 x 10 .* --batch-size 40 = 400 .* 399"):
         find(399)
 
 
 def test_what_is_refused_is_said_without_a_traceback(program, monkeypatch, capsys, tmp_path):
     for arguments, message in [
-        (["--batch-size", "0"], "--batch-size: must be at least 1; got 0"),
-        (["--epochs", "half"], "--epochs: invalid positive_int value: 'half'"),
-        (["--learning-rate", "-1"], "--learning-rate: must be a finite number above 0; got -1"),
-        (["--strategy", "phased"], "--strategy: invalid choice: 'phased'"),
-        (["--seed", "-1"], "--seed: must be from 0 to"),
-        (["--offload-optimizers"], "unrecognized arguments: --offload-optimizers"),
-        (["--dataset", "digits", "--batch-size", "144"], "Error: A call takes --device-iterations 1 x 10"),
-        (["--data-dir", str(tmp_path)], f"Error: MNIST: the folder {tmp_path} has no train-images"),
+        ("--batch-size 0", "--batch-size: must be at least 1; got 0"),
+        ("--epochs half", "--epochs: invalid positive_int value: 'half'"),
+        ("--learning-rate -1", "--learning-rate: must be a finite number above 0; got -1"),
+        ("--strategy phased", "--strategy: invalid choice: 'phased'"),
+        ("--seed -1", "--seed: must be from 0 to"),
+        ("--offload-optimizers", "unrecognized arguments: --offload-optimizers"),
+        ("--dataset digits --batch-size 144", "Error: A call takes --device-iterations 1 x 10"),
+        (f"--data-dir {tmp_path}", f"Error: MNIST: the folder {tmp_path} has no train-images"),
     ]:
         with pytest.raises(SystemExit) as exited:
-            program.exit_on_error(lambda given=arguments: run_main(program, monkeypatch, *given))
+            program.exit_on_error(lambda given=arguments: run_main(program, monkeypatch, *given.split()))
         error = capsys.readouterr().err
         assert exited.value.code == (1 if message.startswith("Error") else 2)
         assert error.startswith(message) if message.startswith("Error") else message in error
@@ -161,11 +164,8 @@ def test_the_page_quotes_the_program():
         pages.quoted(fence, text)
     blocks = ["\n".join(fence.lines) for fence in FENCES if fence.language == "python"]
     classes = re.findall(r"^class .*?(?=\n\n\n|\Z)", "\n\n\n".join(blocks), re.MULTILINE | re.DOTALL)
-    assert [definition.split("(")[0] for definition in classes] == [
-        "class ConvLayer",
-        "class Network",
-        "class NetworkWithLoss",
-    ]
+    names = ["ConvLayer", "Network", "NetworkWithLoss"]
+    assert [definition.split("(")[0] for definition in classes] == [f"class {name}" for name in names]
     for definition in classes:
         assert f"\n\n\n{definition}\n\n\n" in text
 
@@ -180,13 +180,8 @@ def test_links_of_the_page():
 @pytest.mark.skipif(datasets.DATA_DIR_VARIABLE not in os.environ, reason="IPU_PIPELINE_DATA_DIR is not set")
 def test_part_of_an_epoch_of_mnist(program, monkeypatch, optimized):
     data = datasets.load_mnist(os.environ[datasets.DATA_DIR_VARIABLE])
-    part = dataclasses.replace(
-        data,
-        train_images=data.train_images[:20_000],
-        train_labels=data.train_labels[:20_000],
-        test_images=data.test_images[:2_000],
-        test_labels=data.test_labels[:2_000],
-    )
+    sizes = {"train_images": 20_000, "train_labels": 20_000, "test_images": 2_000, "test_labels": 2_000}
+    part = dataclasses.replace(data, **{name: getattr(data, name)[:size] for name, size in sizes.items()})
     monkeypatch.setattr(program.datasets, "load", lambda *_selection: (part, "Data set: part of MNIST"))
     printed = run_main(program, monkeypatch, "--epochs", "1")
     assert "Calls per epoch: 5; weight updates per call: 10;" in printed

@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 import types
 
 import pytest
@@ -13,19 +11,10 @@ from ipu_pipeline.command_line import main
 from tests.docs import test_notebooks, test_readme
 from tests.support import browsers, pages
 from tests.support.examples import reference
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, run
 
-PAGES = sorted(
-    path
-    for pattern in (
-        "*.md",
-        "docs/**/*.md",
-        "tutorial/**/*.md",
-        "examples/**/*.md",
-        "benchmarks/*/README.md",
-    )
-    for path in ROOT.glob(pattern)
-)
+PATTERNS = "*.md", "docs/**/*.md", "tutorial/**/*.md", "examples/**/*.md", "benchmarks/*/README.md"
+PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
     "README.md": "docs/test_readme.py",
     "docs/design.md": "docs/test_design.py",
@@ -79,23 +68,8 @@ def test_the_site(tmp_path):
 
 def build(target):
     """Where the site is: `make docs` with another place."""
-    options = [
-        "-b",
-        "html",
-        "--fail-on-warning",
-        "--keep-going",
-        "--quiet",
-        "--doctree-dir",
-        target / "trees",
-    ]
-    result = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, "-c", "docs/site", ".", target / "html"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    command = "-m sphinx -b html --fail-on-warning --keep-going --quiet -c docs/site . --doctree-dir"
+    run(*command.split(), target / "trees", target / "html")
     return target / "html"
 
 
@@ -154,7 +128,5 @@ def check_search_and_the_front_door(site, driver):
     browsers.wait(driver, "return document.title.startsWith('ipu_pipeline')")
     browsers.wait(driver, "return [...document.querySelectorAll('.sd-card a')].length === 4")
     driver.get((site / "search.html").as_uri() + "?q=recomputation")
-    browsers.wait(
-        driver,
-        "return [...document.querySelectorAll('.search a')].some(a => a.href.includes('memory.html'))",
-    )
+    is_found = "[...document.querySelectorAll('.search a')].some(a => a.href.includes('memory.html'))"
+    browsers.wait(driver, f"return {is_found}")

@@ -22,16 +22,8 @@ from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4
 
 FOLDER = ROOT / "tutorial"
 NAMES = [
-    "README",
-    "why",
-    "step1",
-    "step2",
-    "step3",
-    "arguments",
-    "schedules",
-    "step4",
-    "things_to_try",
-    "further",
+    *("README", "why", "step1", "step2", "step3", "arguments", "schedules", "step4"),
+    *("things_to_try", "further"),
 ]
 PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in NAMES}
 TEXT = "\n".join(PAGES.values())
