@@ -1,10 +1,13 @@
 """What processes tell each other, who has died, and what a run is called: without any processes."""
 
+import collections
 import dataclasses
+import re
 import threading
 import time
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -52,22 +55,18 @@ class Store:
             return self.texts[key]
 
 
-def together(count, act):
+def together(count, act, store=None):
     """What `act` returns or raises in each of so many processes, each a thread."""
-    store, found = Store(), {}
+    store = store or Store()
 
     def run(index):
         try:
-            found[index] = act(peers.Peers(index, count, "127.0.0.1", store))
+            return act(peers.Peers(index, count, "127.0.0.1", store))
         except Exception as error:
-            found[index] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    return [found[index] for index in range(count)], store
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
 
 
 def poll(holds, seconds=300):
@@ -81,7 +80,8 @@ def test_texts_are_exchanged_and_then_forgotten():
     def act(one):
         return [one.exchange("greeting", f"{one.index}.{number}") for number in range(6)]
 
-    found, store = together(3, act)
+    store = Store()
+    found = together(3, act, store)
     assert found == [[[f"{process}.{number}" for process in range(3)] for number in range(6)]] * 3
     assert len(store.texts) <= 6  # those of the last two times
 
@@ -92,10 +92,9 @@ def test_what_differs_is_named_with_the_values_of_all_processes():
         long = "a" * 1000 + ("b" if one.index == 1 else "c") + "d" * 1000
         one.agree("second", {"the seed": str(one.index == 2), "same": "1", "long": long})
 
-    errors, _store = together(3, act)
+    errors = together(3, act)
     assert [type(error) for error in errors] == [ValueError] * 3
-    assert len({str(error) for error in errors}) == 1
-    message = str(errors[0])
+    (message,) = set(map(str, errors))
     assert "the seed: 'False' in processes 0, 1, 'True' in process 2" in message
     assert "aaabddd" in message
     assert "aaacddd" in message
@@ -104,41 +103,42 @@ def test_what_differs_is_named_with_the_values_of_all_processes():
 
 
 def test_who_waits_hears_of_the_death_of_another():
+    def fail_once_it_waits(one):
+        poll(lambda: one.waits_at is not None)
+        one.fail("Process 1 has died.")
+
     def act(one):
         if one.index == 0:
             threading.Thread(target=fail_once_it_waits, args=(one,)).start()
             one.meet("checkpoint")
 
-    def fail_once_it_waits(one):
-        poll(lambda: one.waits_at is not None)
-        one.fail("Process 1 has died.")
-
-    (error, nothing), _store = together(2, act)
+    error, nothing = together(2, act)
     assert isinstance(error, ProcessError)
     assert str(error) == "Process 1 has died."
     assert nothing is None
 
 
-def read_latest(directory, monkeypatch):
-    """What each of three processes gets of a series of checkpoints."""
+@pytest.fixture
+def own(monkeypatch):
+    """What each thread has as the process that it is."""
     own = threading.local()
     for module in (peers, processes):
         monkeypatch.setattr(module, "current", lambda: own.peers)
-
-    def act(one):
-        own.peers = one
-        return CheckpointSeries(directory).read_latest()
-
-    return together(3, act)[0]
+    return own
 
 
-def test_all_processes_hear_why_no_checkpoint_can_be_read(tmp_path, monkeypatch):
+def test_all_processes_hear_why_no_checkpoint_can_be_read(tmp_path, own):
     """The first process looks for all; an error of it left the others waiting."""
-    assert read_latest(tmp_path, monkeypatch) == [None] * 3
+
+    def read_latest(one):
+        own.peers = one
+        return CheckpointSeries(tmp_path).read_latest()
+
+    assert together(3, read_latest) == [None] * 3
     for name in ("4", "8"):
         (tmp_path / name).mkdir()
         (tmp_path / name / DOCUMENT).write_text("{}")
-    first, *others = read_latest(tmp_path, monkeypatch)
+    first, *others = together(3, read_latest)
     assert isinstance(first, CheckpointError)
     assert str(first).startswith("None of the checkpoints in")
     for error in others:
@@ -193,9 +193,8 @@ def test_of_two_threads_nobody_knows_which_is_first(two):
         assert hold()  # within
         error = in_a_thread("second", hold)
     assert type(error) is RuntimeError
-    assert str(error).startswith(
-        "Process 1: thread 'second' began a run while thread 'MainThread' was at a run of a session. "
-    )
+    message = "thread 'second' began a run while thread 'MainThread' was at a run of a session. "
+    assert str(error).startswith(f"Process 1: {message}")
     assert two.failure == str(error)  # which the others hear
     with pytest.raises(ProcessError, match="thread 'second' began"):
         two.check()
@@ -227,32 +226,26 @@ def test_what_processes_do_alone_may_be_done_in_another_thread(two):
         assert in_a_thread("second", lambda: session.load({"a": 1.0})) is None
 
 
-def test_saving_in_two_threads_has_two_orders(monkeypatch):
+def test_saving_in_two_threads_has_two_orders(own):
     """A thread writes checkpoints of a series; what is saved meanwhile meets the others elsewhere."""
-    own = threading.local()
-    for module in (peers, processes):
-        monkeypatch.setattr(module, "current", lambda: own.peers)
 
     def act(one):
-        own.peers, saved = one, []
-
         def save():
             own.peers = one
             with beside("checkpoint of a series"):
-                saved.extend(do_each(lambda: f"series {one.index}"))
+                return do_each(lambda: f"series {one.index}")
 
-        thread = threading.Thread(target=save)
-        if one.index == 0:  # which thread comes first differs
-            thread.start()
-            poll(lambda: one.waits_at is not None)
-        own_saved = do_each(lambda: f"here {one.index}")
-        if one.index == 1:
-            thread.start()
-        thread.join(300)
-        return own_saved, saved
+        own.peers = one
+        with ThreadPoolExecutor(1) as thread:
+            if one.index == 0:  # which thread comes first differs
+                saved = thread.submit(save)
+                poll(lambda: one.waits_at is not None)
+            own_saved = do_each(lambda: f"here {one.index}")
+            if one.index == 1:
+                saved = thread.submit(save)
+            return own_saved, saved.result()
 
-    found, _store = together(2, act)
-    assert found == [(["here 0", "here 1"], ["series 0", "series 1"])] * 2
+    assert together(2, act) == [(["here 0", "here 1"], ["series 0", "series 1"])] * 2
 
 
 def test_what_takes_long_is_told(two):
@@ -261,17 +254,14 @@ def test_what_takes_long_is_told(two):
     assert two.occupied == {}
 
 
-class Device:
-    def __init__(self, process_index, number):
-        self.process_index = process_index
-        self.number = number
+Device = collections.namedtuple("Device", "process_index number")
 
 
 def test_devices_are_taken_from_all_processes(two):
     devices = [Device(process, number) for process in range(2) for number in range(4)]
-    taken = [(device.process_index, device.number) for device in spread(devices, 3)]
+    taken = spread(devices, 3)
     assert taken[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert sorted(taken) == [(process, number) for process in range(2) for number in range(4)]
+    assert sorted(taken) == devices
 
 
 # The log of actions.
@@ -312,13 +302,11 @@ def test_the_last_finished_action_and_the_oldest_unfinished():
 
 
 def test_an_action_that_waits_for_another_process():
-    log, sent = action_log.ActionLog(), Array()
-    log.note(forward(0), [Array()], [sent])
-    kept = list(log._noted)
+    log, sent, done = action_log.ActionLog(), Array(), Array()
+    log.note(forward(0), [done], [sent])
     assert log.standing().lacks_data
     sent.is_done = True
     assert not log.standing().lacks_data
-    assert kept
 
 
 def test_the_log_holds_few_bytes():
@@ -337,9 +325,12 @@ def test_the_log_holds_few_bytes():
 # Who has died, and whether the processes go on.
 
 
-def judge(looks, silence=10.0, stall=30.0, answers=lambda second: True, dead=()):
+OTHER, STUCK = {"pid": 17, "host": "b"}, {"lacks_data": True, "next": "a"}
+
+
+def judge(looks, answers=lambda second: True, dead=()):
     """What is found, and after how many seconds; `looks` gives the statuses of processes at a second."""
-    one = Judge(0, 2, silence, stall, most_step=2.0)
+    one = Judge(0, 2, 10.0, 30.0, most_step=2.0)
     for second in range(500):
         statuses = dict(enumerate(looks(second)))
         found = one.judge(statuses, float(second), answers(second), dead if second > 2 else ())
@@ -349,24 +340,51 @@ def judge(looks, silence=10.0, stall=30.0, answers=lambda second: True, dead=())
 
 
 def test_processes_that_go_on():
-    waiting = {"waits_at": "the end"}
-    assert judge(lambda s: [Status(s), Status(s)]) == (None, None)
-    assert judge(lambda s: [Status(s, number=s, **waiting), Status(s)]) == (None, None)
-    assert judge(lambda s: [Status(s, **waiting), Status(s, occupied_with="compiling")]) == (None, None)
-    assert judge(lambda s: [Status(s), Status(s, end="")]) == (None, None)
+    waiting, nothing = {"waits_at": "the end"}, (None, None)
+    assert judge(lambda s: [Status(s), Status(s)]) == nothing
+    assert judge(lambda s: [Status(s, number=s, **waiting), Status(s)]) == nothing
+    assert judge(lambda s: [Status(s, **waiting), Status(s, occupied_with="compiling")]) == nothing
+    assert judge(lambda s: [Status(s), Status(s, end="")]) == nothing
+    assert judge(lambda s: [Status(s), Status(min(s, 5), end="")]) == nothing
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "second", "text"),
+    [
+        ({}, {"end": "an error"}, 0, r"Process 1 \(pid 17 on b\) has ended with an error\."),
+        ({}, {"verdict": "as it is"}, 0, "as it is$"),
+        (STUCK, {}, 31, ".*process 1 does not go on, and process 0 cannot"),
+        (STUCK, STUCK, 31, ".*they wait for each other"),
+        (STUCK, {"next": "long"}, 301, ""),
+        (STUCK, {"end": ""}, 6, ".*process 1 has ended, and process 0 cannot"),
+    ],
+)
+def test_what_is_found(first, other, second, text):
+    found_second, found = judge(lambda s: [Status(s, **first), Status(s, **OTHER, **other)])
+    assert found_second == second
+    assert re.match(text, found, re.DOTALL), found
+
+
+def test_a_process_that_is_silent():
+    second, found = judge(lambda s: [Status(s), Status(min(s, 5), **OTHER)])
+    assert second == 16
+    assert "Process 1 (pid 17 on b) has died or was stopped: no sign of it for 11 s" in found
 
 
 def test_a_process_that_is_gone():
-    second, found = judge(
-        lambda s: [Status(s), Status(s, pid=17, host="b", finished="x")], dead={1: "was ended"}
-    )
-    assert second == 3
-    lines = found.splitlines()
-    assert lines[0] == "Process 1 (pid 17 on b) has died: it was ended."
-    assert lines[1:] == [
-        "  process 0: the last action finished is none",
+    found = judge(lambda s: [Status(s), Status(s, finished="x", **OTHER)], dead={1: "was ended"})
+    assert found == (
+        3,
+        "Process 1 (pid 17 on b) has died: it was ended.\n"
+        "  process 0: the last action finished is none\n"
         "  process 1: the last action finished is x",
-    ]
+    )
+
+
+def test_a_coordinator_that_does_not_answer():
+    second, found = judge(lambda s: [Status(3), Status(3)], answers=lambda second: second < 5)
+    assert second == 15
+    assert found.startswith("The coordinator, which process 0 started, has not answered for 10 s.")
 
 
 def test_what_a_process_told_as_it_ended_is_heard_before_it_counts_as_dead(two):
@@ -392,13 +410,10 @@ class Ending:
         watch = PeerWatch(peers.Peers(0, 3, "127.0.0.1", Store()), 12.0, 12.0)  # which is not started
         here = watch._status
         gone = dataclasses.replace(here, pid=2**22 + 1)  # above the largest pid there is
-        found = {
-            "alive": here,
-            "gone": gone,
-            "elsewhere": dataclasses.replace(here, boot="another machine"),
-        }
+        elsewhere = dataclasses.replace(here, boot="another machine")
+        places = {"alive": here, "gone": gone, "elsewhere": elsewhere}
         watch._statuses = {
-            number: dataclasses.replace(found[where], end=end)
+            number: dataclasses.replace(places[where], end=end)
             for number, (where, end) in enumerate(statuses, start=1)
         }
         self.num_looks, self.now = 0, 0.0
@@ -432,45 +447,10 @@ def test_one_that_fails_is_not_awaited_for_ever(monkeypatch):
     assert 2 < ending.now < 2.2  # a sixth of the time after which it counts as dead
 
 
-def test_a_process_that_is_silent():
-    second, found = judge(lambda s: [Status(s), Status(min(s, 5), pid=17, host="b")])
-    assert second == 16
-    assert "Process 1 (pid 17 on b) has died or was stopped: no sign of it for 11 s" in found
-    assert judge(lambda s: [Status(s), Status(min(s, 5), end="")]) == (None, None)
-
-
 def test_who_was_stopped_does_not_blame_the_others():
     one = Judge(0, 2, 10.0, 30.0, most_step=2.0)
     for second in (0.0, 1.0, 500.0, 501.0):
         assert one.judge({0: Status(int(second)), 1: Status(5)}, second, True, ()) is None
-
-
-def test_a_coordinator_that_does_not_answer():
-    statuses = [Status(3), Status(3)]
-    second, found = judge(lambda s: statuses, answers=lambda second: second < 5)
-    assert second == 15
-    assert found.startswith("The coordinator, which process 0 started, has not answered for 10 s.")
-
-
-def test_errors_and_verdicts_of_others():
-    _second, found = judge(lambda s: [Status(s), Status(s, end="ValueError: no data", pid=17, host="b")])
-    assert found.startswith("Process 1 (pid 17 on b) has ended with ValueError: no data.")
-    assert judge(lambda s: [Status(s), Status(s, verdict="as it is")]) == (0, "as it is")
-
-
-def test_processes_that_stand_still():
-    waiting = {"lacks_data": True, "next": "a"}
-    second, found = judge(lambda s: [Status(s, **waiting), Status(s)])
-    assert second == 31
-    assert "process 1 does not go on, and process 0 cannot" in found
-    second, found = judge(lambda s: [Status(s, **waiting), Status(s, **waiting)])
-    assert second == 31
-    assert "they wait for each other" in found
-    second, found = judge(lambda s: [Status(s, **waiting), Status(s, next="long")])
-    assert second == 301
-    second, found = judge(lambda s: [Status(s, **waiting), Status(s, end="")])
-    assert second == 6
-    assert "process 1 has ended, and process 0 cannot" in found
 
 
 def test_the_process_ends_after_what_it_writes(monkeypatch, capfd):
@@ -530,11 +510,12 @@ def test_the_place_of_a_process(environment):
 
 def test_an_environment_that_is_half_set(environment):
     environment.setenv("IPU_PIPELINE_NUM_PROCESSES", "4")
-    with pytest.raises(
-        ValueError, match=r"process_id \(IPU_PIPELINE_PROCESS_ID\) missing: .* has only"
-    ) as e:
+    message = (
+        r"coordinator_address \(IPU_PIPELINE_COORDINATOR_ADDRESS\) and "
+        r"process_id \(IPU_PIPELINE_PROCESS_ID\) missing: .* has only"
+    )
+    with pytest.raises(ValueError, match=message):
         find()
-    assert "coordinator_address (IPU_PIPELINE_COORDINATOR_ADDRESS) and" in str(e.value)
 
 
 def test_a_cluster_is_recognised(environment):
@@ -614,26 +595,21 @@ def test_times(environment):
 
 
 def fingerprint(width=6, scale=2.0, **options):
-    def first(x):
-        return x @ get_variable("first", (5, width)) * scale
-
-    def last(h):
-        return (h**2).mean()
-
+    stages = [lambda x: x @ get_variable("first", (5, width)) * scale, lambda h: (h**2).mean()]
     options = {"num_micro_batches": 4, "optimizer": optax.adam(0.1), **options}
-    pipeline = Pipeline([first, last], loss=lambda loss: loss, **options)
+    pipeline = Pipeline(stages, loss=lambda loss: loss, **options)
     pipeline.trace(jax.ShapeDtypeStruct((3, 5), np.float32))
     mapping, timetable = pipeline.device_mapping, pipeline.timetable(4)
     return describe(pipeline._built, pipeline.options, mapping, timetable, pipeline.dispatch_plan)
 
 
 def test_fingerprints_of_pipelines():
-    found = fingerprint()
-    assert found == fingerprint()
+    known = fingerprint()
+    assert known == fingerprint()
 
     def differences(**arguments):
         other = fingerprint(**arguments)
-        return {name.partition(" of ")[0] for name in found | other if found.get(name) != other.get(name)}
+        return {name.partition(" of ")[0] for name in known | other if known.get(name) != other.get(name)}
 
     assert differences(scale=3.0) == {"the program"}
     assert {"the variables", "the program", "the optimizer's state"} <= differences(width=7)
@@ -649,9 +625,7 @@ def test_threads_wait_each_for_themselves(two):
             pass
 
     with two.waiting("here"):
-        thread = threading.Thread(target=wait_there)
-        thread.start()
-        thread.join(300)
+        in_a_thread("second", wait_there)
         assert two.waits_at == "here"
         with two.waiting("within"):
             assert two.waits_at == "within"
