@@ -12,10 +12,7 @@ import torch
 
 from ipu_pipeline.poptorch import dtypes
 from ipu_pipeline.poptorch.graphs import capture
-from ipu_pipeline.poptorch.lowering import (
-    random_numbers,
-    substitutes,
-)
+from ipu_pipeline.poptorch.lowering import random_numbers, substitutes
 from ipu_pipeline.poptorch.lowering.interpreter import describe_unsupported, find_unsupported, run_node
 from ipu_pipeline.poptorch.structures import flatten
 
@@ -47,15 +44,10 @@ class Group(torch.nn.Module):
 
 @dataclasses.dataclass
 class Lowered:
-    """A module as a function of JAX.
-
-    Attributes:
-      program: the graph.
-      tensors: parameters, buffers and constants by their targets.
-    """
+    """A module as a function of JAX."""
 
     program: torch.export.ExportedProgram
-    tensors: dict
+    tensors: dict  # parameters, buffers and constants by their targets
 
     def __call__(self, values, inputs):
         """Results and changed buffers, of tensors by their targets and the inputs in order."""
@@ -116,15 +108,16 @@ def keys(seed=0):
         random_numbers.next_rng_key = before
 
 
-def differentiable(tensors):
-    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+def fit(result, cotangent):
+    """A cotangent as `jax.vjp` takes it."""
+    is_floating = jnp.issubdtype(result.dtype, jnp.floating)
+    return cotangent if is_floating else np.zeros(result.shape, jax.dtypes.float0)
 
 
 def run_jax(module, args, kwargs, cotangents=None, seed=0):
     """Results, changed buffers, and gradients of sum(results * cotangents) by floating-point tensors.
 
-    Returns:
-      (results, changed buffers, gradients by "0", "1", ... for inputs and by targets for parameters).
+    Gradients are by "0", "1", ... for inputs and by targets for parameters.
     """
     lowered, inputs = lower(module, *args, **kwargs)
     values = {name: as_array(tensor) for name, tensor in lowered.tensors.items()}
@@ -144,23 +137,13 @@ def run_jax(module, args, kwargs, cotangents=None, seed=0):
 
         def with_gradients(varied, cotangents):
             results, transpose, changed = jax.vjp(function, varied, has_aux=True)
-            given = [
-                cotangent
-                if jnp.issubdtype(result.dtype, jnp.floating)
-                else np.zeros(result.shape, jax.dtypes.float0)
-                for result, cotangent in zip(results, cotangents, strict=True)
-            ]
-            return results, changed, transpose(given)[0]
+            return results, changed, transpose(list(map(fit, results, cotangents)))[0]
 
         return jax.jit(with_gradients)(varied, cotangents)
 
 
 def run_torch(module, args, kwargs, fixed=(), seed=0):
-    """Results, changed buffers, gradients and the cotangents, drawn from a seed.
-
-    Args:
-      fixed: ids of tensors that have no gradient.
-    """
+    """Results, changed buffers, gradients (but of tensors with `fixed` ids) and the cotangents."""
     tensors, structure = flatten((args, kwargs))
     leaves = [
         tensor.detach().clone().requires_grad_(tensor.is_floating_point() and id(tensor) not in fixed)
@@ -170,9 +153,8 @@ def run_torch(module, args, kwargs, fixed=(), seed=0):
     results, _ = flatten(module(*args, **kwargs))
     rng = np.random.default_rng(seed)
     cotangents = [torch.from_numpy(np.asarray(rng.normal(size=result.shape))) for result in results]
-    cotangents = [
-        c.to(r.dtype) if r.is_floating_point() else c for c, r in zip(cotangents, results, strict=True)
-    ]
+    pairs = zip(cotangents, results, strict=True)
+    cotangents = [c.to(r.dtype) if r.is_floating_point() else c for c, r in pairs]
     varied = {f"model.{name}": p for name, p in module.named_parameters()}
     varied |= {str(i): leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
@@ -215,9 +197,7 @@ def compare(module, *args, tolerance=2e-5, gradients=True, fixed=(), **kwargs):
 def compare_all(cases, **options):
     """`compare` for several functions at once; if they differ, each by itself, to say which one it is.
 
-    Args:
-      cases: name -> function or module, and its arguments.
-      options: of `compare`.
+    The cases are functions or modules with their arguments, by name.
     """
     modules = [f if isinstance(f, torch.nn.Module) else Call(f) for f, *_ in cases.values()]
     calls = [(tuple(args), {}) for _, *args in cases.values()]

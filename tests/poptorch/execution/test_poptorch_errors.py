@@ -12,35 +12,36 @@ import torch
 import ipu_pipeline as ipu
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch.execution.jax_errors import translate
-from tests.support.poptorch_front import TwoLayers, assert_close, make_batch, make_options, seeded
+from tests.support.poptorch_front import (
+    TwoLayers,
+    assert_close,
+    infer,
+    make_batch,
+    make_options,
+    model_of,
+    seeded,
+)
 
 RUNTIME = jax.errors.JaxRuntimeError
 HUGE = 2**23  # its square, in float32, is more than any machine has
 
+RECOVERABLE, UNRECOVERABLE, OTHER = poptorch.RecoverableError, poptorch.UnrecoverableError, poptorch.Error
+LAUNCH = "INTERNAL: Failed to launch: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"
+ECC = "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error"
 KINDS = [
-    ("UNAVAILABLE: socket closed", poptorch.RecoverableError, "unavailable", "IPU_RESET"),
-    ("ABORTED: another task died", poptorch.RecoverableError, "aborted", "PARTITION_RESET"),
-    ("CANCELLED: as asked", poptorch.RecoverableError, "cancelled", "PARTITION_RESET"),
-    ("DEADLINE_EXCEEDED: 40s", poptorch.RecoverableError, "deadline_exceeded", "PARTITION_RESET"),
-    (
-        "INTERNAL: Failed to launch: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access",
-        poptorch.RecoverableError,
-        "cuda_error_illegal_address",
-        "FULL_RESET",
-    ),
-    (
-        "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error",
-        poptorch.UnrecoverableError,
-        "cuda_error_ecc_uncorrectable",
-        None,
-    ),
-    ("DATA_LOSS: checksum", poptorch.UnrecoverableError, "data_loss", None),
-    ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", poptorch.Error, "out_of_memory", None),
-    ("INTERNAL: Error dispatching: Out of memory allocating 9", poptorch.Error, "out_of_memory", None),
-    ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", poptorch.Error, "out_of_memory", None),
-    ("INTERNAL: Failed to do it", poptorch.Error, "internal", None),
-    ("INVALID_ARGUMENT: no", poptorch.Error, "invalid_argument", None),
-    ("no code at all", poptorch.Error, "unknown", None),
+    ("UNAVAILABLE: socket closed", RECOVERABLE, "unavailable", "IPU_RESET"),
+    ("ABORTED: another task died", RECOVERABLE, "aborted", "PARTITION_RESET"),
+    ("CANCELLED: as asked", RECOVERABLE, "cancelled", "PARTITION_RESET"),
+    ("DEADLINE_EXCEEDED: 40s", RECOVERABLE, "deadline_exceeded", "PARTITION_RESET"),
+    (LAUNCH, RECOVERABLE, "cuda_error_illegal_address", "FULL_RESET"),
+    (ECC, UNRECOVERABLE, "cuda_error_ecc_uncorrectable", None),
+    ("DATA_LOSS: checksum", UNRECOVERABLE, "data_loss", None),
+    ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", OTHER, "out_of_memory", None),
+    ("INTERNAL: Error dispatching: Out of memory allocating 9", OTHER, "out_of_memory", None),
+    ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory", OTHER, "out_of_memory", None),
+    ("INTERNAL: Failed to do it", OTHER, "internal", None),
+    ("INVALID_ARGUMENT: no", OTHER, "invalid_argument", None),
+    ("no code at all", OTHER, "unknown", None),
 ]
 
 
@@ -50,11 +51,8 @@ def test_which_error_is_which():
         assert type(error) is kind, text
         assert text in error.message
         assert str(error) == error.message
-        assert (error.type, error.location, getattr(error, "recovery_action", None)) == (
-            name,
-            "here",
-            action,
-        )
+        assert (error.type, error.location) == (name, "here")
+        assert getattr(error, "recovery_action", None) == action
 
 
 class Huge(torch.nn.Module):
@@ -95,14 +93,14 @@ def test_weights_that_an_error_takes_with_it(caplog):
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     executor = poptorch.trainingModel(model, make_options(), optimizer)
     x = make_batch(1)[0]
-    with pytest.raises(poptorch.Error, match="Out of memory .* were lost with it. The host has"):
-        executor(x)
-    with pytest.raises(poptorch.Error, match="An error came before this call. The weights and the optim"):
-        executor(x)
-    with pytest.raises(poptorch.Error, match="were lost"):
-        executor.copyWeightsToDevice()
-    with pytest.raises(poptorch.Error, match="were lost"):
-        executor.detachFromDevice()
+    for call, message in [
+        (lambda: executor(x), "Out of memory .* were lost with it. The host has"),
+        (lambda: executor(x), "An error came before this call. The weights and the optim"),
+        (executor.copyWeightsToDevice, "were lost"),
+        (executor.detachFromDevice, "were lost"),
+    ]:
+        with pytest.raises(poptorch.Error, match=message):
+            call()
     assert_close(model.state_dict().values(), before.values())
     assert "The weights on the devices were lost by an error" in caplog.text
     assert not optimizer.state_dict()["ipu_state"]
@@ -110,25 +108,16 @@ def test_weights_that_an_error_takes_with_it(caplog):
     model.is_huge = False
     executor = poptorch.trainingModel(model, make_options(), optimizer)
     executor(x)
-    assert_close(
-        [model.weight],
-        [before["weight"] - 0.1 * (x @ before["first.weight"].T + before["first.bias"]).sum()],
-    )
-
-
-class Loss(torch.nn.Module):
-    def forward(self, x):
-        return poptorch.identity_loss(x, "mean")
+    gradient = (x @ before["first.weight"].T + before["first.bias"]).sum()
+    assert_close([model.weight], [before["weight"] - 0.1 * gradient])
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reading", "destroying"])
 def test_what_is_first_to_see_an_error_of_an_update(reads):
     """Its call has returned: the loss is there before the update fails."""
-    model = seeded(lambda: torch.nn.Linear(3, 3))
-    executor = poptorch.trainingModel(
-        torch.nn.Sequential(model, Loss()), make_options(), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    before = model.weight.detach().clone()
+    model = model_of(lambda self, x: poptorch.identity_loss(self.linear(x), "mean"))
+    executor = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.linear.weight.detach().clone()
     executor(make_batch(1)[0])
 
     def fail(*args, **kwargs):
@@ -137,13 +126,12 @@ def test_what_is_first_to_see_an_error_of_an_update(reads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "device_get", fail)
         patch.setattr(jax, "block_until_ready", fail)
-        with pytest.raises(
-            poptorch.Error, match="broken The weights and the optimizer's state .* were lost"
-        ):
-            _ = model.weight + 1 if reads else executor.destroy()
+        message = "broken The weights and the optimizer's state .* were lost"
+        with pytest.raises(poptorch.Error, match=message):
+            _ = model.linear.weight + 1 if reads else executor.destroy()
         executor.destroy()
     assert not executor.isCompiled()
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model.linear.weight, before)
 
 
 # Times and spans.
@@ -169,6 +157,7 @@ def test_times_of_each_micro_batch():
     parts = [executor.getHostIpuLatency(), executor.getComputeLatency(), executor.getIpuHostLatency()]
     least, most, mean = executor.getLatency()
     assert 0 < least <= mean <= most < length  # which is around the call
+    assert all(0 <= part[0] <= part[2] <= part[1] for part in parts)
     assert sum(part[2] for part in parts) == pytest.approx(mean)
     assert 0 < executor.cycleCount() < length * 1e9
     with pytest.raises(poptorch.Error, match="Cycle count logging is disabled"):
@@ -228,18 +217,14 @@ def test_an_exception_in_a_function_on_the_host():
             raise KeyError("what the function says")
         return value * 2
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.double = poptorch.CPU(double, "double")
+    def forward(self, x):
+        with poptorch.Block("A", ipu_id=0):
+            x = torch.tanh(x)
+        with poptorch.Block("B", ipu_id=1):
+            return self.double(x)
 
-        def forward(self, x):
-            with poptorch.Block("A", ipu_id=0):
-                x = torch.tanh(x)
-            with poptorch.Block("B", ipu_id=1):
-                return self.double(x)
-
-    model = poptorch.inferenceModel(Model(), make_options(2))
+    made = model_of(forward, double=poptorch.CPU(double, "double"))
+    model = poptorch.inferenceModel(made, make_options(2))
     x = torch.ones(4, 3)
     model(x)
     fails[0] = True
@@ -262,13 +247,11 @@ def test_an_error_within_forward_has_the_users_lines_and_the_module():
             return self.layers(x)
 
     with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
-        poptorch.inferenceModel(Wrong(), make_options())(torch.ones(2, 3))
+        infer(Wrong(), torch.ones(2, 3))
     (note,) = raised.value.__notes__
-    layer, place = r"Linear\(in_features=4, out_features=2, bias=True\)", rf"{__file__}:\d+ \(forward\)"
-    expected = (
-        rf"This happened in module layers.1, {layer}, while the model's forward was captured, at {place}."
-    )
-    assert re.fullmatch(expected, note)
+    layer, line = r"Linear\(in_features=4, out_features=2, bias=True\)", rf"{__file__}:\d+ \(forward\)"
+    told = rf"This happened in module layers.1, {layer}, while the model's forward was captured, at {line}."
+    assert re.fullmatch(told, note)
     frames = traceback.extract_tb(raised.value.__traceback__)
     assert [frame.name for frame in frames[-3:]] == ["forward", "forward", "forward"]
     assert frames[-3].filename == __file__
@@ -277,7 +260,7 @@ def test_an_error_within_forward_has_the_users_lines_and_the_module():
     jax.config.update("jax_traceback_filtering", "off")
     try:
         with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
-            poptorch.inferenceModel(Wrong(), make_options())(torch.ones(2, 3))
+            infer(Wrong(), torch.ones(2, 3))
     finally:
         jax.config.update("jax_traceback_filtering", usual)
     assert len(traceback.extract_tb(raised.value.__traceback__)) > 60

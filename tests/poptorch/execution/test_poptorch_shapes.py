@@ -1,6 +1,7 @@
 """`Options.allowNewShapes`: one model, a program for each shape, one state."""
 
 import concurrent.futures
+import functools
 import gc
 import logging
 
@@ -12,69 +13,46 @@ import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
 from ipu_pipeline.poptorch.execution import building
 from tests.support.poptorch_front import (
+    TrainedAlike,
+    TwoLayers,
     assert_close,
-    assert_same_state,
     join,
     leaves,
     make_batch,
     make_options,
-    reference,
+    make_sgd,
     second,
     seeded,
 )
 
 
-class Model(torch.nn.Module):
-    """Two stages, with statistics of batches; forward refuses micro-batches of 5 rows."""
+class Model(TwoLayers):
+    """Statistics of batches and a factor; forward refuses micro-batches of 5 rows."""
 
     def __init__(self, ipus=(0, 1)):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 5), torch.nn.Linear(5, 3)
-        self.norm = torch.nn.BatchNorm1d(5)
-        self.ipus = ipus
+        super().__init__(ipus=ipus)
+        self.norm = torch.nn.BatchNorm1d(3)
 
     def forward(self, x, target=None, scale=1):
         if len(x) == 5:
             raise ValueError("five rows")
-        with poptorch.Block("first", ipu_id=self.ipus[0]):
-            x = torch.tanh(self.norm(self.first(x))) * scale
-        with poptorch.Block("second", ipu_id=self.ipus[1]):
-            x = self.second(x)
-            return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
+        return super().forward(self.norm(x) * scale, target)
 
 
-def make_sgd(parameters, lr=0.1):
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+class Trained(TrainedAlike):
+    """Is called with batches by their sizes."""
 
+    def __init__(self, options, ipus=(0, 1)):
+        super().__init__(seeded(lambda: Model(ipus)), options)
 
-class Trained:
-    """A wrapped model, and plain torch that is given the same."""
-
-    def __init__(self, options, model=Model, make_optimizer=make_sgd):
-        self.model = seeded(model)
-        self.plain = reference(self.model, make_optimizer)
-        self.options = options
-        self.executor = poptorch.trainingModel(self.model, options, make_optimizer(self.model.parameters()))
-
-    def call(self, *sizes, features=3):
-        """Calls with batches of these sizes, each compared."""
-        counts = self.options.device_iterations, self.options.Training.gradient_accumulation
-        factor = self.options.replication_factor
+    def call(self, *sizes):
         for number, size in enumerate(sizes):
-            batch = make_batch(size, features, seed=number)
-            expected = self.plain.train(batch, counts[0], counts[1] * factor, second)
-            assert_close(leaves(self.executor(*batch)), join(expected))
-
-    def compare(self):
-        """Compares weights and buffers."""
-        assert_same_state(self.model, self.plain.model)
+            super().call(*make_batch(size, seed=number))
 
 
 def test_shapes_in_turn_train_as_in_torch(monkeypatch, caplog):
-    captured = []
-    monkeypatch.setattr(
-        building, "capture", lambda *args, known=building.capture: captured.append(args) or known(*args)
-    )
+    capture, captured = building.capture, []
+    monkeypatch.setattr(building, "capture", lambda *args: captured.append(args) or capture(*args))
     caplog.set_level(logging.INFO, "poptorch::python")
     trained = Trained(make_options(2, 2).allowNewShapes(True, max_shapes=2))
     executor = trained.executor
@@ -85,7 +63,7 @@ def test_shapes_in_turn_train_as_in_torch(monkeypatch, caplog):
         "Compiled for x [16, 3], target [16, 3] (2 of at most 2 shapes)",
     ]
     assert executor.rng_state[-1] == 8  # weight updates, of all shapes
-    executor.setOptimizer(make_sgd(trained.model.parameters(), lr=0.03))
+    executor.setOptimizer(torch.optim.SGD(trained.model.parameters(), lr=0.03, momentum=0.9))
     trained.plain.optimizer.param_groups[0]["lr"] = 0.03
     trained.call(32, 16)
     trained.compare()  # which brings the weights to the host
@@ -100,22 +78,18 @@ def test_shapes_in_turn_train_as_in_torch(monkeypatch, caplog):
     trained.compare()
     assert len(captured) == 2
     x, target = make_batch(24)
-    with pytest.raises(
-        poptorch.Error, match=r"for 2 shapes, which is the limit of .*max_shapes=2\), .*x \[24, 3\]"
-    ):
-        executor(x, target)
-    with pytest.raises(
-        AssertionError, match=r"batch dimension \(10\) must .* = 4 .* 8 rows would fit, or 12"
-    ):
-        executor(x[:10], target[:10])
-    with pytest.raises(AssertionError, match=r"\(3\) must be a multiple of .* 4 rows would fit"):
-        executor(x[:3], target[:3])
-    with pytest.raises(poptorch.Error, match="Data type mismatch .*allows other shapes of tensors, but"):
-        executor(x.double()[:16], target[:16])
-    with pytest.raises(
-        poptorch.Error, match=r"arguments mismatch: .*allows other shapes of tensors, but no"
-    ):
-        executor(x[:16], target[:16], 2)
+    wrong, others = poptorch.Error, "allows other shapes of tensors, but"
+    limit = r"for 2 shapes, which is the limit of .*max_shapes=2\), .*x \[24, 3\]"
+    rows = r"batch dimension \(10\) must .* = 4 .* 8 rows would fit, or 12"
+    for given, error, message in [
+        ((x, target), wrong, limit),
+        ((x[:10], target[:10]), AssertionError, rows),
+        ((x[:3], target[:3]), AssertionError, r"\(3\) must be a multiple of .* 4 rows would fit"),
+        ((x.double()[:16], target[:16]), wrong, f"Data type mismatch .*{others}"),
+        ((x[:16], target[:16], 2), wrong, f"arguments mismatch: .*{others} no"),
+    ]:
+        with pytest.raises(error, match=message):
+            executor(*given)
     executor.destroy()
     assert len(captured) == 2
     trained.compare()
@@ -130,7 +104,7 @@ def test_without_it_the_error_says_so():
 
 def test_what_fails_leaves_the_other_shapes(monkeypatch):
     """Forward raises, or capturing, tracing or compiling is interrupted."""
-    trained = Trained(make_options().allowNewShapes(), lambda: Model((0, 0)))
+    trained = Trained(make_options().allowNewShapes(), ipus=(0, 0))
     executor = trained.executor
     trained.call(4)
     held = measure()
@@ -189,12 +163,6 @@ class Sequence(torch.nn.Module):
         return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
 
 
-def make_sequences(size, length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(2, size, length, 3, generator=generator)
-    return x[0], x[1]
-
-
 def make_phased():
     strategy = poptorch.SerialPhasedExecution("layer0", "layer1")
     strategy.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd)
@@ -214,30 +182,24 @@ VARIANTS = {"phases": make_phased, "offloaded": make_offloaded}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sequences_in_turn(name):
     """The state is the same wherever it lies. A buffer that only long sequences read comes and goes."""
-    options = VARIANTS[name]().allowNewShapes()
-    model = seeded(Sequence)
-    optimizer = poptorch.optim.Adam(model.parameters(), lr=0.01, loss_scaling=4.0)
-    plain = reference(model, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
-    executor = poptorch.trainingModel(model, options, optimizer)
+    make_adam = functools.partial(poptorch.optim.Adam, lr=0.01, loss_scaling=4.0)
+    make_plain = functools.partial(torch.optim.Adam, lr=0.01)
+    trained = TrainedAlike(seeded(Sequence), VARIANTS[name]().allowNewShapes(), make_adam, make_plain)
     for number, length in enumerate((2, 4, 2, 4)):
-        batch = make_sequences(8, length, number)
-        expected = plain.train(
-            batch, options.device_iterations, options.Training.gradient_accumulation, second
-        )
-        assert_close(leaves(executor(*batch)), join(expected))
+        trained.call(*torch.randn(2, 8, length, 3, generator=torch.Generator().manual_seed(number)))
         if number == 2:  # on the host, and on the devices again
-            assert_same_state(model, plain.model)
-            for each in (model, plain.model):
+            trained.compare()
+            for each in (trained.model, trained.plain.model):
                 each.faded.data.mul_(0.5)
-            executor.copyWeightsToDevice()
-            executor.detachFromDevice()
-            executor.attachToDevice()
-    assert_same_state(model, plain.model)
+            trained.executor.copyWeightsToDevice()
+            trained.executor.detachFromDevice()
+            trained.executor.attachToDevice()
+    trained.compare()
 
 
 @pytest.mark.thorough
 def test_files_have_the_shapes_of_the_last_call(tmp_path):
-    trained = Trained(make_options().allowNewShapes(), lambda: Model((0, 0)))
+    trained = Trained(make_options().allowNewShapes(), ipus=(0, 0))
     trained.call(8, 16, 8)
     trained.executor.save(tmp_path / "model.pt")
     with pytest.raises(poptorch.Error, match="such inputs only"):
@@ -245,8 +207,8 @@ def test_files_have_the_shapes_of_the_last_call(tmp_path):
     loaded = poptorch.load(tmp_path / "model.pt")
     batch = make_batch(8, seed=7)
     expected = trained.plain.train(batch, 1, 1, second)
-    assert_close(leaves(loaded(*batch)), join(expected))
-    assert_close(leaves(trained.executor(*batch)), join(expected))
+    for executor in (loaded, trained.executor):
+        assert_close(leaves(executor(*batch)), join(expected))
 
 
 class Choosy(torch.nn.Module):

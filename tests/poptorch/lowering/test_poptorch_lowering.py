@@ -14,6 +14,7 @@ from ipu_pipeline.ground import jax_core
 from ipu_pipeline.poptorch import register_lowering
 from ipu_pipeline.poptorch.lowering import registry
 from tests.support import lowered
+from tests.support.poptorch_front import model_of
 
 LIBRARY = torch.library.Library("lowering_tests", "DEF")
 LIBRARY.define("scaled_tanh(Tensor x, float scale) -> Tensor")
@@ -34,6 +35,13 @@ class Scaled(nn.Module):
         return OPERATIONS.scaled_tanh(x, 3.0)
 
 
+def run(function, *args, cotangents=None):
+    """Results of a module or a function of torch, and their gradients."""
+    module = function if isinstance(function, nn.Module) else lowered.Call(function)
+    results, _buffers, gradients = lowered.run_jax(module, args, {}, cotangents)
+    return results, gradients
+
+
 def scaled_tanh(x, scale):
     return scale * jnp.tanh(x)
 
@@ -51,7 +59,7 @@ def test_an_operation_of_the_users_has_the_lowering_that_is_registered(monkeypat
             assert register_lowering(operation)(scaled_tanh) is scaled_tanh
         else:
             assert register_lowering(operation, scaled_tanh) is scaled_tanh
-        (made,), _, gradients = lowered.run_jax(Scaled(), (x,), {}, [jnp.ones(5)])
+        (made,), gradients = run(Scaled(), x, cotangents=[jnp.ones(5)])
         np.testing.assert_allclose(made, 3 * np.tanh(x.numpy()), rtol=1e-6)
         np.testing.assert_allclose(gradients["0"], 3 - 3 * np.tanh(x.numpy()) ** 2, rtol=1e-5)
 
@@ -64,9 +72,7 @@ def test_a_lowering_of_several_results_gets_dtypes_and_its_results_are_cast():
         seen.append(dtype)
         return x.astype(jnp.float16), jnp.array([1.9, 2.9])
 
-    results, _, _ = lowered.run_jax(
-        lowered.Call(lambda x: OPERATIONS.both(x, torch.int32)), (torch.ones(3),), {}
-    )
+    results, _gradients = run(lambda x: OPERATIONS.both(x, torch.int32), torch.ones(3))
     assert [np.dtype(dtype) for dtype in seen] == [np.int32]
     assert [result.dtype for result in results] == [np.float32, np.int32]
     np.testing.assert_array_equal(results[1], [1, 2])
@@ -76,7 +82,7 @@ def test_what_a_user_registers_comes_before_decompositions_and_before_ours():
     register_lowering("aten::addcmul", lambda x, a, b, value=1: x + 100)  # torch would decompose it
     register_lowering(torch.ops.aten.relu.default, lambda x: x - 100)
     x = torch.zeros(2)
-    results, _, _ = lowered.run_jax(lowered.Call(lambda x: [torch.addcmul(x, x, x), F.relu(x)]), (x,), {})
+    results, _gradients = run(lambda x: [torch.addcmul(x, x, x), F.relu(x)], x)
     np.testing.assert_array_equal(results, [[100, 100], [-100, -100]])
     kept = registry.kept_operations()
     assert torch.ops.aten.addcmul.default in kept
@@ -101,17 +107,15 @@ def test_wrong_registrations_are_refused():
 
 
 def test_a_registered_lowering_that_returns_something_else_is_told():
+    shape = r"registered for lowering_tests.scaled_tanh.default returned shape \(2,\), not \(3,\)"
     for function, text in [
-        (
-            lambda x, scale: x[:2],
-            r"registered for lowering_tests.scaled_tanh.default returned shape \(2,\), not \(3,\)",
-        ),
+        (lambda x, scale: x[:2], shape),
         (lambda x, scale: (x, x), "returned 2 results, not one array"),
         (lambda x, scale: None, "returned NoneType, not one array"),
     ]:
         register_lowering("lowering_tests::scaled_tanh", function)
         with pytest.raises(ValueError, match=text):
-            lowered.run_jax(Scaled(), (torch.ones(3),), {})
+            run(Scaled(), torch.ones(3))
 
 
 class Unsupported(nn.Module):
@@ -133,9 +137,8 @@ def test_everything_without_a_lowering_is_told_at_once_with_its_place_and_the_me
     first, *lines, last = text.splitlines()
     assert first == "The model uses what cannot be computed:"
     (scaled,) = (line for line in lines if "scaled_tanh" in line)
-    assert scaled.startswith(
-        "- lowering_tests.scaled_tanh.default has no lowering: in module 'second' (Scaled), "
-    )
+    start = "- lowering_tests.scaled_tanh.default has no lowering: in module 'second' (Scaled), "
+    assert scaled.startswith(start)
     assert f"{__file__}:" in scaled
     assert scaled.endswith(": return OPERATIONS.scaled_tanh(x, 3.0).")
     (airy,) = (line for line in lines if "airy_ai" in line)
@@ -151,18 +154,13 @@ def test_an_error_within_a_lowering_says_where_the_model_uses_it():
 
     register_lowering("lowering_tests::scaled_tanh", fail)
     with pytest.raises(RuntimeError, match="wibble") as caught:
-        lowered.run_jax(nn.Sequential(nn.ReLU(), Scaled()), (torch.ones(3),), {})
+        run(nn.Sequential(nn.ReLU(), Scaled()), torch.ones(3))
     assert "module '1' (Scaled)" in caught.value.__notes__[0]
-
-
-class Far(nn.Module):
-    def forward(self, x):
-        return x + 2**40
 
 
 def test_a_number_that_does_not_fit_is_an_error_that_says_where():
     with pytest.raises(OverflowError) as caught:
-        lowered.run_jax(Far(), (torch.ones(2, dtype=torch.int64),), {})
+        run(lambda x: x + 2**40, torch.ones(2, dtype=torch.int64))
     assert "x + 2**40" in caught.value.__notes__[0]
 
 
@@ -202,24 +200,19 @@ def test_control_flow_of_torch_is_that_of_jax():
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch.export's own doing
 def test_a_branch_has_its_gradients():
-    module, x = Branch(), torch.tensor([0.5, -1, 2])
-    gradients = lowered.run_jax(module, (x,), {}, [jnp.ones(3)])[2]
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin() * self.scale, lambda x: x * 0, (x,))
+
+    module = model_of(forward, linear=None, scale=nn.Parameter(torch.tensor(3.0)))
+    x = torch.tensor([0.5, -1, 2])
+    _results, gradients = run(module, x, cotangents=[jnp.ones(3)])
     np.testing.assert_allclose(gradients["0"], np.cos(x.numpy()) * float(module.scale), rtol=1e-6)
     np.testing.assert_allclose(gradients["model.scale"], np.sin(x.numpy()).sum(), rtol=1e-6)
 
 
-class Branch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: x.sin() * self.scale, lambda x: x * 0, (x,))
-
-
 class Random(nn.Module):
     def forward(self, x):
-        y = x.clone()
+        y, weights = x.clone(), torch.tensor([0.1, 0.2, 0.7])
         return {
             "dropout": F.dropout(x, 0.3),
             "again": F.dropout(x, 0.3),
@@ -236,15 +229,13 @@ class Random(nn.Module):
             "randperm": torch.randperm(50),
             "exponential": y.exponential_(2.0),
             "normal": torch.normal(x * 5, 2.0),
-            "gumbel": F.gumbel_softmax(
-                torch.log(torch.tensor([0.1, 0.2, 0.7])).expand(20000, 3), hard=True
-            ),
-            "multinomial": torch.multinomial(torch.tensor([0.1, 0.2, 0.7]), 20000, replacement=True),
+            "gumbel": F.gumbel_softmax(weights.log().expand(20000, 3), hard=True),
+            "multinomial": torch.multinomial(weights, 20000, replacement=True),
         }
 
 
 def test_random_numbers_have_the_distributions_of_torch():
-    results, _, _ = lowered.run_jax(Random(), (torch.ones(200, 200),), {})
+    results, _gradients = run(Random(), torch.ones(200, 200))
     torch.manual_seed(0)
     names = list(Random()(torch.ones(200, 200)))
     made = {name: np.asarray(value, np.float64) for name, value in zip(names, results, strict=True)}
@@ -278,21 +269,16 @@ def test_random_numbers_have_the_distributions_of_torch():
     assert made["gumbel"].mean(0) == pytest.approx([0.1, 0.2, 0.7], abs=0.02)
 
 
-class Dropped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.RNN(3, 4, 2, dropout=0.5)
+def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_row():
+    """In every call, too: execution/test_poptorch_executor.py."""
 
     def forward(self, x):
         attended = F.scaled_dot_product_attention(x, x, torch.ones_like(x), dropout_p=0.5)
         return F.dropout(x, 0.5), attended, self.rnn(x)[0]
 
-
-def test_dropout_is_the_same_in_the_backward_and_another_one_in_every_row():
-    """In every call, too: execution/test_poptorch_executor.py."""
-    module, x = Dropped(), torch.ones(50, 40, 3)
+    module, x = model_of(forward, linear=None, rnn=nn.RNN(3, 4, 2, dropout=0.5)), torch.ones(50, 40, 3)
     cotangents = [jnp.ones(x.shape), jnp.zeros(x.shape), jnp.zeros((50, 40, 4))]
-    results, _, gradients = lowered.run_jax(module, (x,), {}, cotangents)
+    results, gradients = run(module, x, cotangents=cotangents)
     dropped, attended, hidden = map(np.asarray, results)
     np.testing.assert_array_equal(gradients["0"], dropped)
     assert attended.mean() == pytest.approx(1, abs=0.1)
@@ -309,6 +295,10 @@ def primitives(jaxpr, found):
     return found
 
 
+def slices(x):
+    return x[1:, ::2], x.roll(1, 0), x.chunk(2), x.unfold(0, 2, 1), x.flip(0)
+
+
 @pytest.mark.parametrize(
     ("module", "shape", "has"),
     [
@@ -321,11 +311,7 @@ def primitives(jaxpr, found):
         (nn.LSTM(3, 4, bidirectional=True), (5, 1, 3), {"scan": 2}),
         (nn.ReflectionPad2d(2), (1, 2, 8, 8), {"concatenate": 4}),
         (nn.CircularPad2d(2), (1, 2, 8, 8), {"concatenate": 2}),
-        (
-            lambda x: [x[1:, ::2], x.roll(1, 0), x.chunk(2), x.unfold(0, 2, 1), x.flip(0)],
-            (4, 6),
-            {"rev": 1},
-        ),
+        (slices, (4, 6), {"rev": 1}),
     ],
     ids=lambda value: type(value).__name__ if callable(value) else None,
 )
@@ -344,6 +330,5 @@ def test_the_gradient_of_a_maximum_goes_to_the_first_of_equal_elements():
     layers += [nn.AdaptiveMaxPool2d((4, 2)), nn.AvgPool2d(3, 2, 1, count_include_pad=False)]
     layers.append(nn.AdaptiveAvgPool2d((4, 4)))
     torch.manual_seed(0)
-    lowered.compare_all(
-        {str(layer): (layer, torch.randint(0, 3, (2, 3, 6, 9)).float()) for layer in layers}
-    )
+    inputs = torch.randint(0, 3, (2, 3, 6, 9)).float()
+    lowered.compare_all({str(layer): (layer, inputs) for layer in layers})

@@ -23,7 +23,13 @@ HALVES = numbers(-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, -0.2)
 AROUND = numbers(-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 4, 6, 7)  # with every boundary of an activation
 WIDE = numbers(-120, -30, -20.5, -1, 0, 1, 19.5, 20.5, 100, 300)  # where exp overflows
 MATRIX = numbers(1, 3, 3, -2, 5, 5, 5, 0, -1, -1, 2, 2).reshape(3, 4)  # with ties
+DISTINCT = MATRIX + 0.1 * torch.arange(4)
+LIMITS = numbers(-1, -1, 1, -1, -1, 0), numbers(2, 2, 2, 2, 2, 1)
 SIGNED = numbers(7, -7, 7, -7, 5.5, -5.5), numbers(2, 2, -2, -2, INF, INF)
+
+
+def divide(mode):
+    return lambda a, b: torch.div(a, b, rounding_mode=mode)
 
 
 ROUNDING = {
@@ -40,12 +46,8 @@ ROUNDING = {
     "fmod": (torch.fmod, *SIGNED),
     "fmod by number": (lambda x: torch.fmod(x, -2.0), HALVES),
     "div": (torch.div, *SIGNED),
-    "div floor": (
-        lambda a, b: torch.div(a, b, rounding_mode="floor"),
-        numbers(7, -7, 7, -7, 0),
-        numbers(2, 2, -2, 0, 0),
-    ),
-    "div trunc": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), *SIGNED),
+    "div floor": (divide("floor"), numbers(7, -7, 7, -7, 0), numbers(2, 2, -2, 0, 0)),
+    "div trunc": (divide("trunc"), *SIGNED),
 }
 
 PIECES = {
@@ -79,12 +81,7 @@ PIECES = {
     "clamp": (lambda x: x.clamp(-1, 2), AROUND),
     "clamp min": (lambda x: x.clamp(min=0), AROUND),
     "clamp crossed": (lambda x: x.clamp(2, -1), AROUND),
-    "clamp tensors": (
-        torch.clamp,
-        numbers(-3, -1, 0, 2, 5, 4),
-        numbers(-1, -1, 1, -1, -1, 0),
-        numbers(2, 2, 2, 2, 2, 1),
-    ),
+    "clamp tensors": (torch.clamp, numbers(-3, -1, 0, 2, 5, 4), *LIMITS),
     "maximum": (torch.maximum, numbers(1, 2, 3), numbers(1, 3, 2)),
     "minimum": (torch.minimum, numbers(1, 2, 3), numbers(1, 3, 2)),
     "abs": (torch.abs, AROUND),
@@ -92,6 +89,13 @@ PIECES = {
     "masked_fill": (lambda x: x.masked_fill(x > 1, -INF), AROUND),
     "padding": (lambda w: F.embedding(torch.tensor([0, 2, 2]), w, padding_idx=2), MATRIX),
 }
+
+ROWS = torch.tensor([0, 2, 0])
+
+
+def shifted_chebyshev(x):
+    return torch.special.shifted_chebyshev_polynomial_u(x.detach(), torch.tensor([0, 1, 4]))
+
 
 POWERS = {
     "square": (lambda x: x**2, AROUND),
@@ -110,16 +114,9 @@ POWERS = {
     "expm1": (torch.expm1, numbers(1e-7, -1e-7, 2)),
     "log1p": (torch.log1p, numbers(1e-7, -1e-7, 2)),
     "polygamma": (lambda x: torch.polygamma(4, x), numbers(0.4, 3)),
-    "polynomials": (
-        lambda x: torch.special.shifted_chebyshev_polynomial_u(x.detach(), torch.tensor([0, 1, 4])),
-        numbers(0.2, 0.7, 0.9),
-    ),
+    "polynomials": (shifted_chebyshev, numbers(0.2, 0.7, 0.9)),
     "cumprod": (lambda x: x.cumprod(0), numbers(2, -1, 0.5)),
-    "index_reduce": (
-        lambda x, s: x.index_reduce(0, torch.tensor([0, 2, 0]), s, "mean"),
-        MATRIX,
-        MATRIX + 1,
-    ),
+    "index_reduce": (lambda x, s: x.index_reduce(0, ROWS, s, "mean"), MATRIX, MATRIX + 1),
     "transposed": (lambda x: x.H, MATRIX),
     "digamma": (torch.digamma, numbers(-2.3, 0.4, 3)),
     "atan2": (torch.atan2, numbers(1, -1, 0.5), numbers(-1, 2, 0.1)),
@@ -136,22 +133,16 @@ REDUCTIONS = {
     "max dim": (lambda x: x.max(-1), MATRIX),
     "min dim keepdim": (lambda x: x.min(0, keepdim=True), MATRIX),
     "max NaN": (lambda x: x.max(0), numbers(1, NAN, 3)),
-    "argmax": (
-        lambda x: [x.argmax(), x.argmax(1), x.argmin(0, keepdim=True), x.argmax(keepdim=True)],
-        MATRIX,
-    ),
+    "argmax": (lambda x: [x.argmax(), x.argmax(1), x.argmin(0, True), x.argmax(keepdim=True)], MATRIX),
     "median": (lambda x: x.median(), numbers(3, 1, 1, 4, 1, 7)),
-    "median dim": (lambda x: x.median(1), MATRIX + 0.1 * torch.arange(4)),
+    "median dim": (lambda x: x.median(1), DISTINCT),
     "nanmedian": (lambda x: x.nanmedian(0), numbers(3, NAN, 1)),
-    "kthvalue": (lambda x: x.kthvalue(2, 1), MATRIX + 0.1 * torch.arange(4)),
+    "kthvalue": (lambda x: x.kthvalue(2, 1), DISTINCT),
     "sort": (lambda x: x.sort(dim=-1, stable=True), MATRIX),
     "sort descending": (lambda x: x.sort(dim=0, descending=True, stable=True), numbers(2, NAN, 1, 2)),
-    "topk": (lambda x: x.topk(2, 0), MATRIX + 0.1 * torch.arange(4)),
+    "topk": (lambda x: x.topk(2, 0), DISTINCT),
     "topk smallest": (lambda x: x.topk(2, largest=False), numbers(2, NAN, INF, 1)[[0, 3, 1, 2]]),
-    "std": (
-        lambda x: [x.std(1), x.std(unbiased=False), x.std(0, correction=0)],
-        MATRIX + 0.1 * torch.arange(4),
-    ),
+    "std": (lambda x: [x.std(1), x.std(unbiased=False), x.std(0, correction=0)], DISTINCT),
     "std of equal": (lambda x: x.std(1), torch.ones(2, 3)),
     "var": (lambda x: [x.var(), x.var(1, correction=0), torch.var_mean(x, 0, correction=2)], MATRIX),
     "var of one": (lambda x: x.var(), numbers(3.0)),
@@ -180,6 +171,22 @@ REDUCTIONS = {
 }
 
 INDICES = torch.tensor([[0, 2, 1, 0], [2, 2, 0, 1]])
+SHIFTED, OFFSETS = MATRIX[:2] + torch.tensor([0.0, 1, -5, 2]), torch.tensor([0, 3, 3])
+
+
+def scatter_reduce(how, include):
+    return lambda x, i, s: x.scatter_reduce(0, i, s, how, include_self=include)
+
+
+def bag(mode):
+    return lambda w, i, o: F.embedding_bag(i.reshape(-1), w, o, mode=mode, padding_idx=1)
+
+
+def assign(x, where, value):
+    x = x.clone()
+    x[where] = value
+    return x
+
 
 INDEXING = {
     "gather": (lambda x, i: x.gather(0, i), MATRIX, INDICES),
@@ -187,25 +194,14 @@ INDEXING = {
     "scatter number": (lambda x, i: x.scatter(0, i, 9.0), MATRIX, INDICES),
     "scatter_add": (lambda x, i, s: x.scatter_add(0, i, s), MATRIX, INDICES, MATRIX[:2] + 5),
     **{
-        f"scatter_reduce {reduce} {include}": (
-            lambda x, i, s, reduce=reduce, include=include: x.scatter_reduce(
-                0, i, s, reduce, include_self=include
-            ),
-            MATRIX,
-            INDICES,
-            MATRIX[:2] + torch.tensor([0.0, 1, -5, 2]),
-        )
-        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        f"scatter_reduce {how} {include}": (scatter_reduce(how, include), MATRIX, INDICES, SHIFTED)
+        for how in ("sum", "prod", "mean", "amax", "amin")
         for include in (True, False)
     },
     "index": (lambda x, i: [x[:, i[0]], x[i[:, :2], i[:, 2:]], x[-1], x[..., -2:]], MATRIX, INDICES),
     "index negative": (lambda x: x[torch.tensor([-1, 0, -1])], MATRIX),
     "index_put": (lambda x, i: x.index_put((i[0, 1:3],), torch.ones(4)), MATRIX, INDICES),
-    "index_put accumulate": (
-        lambda x, i: x.index_put((i[:, 0], i[:, 1]), x[0, :2], accumulate=True),
-        MATRIX,
-        INDICES,
-    ),
+    "index_put accumulate": (lambda x, i: x.index_put((i[:, 0], i[:, 1]), x[0, :2], True), MATRIX, INDICES),
     "index_add": (lambda x, s: x.index_add(0, torch.tensor([0, 0, 2]), s, alpha=2), MATRIX, MATRIX + 1),
     "index_copy": (lambda x, s: x.index_copy(0, torch.tensor([2, 0]), s[:2]), MATRIX, MATRIX + 1),
     "index_fill": (lambda x: x.index_fill(1, torch.tensor([0, 3]), 7.0), MATRIX),
@@ -214,15 +210,7 @@ INDEXING = {
     "take_along_dim": (lambda x, i: x.take_along_dim(i, 1), MATRIX[:2], INDICES),
     "embedding": (lambda w, i: F.embedding(i, w, padding_idx=2), MATRIX, INDICES),
     "embedding by frequency": (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), MATRIX, INDICES),
-    **{
-        f"embedding_bag {mode}": (
-            lambda w, i, o, mode=mode: F.embedding_bag(i.reshape(-1), w, o, mode=mode, padding_idx=1),
-            MATRIX,
-            INDICES,
-            torch.tensor([0, 3, 3]),
-        )
-        for mode in ("sum", "mean", "max")
-    },
+    **{f"embedding_bag {how}": (bag(how), MATRIX, INDICES, OFFSETS) for how in ("sum", "mean", "max")},
     "one_hot": (lambda i: F.one_hot(i, 4), INDICES),
     "slices": (lambda x: [x[::2, 1:-1], x[5:], x[:, -3:100:2], x.narrow(1, 1, 2)], MATRIX),
     "slices assigned": (lambda x: assign(x, (slice(0, 3, 2), slice(1, None)), 5.0), MATRIX),
@@ -235,13 +223,6 @@ INDEXING = {
     "searchsorted": (lambda x: torch.searchsorted(numbers(0, 2, 2, 5), x), MATRIX),
 }
 
-
-def assign(x, where, value):
-    x = x.clone()
-    x[where] = value
-    return x
-
-
 PLUS = torch.tensor([7, -7, 7, -7], dtype=torch.int32)
 MINUS = torch.tensor([2, 2, -2, -2], dtype=torch.int32)
 BYTES = torch.tensor([0, 5, 250], dtype=torch.uint8)
@@ -249,24 +230,15 @@ BOOLS = torch.tensor([True, False, True])
 FLOATS = numbers(-1.9, 300, -129, 3.9, 0)
 
 INTEGERS = {
-    "divided": (
-        lambda a, b: [a / b, a // b, a % b, torch.fmod(a, b), torch.div(a, b, rounding_mode="trunc")],
-        PLUS,
-        MINUS,
-    ),
+    "divided": (lambda a, b: [a / b, a // b, a % b, torch.fmod(a, b), divide("trunc")(a, b)], PLUS, MINUS),
     "by numbers": (lambda a: [a / 2, a // 2, a % 3, a * 1.5, a**2, a.abs(), -a, a.sign()], PLUS),
     "bits": (lambda a, b: [a & b, a | b, a ^ b, ~a, a << 2, a >> 1], PLUS, MINUS),
-    "bytes": (
-        lambda a: [a + 10, a - 6, a * 3, a > 5, a.sum(), a.float().mean(), a == 250, a.cumsum(0)],
-        BYTES,
-    ),
+    "bytes": (lambda a: [a + 10, a - 6, a * 3, a > 5, a.sum(), a.float().mean(), a == 250], BYTES),
+    "bytes summed up": (lambda a: a.cumsum(0), BYTES),
     "bytes and numbers": (lambda a: [a + (-1), a > -1], BYTES),
     "bools": (lambda a: [a + a, a * a, a + 1, a & True, a.logical_not(), a * 0.5], BOOLS),
     "bools together": (lambda a: [a.sum(), a.cumsum(0), a.any(), a.all()], BOOLS),
-    "casts": (
-        lambda x: [x.to(torch.uint8), x.to(torch.int8), x.to(torch.int16), x.int(), x.bool(), x.long()],
-        FLOATS,
-    ),
+    "casts": (lambda x: [x.byte(), x.to(torch.int8), x.short(), x.int(), x.bool(), x.long()], FLOATS),
     "short casts": (lambda x: [x.to(torch.int8), x.float(), x.bool(), x.half()], PLUS * 50),
     "mixed": (lambda a, b, c: [a + b, b * c, a == c, torch.where(c, a, b)], PLUS[:3], BYTES, BOOLS),
     "pool": (lambda x: F.max_pool1d(x.float(), 2), PLUS.reshape(1, 1, 4)),
@@ -277,73 +249,56 @@ INTEGERS = {
     "sorted": (lambda a: a.sort(stable=True), PLUS),
 }
 
-GROUPS = {
-    "rounding": ROUNDING,
-    "pieces": PIECES,
-    "powers": POWERS,
-    "reductions": REDUCTIONS,
-    "indexing": INDEXING,
-    "integers": INTEGERS,
-}
+GROUPS = {"rounding": ROUNDING, "pieces": PIECES, "powers": POWERS, "integers": INTEGERS}
+SLOW = pytest.mark.thorough
+THOROUGH = {"reductions": REDUCTIONS, "indexing": INDEXING}
 
 
 @pytest.mark.filterwarnings("ignore:var.*degrees of freedom")  # torch's; the result is NaN
 @pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
-@pytest.mark.parametrize(
-    "group",
-    [
-        pytest.param(g, marks=pytest.mark.thorough if g in ("reductions", "indexing") else ())
-        for g in GROUPS
-    ],
-)
+@pytest.mark.parametrize("group", [*GROUPS, *(pytest.param(g, marks=SLOW) for g in THOROUGH)])
 def test_results_and_gradients_are_those_of_torch(group):
-    lowered.compare_all(GROUPS[group])
+    lowered.compare_all((GROUPS | THOROUGH)[group])
+
+
+def add_up(x):
+    return x.sum(), x.mean(), x.var(), x.norm(), x.cumsum(0)[-1], x.logsumexp(0)
+
+
+def compute_losses(x):
+    of_classes = F.cross_entropy(x, torch.tensor([0, 3, 1]))
+    return of_classes, F.mse_loss(x, x * 0.9), F.smooth_l1_loss(x, x * 0)
+
+
+def scale(x):
+    return x * 1e5, x + 1e-4, x / 3, 1e5 - x, x > 0.1, x == 0.1, torch.add(x, x, alpha=0.3)
+
+
+def pool(x):
+    return F.avg_pool1d(x, 3), F.adaptive_avg_pool1d(x, 3), F.max_pool1d(x, 2)
 
 
 HALF = {
-    "numbers": (
-        lambda x: [x * 1e5, x + 1e-4, x / 3, 1e5 - x, x > 0.1, x == 0.1, torch.add(x, x, alpha=0.3)],
-        numbers(0.1, 0.3),
-    ),
+    "numbers": (scale, numbers(0.1, 0.3)),
     "masked": (lambda x: (1 - x) * -1e5 + x, numbers(1.0, 1, 1)),
-    "sums": (
-        lambda x: [x.sum(), x.mean(), x.var(), x.norm(), x.cumsum(0)[-1], x.logsumexp(0)],
-        torch.full((5000,), 0.1),
-    ),
-    "softmaxes": (
-        lambda x: [F.softmax(x, 0), F.log_softmax(x, 0), F.gelu(x), F.silu(x), F.softplus(x)],
-        HALVES,
-    ),
-    "functions": (
-        lambda x: [x.exp(), x.sigmoid(), x.tanh(), x.expm1(), x.asinh(), x**3, x.erf(), x.exp2()],
-        HALVES,
-    ),
-    "with float": (
-        lambda x, y: [x * y, x + y, torch.where(x > 0, x, y), x * torch.tensor(1.1)],
-        HALVES,
-        None,
-    ),
+    "sums": (add_up, torch.full((5000,), 0.1)),
+    "with float": (lambda x, y: [x * y, x + y, torch.where(x > 0, x, y), x * torch.tensor(1.1)], HALVES),
     "layer_norm": (lambda x: [F.layer_norm(x, (4,)), F.group_norm(x, 1), F.rms_norm(x, (4,))], MATRIX),
     "linear": (nn.Linear(4, 3), MATRIX),
     "convolution": (nn.Conv1d(1, 4, 3, padding=1), MATRIX[:, None]),
     "batch_norm": (nn.BatchNorm1d(4), MATRIX),
     "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), MATRIX),
-    "pooling": (
-        lambda x: [F.avg_pool1d(x, 3), F.adaptive_avg_pool1d(x, 3), F.max_pool1d(x, 2)],
-        MATRIX[None],
-    ),
+    "pooling": (pool, MATRIX[None]),
     "resized": (lambda x: F.interpolate(x[None], scale_factor=2.0, mode="linear"), MATRIX),
     "gru": (nn.GRU(4, 3), MATRIX),
-    "losses": (
-        lambda x: [
-            F.cross_entropy(x, torch.tensor([0, 3, 1])),
-            F.mse_loss(x, x * 0.9),
-            F.smooth_l1_loss(x, x * 0),
-        ],
-        MATRIX,
-    ),
+    "losses": (compute_losses, MATRIX),
     "embedding": (lambda w, i: F.embedding(i, w), MATRIX, INDICES),
 }
+# Of one argument each.
+FUNCTIONS = (torch.exp, torch.sigmoid, torch.tanh, torch.expm1, torch.asinh, torch.erf, torch.exp2)
+FUNCTIONS += (F.gelu, F.silu, F.softplus, lambda x: x**3)
+SOFTMAXES = (F.softmax, F.log_softmax)
+HALF["functions"] = (lambda x: [*(f(x) for f in FUNCTIONS), *(f(x, 0) for f in SOFTMAXES)], HALVES)
 
 
 @pytest.mark.thorough
@@ -356,9 +311,6 @@ def test_sixteen_bits_are_computed_in_float32_where_torch_does():
             function = copy.deepcopy(function)
             function.reset_parameters()
             function.to(dtype)
-        args = [
-            numbers(*HALVES.tolist()) + 0.1 if x is None else x.to(dtype) if x.is_floating_point() else x
-            for x in args
-        ]
-        cases[name] = (function, *args)
+        narrow = [x.to(dtype) if x.is_floating_point() else x for x in args]
+        cases[name] = (function, *narrow, *([HALVES + 0.1] if name == "with float" else []))
     lowered.compare_all(cases, tolerance=tolerance)
