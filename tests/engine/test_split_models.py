@@ -19,10 +19,7 @@ OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": o
 
 def make_batches(number=COUNT, size=6):
     rng = np.random.default_rng(1)
-    return [
-        tuple(rng.normal(size=(size, WIDTH)).astype(np.float32) for _value in range(2))
-        for _ in range(number)
-    ]
+    return [tuple(rng.normal(size=(2, size, WIDTH)).astype("float32")) for _ in range(number)]
 
 
 def make_weights(*names, shape=(WIDTH, WIDTH)):
@@ -43,6 +40,12 @@ def train(stages, updates, batches, inputs=(), **options):
     return pipeline, state, outputs
 
 
+def split(model, parameters=None, number=2, batch=None, inputs=(), **options):
+    """Stages of a model, by counted operations."""
+    options = {"parameters": parameters, "measure": False, **OPTIONS, **options}
+    return engine.split(model, number, batch or make_batches()[0], *inputs, **options)
+
+
 def check(model, parameters=None, number=2, batches=None, inputs=(), updates=2, **options):
     """Trains a model whole and split: outputs, losses, metrics and parameters are the same.
 
@@ -52,8 +55,7 @@ def check(model, parameters=None, number=2, batches=None, inputs=(), updates=2, 
     batches = batches or make_batches()
     trees = None if parameters is None else [parameters]
     whole, expected, wanted = train([model], updates, batches, inputs, parameters=trees, **options)
-    given = {"parameters": parameters, "measure": False, **OPTIONS, **options}
-    stages = engine.split(model, number, batches[0], *inputs, **given)
+    stages = split(model, parameters, number, batches[0], inputs, **options)
     assert len(stages) == number
     parts = sorted(part for group in stages.groups for part in group)
     assert parts == list(range(len(stages.table.layers)))
@@ -62,7 +64,6 @@ def check(model, parameters=None, number=2, batches=None, inputs=(), updates=2, 
         found, values = getattr(outputs, name), getattr(wanted, name)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, values)
     if parameters is None:
-        assert sorted(state.variables) == sorted(expected.variables)
         models.assert_trees_close(state.variables, expected.variables)
     else:
         models.assert_trees_close(stages.parameters(state), whole.parameters(expected)[0])
@@ -71,13 +72,11 @@ def check(model, parameters=None, number=2, batches=None, inputs=(), updates=2, 
 
 def skipping(parameters, x, targets):
     """A value of the beginning is read at the end, and so is its weight."""
-    first = dense(parameters["first"], x)
-    x = first
+    x = first = dense(parameters["first"], x)
     for name in "abcd":
         x = x + dense(parameters[name], x)
-    return jnp.mean(
-        (jnp.concatenate([x, first], 1) @ jnp.tile(parameters["first"].T, (2, 1)) - targets) ** 2
-    )
+    last = jnp.concatenate([x, first], 1) @ jnp.tile(parameters["first"].T, (2, 1))
+    return jnp.mean((last - targets) ** 2)
 
 
 def test_skips_and_tied_weights():
@@ -128,8 +127,11 @@ def over_places(w, x, targets):
 
 
 def over_layers(w, x, targets):
-    x, _none = jax.lax.scan(lambda x, w: (dense(w, x), None), x, w["stacked"])
-    return jnp.mean((dense(w["last"], x) - targets) ** 2)
+    return jnp.mean((dense(w["last"], scan(w["stacked"], x)) - targets) ** 2)
+
+
+def scan(stacked, x):
+    return jax.lax.scan(lambda x, w: (dense(w, x), None), x, stacked)[0]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +143,9 @@ def over_layers(w, x, targets):
     ],
 )
 def test_scans_that_stay_whole(model, weights, options):
-    weights, batch = weights | make_weights("last"), make_batches()[0]
-    stages = engine.split(model, 2, batch, parameters=weights, measure=False, **options, **OPTIONS)
-    state = engine.Pipeline(stages, **OPTIONS).init(jax.random.key(0), batch)
+    weights = weights | make_weights("last")
+    stages = split(model, weights, **options)
+    state = engine.Pipeline(stages, **OPTIONS).init(jax.random.key(0), make_batches()[0])
     assert sorted(state.variables) == [f"model/{name}" for name in sorted(weights)]
     jax.tree.map(np.testing.assert_array_equal, stages.parameters(state), weights)
 
@@ -224,13 +226,11 @@ def test_assigned_variables_are_read_before_they_are_assigned(model):
 
 
 def test_other_micro_batches_are_refused():
-    parameters, (x, targets) = make_weights("first", *"abcd"), make_batches()[0]
-    stages = engine.split(skipping, 2, (x, targets), parameters=parameters, measure=False, **OPTIONS)
-    pipeline = engine.Pipeline(stages, **OPTIONS)
+    x, targets = make_batches()[0]
+    pipeline = engine.Pipeline(split(skipping, make_weights("first", *"abcd")), **OPTIONS)
+    message = r"was split for the inputs and the micro-batch \(float32\[6, 8"
     for other in ({"x": x, "targets": targets}, (x, targets, x), (x,), (x.astype(np.float16), targets)):
-        with pytest.raises(
-            ValueError, match=r"was split for the inputs and the micro-batch \(float32\[6, 8"
-        ):
+        with pytest.raises(ValueError, match=message):
             pipeline.init(jax.random.key(0), other)
 
 
@@ -244,13 +244,11 @@ def test_a_model_that_computes_something_else_for_other_shapes():
         x = run(parameters, x)
         return jnp.mean((x - targets) ** 2) if len(x) == 6 else jnp.mean(jnp.abs(x - targets))
 
-    parameters, batches = make_weights(*"abcd"), make_batches()
-    stages = engine.split(model, 2, batches[0], parameters=parameters, measure=False, **OPTIONS)
-    pipeline = engine.Pipeline(stages, **OPTIONS)
+    batches = make_batches()
+    pipeline = engine.Pipeline(split(model, make_weights(*"abcd")), **OPTIONS)
     state = pipeline.init(jax.random.key(0), batches[0])
-    with pytest.raises(
-        ValueError, match="computes something else for these shapes .* make another pipeline"
-    ):
+    message = "computes something else for these shapes .* make another pipeline"
+    with pytest.raises(ValueError, match=message):
         pipeline.step(state, [*batches[:3], *make_batches(1, size=3)])
 
 
@@ -264,19 +262,10 @@ def test_weak_types_of_results():
     def loss(x, targets, number, weak):
         return jnp.mean(((x * number * weak - targets) ** 2).astype(jnp.float32))
 
-    parameters, batches = make_weights(*"abc"), make_batches()
-    found = []
-    for num_stages in (None, 2):
-        options = {"loss": loss, "optimizer": optax.sgd(0.0)}
-        stages, trees = [model], [parameters]
-        if num_stages:
-            options = OPTIONS | options
-            stages = engine.split(
-                model, num_stages, batches[0], parameters=parameters, measure=False, **options
-            )
-            trees = None
-        found.append(train(stages, 1, batches, parameters=trees, **options)[2].losses)
-    np.testing.assert_array_equal(found[1], found[0])
+    parameters, options = make_weights(*"abc"), {"loss": loss, "optimizer": optax.sgd(0.0)}
+    whole = train([model], 1, make_batches(), parameters=[parameters], **options)
+    parts = train(split(model, parameters, **options), 1, make_batches(), **options)
+    np.testing.assert_array_equal(parts[2].losses, whole[2].losses)
 
 
 def test_short_layers_beside_a_long_one():
@@ -286,49 +275,38 @@ def test_short_layers_beside_a_long_one():
         x = jnp.tanh(x @ parameters["wide"]) @ parameters["back"]
         return jnp.mean((run(parameters["narrow"], x) - targets) ** 2)
 
-    weights = {
-        "wide": np.zeros((WIDTH, 2**16), "f"),
-        "back": np.zeros((2**16, WIDTH), "f"),
-        "narrow": make_weights(*"abcd"),
-    }
-    stages = engine.split(model, 7, make_batches()[0], parameters=weights, measure=False, **OPTIONS)
-    assert len(stages) == 7
+    wide, back = np.zeros((WIDTH, 2**16), "f"), np.zeros((2**16, WIDTH), "f")
+    assert len(split(model, {"wide": wide, "back": back, "narrow": make_weights(*"abcd")}, 7)) == 7
 
 
 def test_names_of_slices_that_are_taken():
     def model(parameters, x, targets):
-        x, _none = jax.lax.scan(
-            lambda x, w: (dense(w, x), None), dense(parameters["w/0"], x), parameters["w"]
-        )
-        return jnp.mean((x - targets) ** 2)
+        return jnp.mean((scan(parameters["w"], dense(parameters["w/0"], x)) - targets) ** 2)
 
     weights = make_weights("w/0") | make_weights("w", shape=(4, WIDTH, WIDTH))
-    options = {"parameters": weights, "measure": False, **OPTIONS}
     with pytest.raises(ValueError, match="variable model/w/0 has the name of a layer's part of model/w"):
-        engine.split(model, 2, make_batches()[0], **options)
-    assert len(engine.split(model, 2, make_batches()[0], cut_scans=False, **options)) == 2
+        split(model, weights)
+    assert len(split(model, weights, cut_scans=False)) == 2
+
+
+def of_stacked(x, targets, **options):
+    return jnp.mean((scan(engine.get_variable("stacked", (4, WIDTH, WIDTH), **options), x) - targets) ** 2)
 
 
 def test_initializers_of_stacked_variables_are_checked():
     def model(x, targets):
-        stacked = engine.get_variable(
-            "w", (4, WIDTH, WIDTH), initializer=lambda _key, shape, dtype: jnp.zeros((3, *shape[1:]), dtype)
+        return of_stacked(
+            x, targets, initializer=lambda _key, shape, dtype: jnp.zeros((3, *shape[1:]), dtype)
         )
-        x, _none = jax.lax.scan(lambda x, w: (dense(w, x), None), x, stacked)
-        return jnp.mean((x - targets) ** 2)
 
-    batch = make_batches()[0]
-    pipeline = engine.Pipeline(engine.split(model, 2, batch, measure=False, **OPTIONS), **OPTIONS)
+    pipeline = engine.Pipeline(split(model), **OPTIONS)
     with pytest.raises(ValueError, match=r"must return float32\[4, 8, 8\]"):
-        pipeline.init(jax.random.key(0), batch)
+        pipeline.init(jax.random.key(0), make_batches()[0])
 
 
 def test_a_scan_without_iterations_and_a_copy_of_stages():
     def model(parameters, x, targets):
-        x, _none = jax.lax.scan(
-            lambda x, w: (dense(w, x), None), run(parameters["layers"], x), parameters["z"]
-        )
-        return jnp.mean((x - targets) ** 2)
+        return jnp.mean((scan(parameters["z"], run(parameters["layers"], x)) - targets) ** 2)
 
     weights = {"layers": make_weights(*"abc"), "z": np.zeros((0, WIDTH, WIDTH), np.float32)}
     stages, _pipeline, _state = check(model, weights, updates=1)
@@ -344,24 +322,17 @@ def test_arguments_and_results_of_any_structure():
         return {"loss": jnp.mean(error**2), "labels": labels, "number": 3.0, "x": x}
 
     batches = [{"images": x, "labels": {"targets": y}} for x, y in make_batches()]
-    check(
-        model,
-        make_weights(*"abc"),
-        batches=batches,
-        inputs=(jnp.float32(0.5),),
-        updates=1,
-        loss=lambda loss, labels, number, x: loss * number,
-    )
+    options = {"inputs": (jnp.float32(0.5),), "loss": lambda loss, labels, number, x: loss * number}
+    check(model, make_weights(*"abc"), batches=batches, updates=1, **options)
 
 
 def test_inference_and_a_model_without_a_feed():
     parameters = make_weights(*"abc")
-    options = {"loss": None, "optimizer": None}
 
     def model(parameters, x, targets):
         return run(parameters, x), targets
 
-    check(model, parameters, updates=1, **options)
+    check(model, parameters, updates=1, loss=None, optimizer=None)
 
     def drawing(parameters):
         return run(parameters, jax.random.normal(engine.next_rng_key(), (4, WIDTH)))
@@ -435,14 +406,9 @@ def test_a_module_of_flax_with_a_scan_over_its_layers():
 
 
 def test_initial_values_of_slices_are_those_of_the_whole():
-    def model(x, targets):
-        stacked = engine.get_variable("stacked", (4, WIDTH, WIDTH))
-        x, _none = jax.lax.scan(lambda x, w: (dense(w, x), None), x, stacked)
-        return jnp.mean((x - targets) ** 2)
-
     batch = make_batches()[0]
-    whole = engine.Pipeline([model], **OPTIONS).init(jax.random.key(5), batch).variables["stacked"]
-    stages = engine.split(model, 2, batch, measure=False, **OPTIONS)
+    whole = engine.Pipeline([of_stacked], **OPTIONS).init(jax.random.key(5), batch).variables["stacked"]
+    stages = split(of_stacked)
     for seed in (4, 5):
         parts = engine.Pipeline(stages, **OPTIONS).init(jax.random.key(seed), batch).variables
     assert sorted(parts) == [f"stacked/{number}" for number in range(4)]
@@ -453,11 +419,8 @@ def test_initial_values_of_slices_are_those_of_the_whole():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_stages": 0}, "split: num_stages must be an integer of at least 1; got 0"),
-        (
-            {"num_stages": 99},
-            r"split: num_stages must be at most \d+, the parts into which the model can be",
-        ),
+        ({"number": 0}, "split: num_stages must be an integer of at least 1; got 0"),
+        ({"number": 99}, r"split: num_stages must be at most \d+, the parts into which the model can be"),
         ({"model": 3}, "split: model must be a function or a Stage; got 3"),
         ({"model": engine.Stage(skipping, {})}, "split: parameters must be None if the model is a Stage"),
         ({"num_micro_batches": None}, "split: num_micro_batches must be given"),
@@ -468,10 +431,9 @@ def test_initial_values_of_slices_are_those_of_the_whole():
     ],
 )
 def test_arguments_that_cannot_be(options, message):
-    options = {"model": skipping, "num_stages": 2, "measure": False, **OPTIONS, **options}
-    model, number = options.pop("model"), options.pop("num_stages")
+    given = {"model": skipping, "parameters": make_weights("first", *"abcd"), **options}
     with pytest.raises(ValueError, match=message):
-        engine.split(model, number, make_batches()[0], parameters=make_weights("first", *"abcd"), **options)
+        split(**given)
 
 
 def test_errors_of_the_model_name_its_line():
@@ -479,16 +441,14 @@ def test_errors_of_the_model_name_its_line():
         return jnp.mean((dense(parameters["a"], x) - targets[:, 1:]) ** 2)
 
     with pytest.raises(TypeError, match="incompatible shapes") as caught:
-        engine.split(model, 2, make_batches()[0], parameters=make_weights("a"), **OPTIONS)
+        split(model, make_weights("a"))
     assert any("return jnp.mean((dense(" in note for note in caught.value.__notes__)
 
 
 def test_a_state_has_to_be_of_the_model():
     parameters, batch = make_weights("first", *"abcd"), make_batches()[0]
-    stages = engine.split(skipping, 2, batch, parameters=parameters, measure=False, **OPTIONS)
     other = engine.Pipeline([skipping], parameters=[parameters], **OPTIONS).init(jax.random.key(0), batch)
     with pytest.raises(ValueError, match="The state has no variable model/a"):
-        stages.parameters(other)
-    by_name = engine.split(variables_model, 2, batch, measure=False, **OPTIONS)
+        split(skipping, parameters).parameters(other)
     with pytest.raises(ValueError, match="The model has no pytree of parameters"):
-        by_name.parameters(other)
+        split(variables_model).parameters(other)
