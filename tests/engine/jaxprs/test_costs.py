@@ -18,40 +18,53 @@ def count(function, *arguments):
     return count_operations(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def test_products():
-    assert count(lambda x: x, X) == 0
-    assert count(lambda x, w: x @ w, X, W) == DOT
-    assert count(lambda x, w: jnp.tanh(x @ w), X, W) == DOT + TANH
-    batched = count(lambda a, b: jax.lax.batch_matmul(a, b), jnp.zeros((7, 3, 4)), jnp.zeros((7, 4, 5)))
-    assert batched == 2 * 7 * 3 * 5 * 4
+def in_layers(x, kernels):
+    return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)
 
 
-def test_convolutions():
-    for groups, summed in [(1, 3 * 3 * 6), (2, 3 * 3 * 3)]:
-
-        def convolve(images, kernel, groups=groups):
-            return jax.lax.conv_general_dilated(
-                images,
-                kernel,
-                (2, 2),
-                "SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                feature_group_count=groups,
-            )
-
-        images, kernel = jnp.zeros((5, 8, 8, 6)), jnp.zeros((3, 3, 6 // groups, 16))
-        assert count(convolve, images, kernel) == 2 * (5 * 4 * 4 * 16) * summed
+def in_a_loop(x, w):
+    return jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
 
 
-def test_a_scan_counts_as_often_as_it_turns_and_a_loop_once():
-    def layers(x, kernels):
-        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)
+def with_own_jvp(function):
+    decorated = jax.custom_jvp(function)
+    decorated.defjvps(None)
+    return decorated
 
-    def loop(x, w):
-        return jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
 
-    assert count(layers, X, jnp.zeros((10, 4, 4))) == 10 * (DOT + TANH)
-    assert count(loop, X, W) == DOT
+def with_own_vjp(function):
+    decorated = jax.custom_vjp(function)
+    decorated.defvjp(lambda x: (function(x), None), lambda kept, g: (g,))
+    return decorated
+
+
+CALLS = [jax.jit, jax.checkpoint, with_own_jvp, with_own_vjp]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (lambda x: x, [(3, 4)], 0),
+        (lambda x, w: x @ w, [(3, 4), (4, 4)], DOT),
+        (lambda x, w: jnp.tanh(x @ w), [(3, 4), (4, 4)], DOT + TANH),
+        (jax.lax.batch_matmul, [(7, 3, 4), (7, 4, 5)], 2 * 7 * 3 * 5 * 4),
+        (in_layers, [(3, 4), (10, 4, 4)], 10 * (DOT + TANH)),
+        (in_a_loop, [(3, 4), (4, 4)], DOT),  # its body, once
+        *((call(lambda x: x @ W), [(3, 4)], DOT) for call in CALLS),
+    ],
+)
+def test_operations(function, shapes, expected):
+    assert count(function, *map(jnp.zeros, shapes)) == expected
+
+
+@pytest.mark.parametrize(("groups", "summed"), [(1, 3 * 3 * 6), (2, 3 * 3 * 3)])
+def test_convolutions(groups, summed):
+    layouts = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+    images, kernel = jnp.zeros((5, 8, 8, 6)), jnp.zeros((3, 3, 6 // groups, 16))
+    found = count(
+        lambda *given: jax.lax.conv_general_dilated(*given, (2, 2), "SAME", **layouts), images, kernel
+    )
+    assert found == 2 * (5 * 4 * 4 * 16) * summed
 
 
 def test_of_branches_the_longest_counts():
@@ -61,16 +74,6 @@ def test_of_branches_the_longest_counts():
     jaxpr = jax.make_jaxpr(branch)(True, X, W).jaxpr
     scalars = 10 * (len(jaxpr.eqns) - 1)  # that make the index of the branch
     assert count_operations(jaxpr) == DOT + TANH + scalars
-
-
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.custom_jvp, jax.custom_vjp])
-def test_what_is_called_counts(wrap):
-    function = wrap(lambda x, w: x @ w)
-    if wrap is jax.custom_vjp:
-        function.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: kept)
-    elif wrap is jax.custom_jvp:
-        function.defjvps(None, None)
-    assert count(function, X, W) == DOT
 
 
 # What is not counted.
@@ -104,18 +107,6 @@ def with_foreign_derivatives(x):
 with_foreign_derivatives.defvjp(lambda x: (jnp.sin(x), x), lambda kept, g: (foreign(g),))
 
 
-def with_own_jvp(function):
-    decorated = jax.custom_jvp(function)
-    decorated.defjvps(None)
-    return decorated
-
-
-def with_own_vjp(function):
-    decorated = jax.custom_vjp(function)
-    decorated.defvjp(lambda x: (function(x), None), lambda kept, g: (g,))
-    return decorated
-
-
 def uncounted(function, *arguments):
     return find_uncounted(jax.make_jaxpr(function)(*arguments).jaxpr)
 
@@ -139,10 +130,7 @@ def test_foreign_functions_are_named(function, names):
 @pytest.mark.parametrize(
     "wrap",
     [
-        jax.jit,
-        jax.checkpoint,
-        with_own_jvp,
-        with_own_vjp,
+        *CALLS,
         lambda f: lambda x: jax.lax.scan(lambda c, _: (jax.jit(f)(c), None), x, None, length=3),
         lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 1, f, x),
         lambda f: lambda x: jax.lax.while_loop(lambda c: f(c)[0] < 1, lambda c: c, x),

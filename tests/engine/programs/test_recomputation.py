@@ -1,5 +1,7 @@
 """Recomputation: results stay, effects come once, the front's switch and modes."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, RecomputationMode, pipeline
+from ipu_pipeline.pipelining_ops import RecomputationMode
 from tests.support import beside, front, models
 
 MODES = ["auto", "recompute_then_backpropagate", "recompute_and_backpropagate_interleaved"]
@@ -23,6 +25,10 @@ def first_stage(x, labels):
     x = models.dense("second", WIDTH, x, jnp.tanh) + first  # first is used on both sides
     x = engine.recomputation_checkpoint(x)
     return jax.checkpoint(lambda x: models.dense("third", WIDTH, x, jnp.tanh))(x), labels
+
+
+def last_stage(x, labels):
+    return models.cross_entropy(models.dense("last", 10, x), labels)
 
 
 def make(mode, stages=(first_stage, models.cross_entropy), **options):
@@ -44,90 +50,48 @@ def test_checkpoints_where_they_cannot_work(rng):
 
         return jax.lax.scan(body, x, length=2)[0], labels
 
-    def last(x, labels):
-        return models.cross_entropy(models.dense("last", 10, x), labels)
-
-    pipeline = engine.Pipeline(
-        [in_scan, last], num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
-    )
     with pytest.raises(ValueError, match=r"stage 0 \(in_scan\): .* inside the body of scan"):
-        pipeline.trace(models.mlp_batches(rng, 1)[0])
+        make(None, [in_scan, last_stage]).trace(models.mlp_batches(rng, 1)[0])
     with pytest.raises(RuntimeError, match="recomputation_checkpoint was called outside of a program"):
         engine.recomputation_checkpoint(1.0)
+    checkpoint = ipu.pipelining_ops.recomputation_checkpoint
     with pytest.raises(RuntimeError, match=r"only pipelines recompute"):
-        front.compile_program(
-            lambda: ipu.loops.repeat(2, lambda x: ipu.pipelining_ops.recomputation_checkpoint(x), [1.0])
-        )
-    with pytest.raises(ValueError, match="recompute, .* must be one of 'auto', .*; got 'sometimes'"):
-        make("sometimes")
+        front.compile_program(lambda: ipu.loops.repeat(2, lambda x: checkpoint(x), [1.0]))
 
 
 # The front.
 
 
-def first(x, labels):
+def first(rate, x, labels):
     with ipu.variable_scope("first"):
         x = ipu.pipelining_ops.recomputation_checkpoint(ipu.layers.Dense(16, activation=jnp.tanh)(x))
-        return ipu.layers.Dense(16, activation=jnp.tanh)(x), labels
+        return rate, ipu.layers.Dense(16, activation=jnp.tanh)(x), labels
 
 
-def last(x, labels):
-    with ipu.variable_scope("last"):
-        return models.cross_entropy(ipu.layers.Dense(10)(x), labels)
-
-
-def optimizer_function(loss):
-    return OptimizerFunctionOutput(optax.sgd(0.1), loss)
-
-
-def build(mode=None, trains=True):
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(front.data())
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-    def model():
-        return pipeline(
-            [first, last],
-            gradient_accumulation_count=4,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            optimizer_function=optimizer_function if trains else None,
-            recomputation_mode=mode,
-        )
-
-    return front.compile_program(model), infeed, outfeed
-
-
-def configure(allow_recompute):
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 2
-    config.allow_recompute = allow_recompute
-    config.configure_ipu_system()
+def build(mode=None, **options):
+    stages = [first, lambda rate, x, labels: (rate, last_stage(x, labels))]
+    return front.Model(computational_stages=stages, recomputation_mode=mode, **options)
 
 
 @pytest.mark.parametrize("mode", [pytest.param(None, marks=pytest.mark.thorough), RecomputationMode.Auto])
 def test_allow_recompute_decides_at_run(mode):
     """Another configuration compiles the program again."""
-    program, infeed, outfeed = build(mode)
-    initializer = infeed.initializer
+    model = build(mode)
     losses, kept = [], []
     for allow_recompute in (False, True):
-        configure(allow_recompute)
-        with ipu.Session(seed=3) as session:
-            session.run(initializer)
-            if mode is not None and not allow_recompute:
-                with pytest.warns(UserWarning, match="since IPUConfig.allow_recompute is not set"):
-                    session.run(program)
-            else:
-                session.run(program)
-            losses.append(session.run(outfeed.dequeue()))
-        kept.append(len(program.calls[0].pipeline.programs[0].residuals))
+        front.ipu_config(2, allow_recompute=allow_recompute).configure_ipu_system()
+        told = pytest.warns(UserWarning, match="since IPUConfig.allow_recompute is not set")
+        is_told = mode is not None and not allow_recompute
+        with front.session_of(model, seed=3) as session, told if is_told else contextlib.nullcontext():
+            losses.append(model.run(session))
+        kept.append(len(model.program.calls[0].pipeline.programs[0].residuals))
     models.assert_trees_close(losses[0], losses[1])
     assert kept[1] == 1 < kept[0]
 
 
 def test_modes_that_have_no_effect_warn():
     with pytest.warns(UserWarning, match="recomputation_mode will have no effect .* inference"):
-        build(RecomputationMode.Auto, trains=False)
+        build(RecomputationMode.Auto, optimizer_function=None, outfeed_loss=False)
     with pytest.warns(UserWarning, match=r"recomputation_checkpoint in stage 0 \(first\) has no effect"):
         build(RecomputationMode.RecomputeThenBackpropagate)
     with pytest.raises(
@@ -155,9 +119,8 @@ def test_effects_with_results_come_once(mode, mapping, rng):
 
     def stage(x, labels):
         x = models.dense("first", WIDTH, x, jnp.tanh)
-        factor = jax.experimental.io_callback(
-            scale, jax.ShapeDtypeStruct((), "float32"), jax.lax.stop_gradient(x.mean())
-        )
+        mean = jax.lax.stop_gradient(x.mean())
+        factor = jax.experimental.io_callback(scale, jax.ShapeDtypeStruct((), "float32"), mean)
         x = jnp.sin(x) * factor
 
         def body(carry, element):
@@ -168,10 +131,7 @@ def test_effects_with_results_come_once(mode, mapping, rng):
         jax.debug.callback(lambda value: calls.append("behind"), factor)
         return models.dense("second", WIDTH, x, jnp.tanh), labels
 
-    def last(x, labels):
-        return models.cross_entropy(models.dense("last", 10, x), labels)
-
-    pipeline = make(mode, [stage, last], device_mapping=mapping)
+    pipeline = make(mode, [stage, last_stage], device_mapping=mapping)
     step = models.mlp_batches(rng, 2)
     state = pipeline.init(jax.random.key(0), step[0])
     expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), step)
