@@ -19,7 +19,7 @@ from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.reports.events import EventKind
-from tests.engine.execution.test_replicas import COUNT, make, make_steps
+from tests.engine.execution.test_replicas import COUNT, begun, make, make_steps
 from tests.support import beside, front, joined, models
 from tests.support.compilations import compilations
 from tests.support.estimating import variables_of
@@ -67,12 +67,6 @@ def make_divided(num_replicas=1, size=2, stages=None, **options):
 def parts(array):
     """The shape of what a device has."""
     return array.addressable_shards[0].data.shape
-
-
-def begun(pipeline, num_replicas=1, **options):
-    """The state before a step, and the step."""
-    step = make_steps(num_replicas, **options)[0]
-    return pipeline.init(jax.random.key(0), step[0]), step
 
 
 @pytest.mark.parametrize(
