@@ -10,22 +10,9 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support import pages
-from tests.support.poptorch_front import assert_close, assert_same_state, make_options, seeded
+from tests.support import lowered, pages
+from tests.support.poptorch_front import assert_close, make_options
 from tests.support.programs import ROOT
-
-
-class WithLoss(torch.nn.Module):
-    """A linear layer; its forward returns the loss too, while it trains."""
-
-    def __init__(self, size=10):
-        super().__init__()
-        self.fc = torch.nn.Linear(size, size)
-        self.loss = torch.nn.MSELoss()
-
-    def forward(self, x, target=None):
-        x = self.fc(x)
-        return (x, self.loss(x, target)) if self.training else x
 
 
 def test_4_float16():
@@ -37,11 +24,7 @@ def test_4_float16():
 
 
 def test_6_another_branch_on_the_devices():
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return x + 1 if poptorch.isRunningOnIpu() else x - 1
-
-    model = Model()
+    model = lowered.Call(lambda x: x + 1 if poptorch.isRunningOnIpu() else x - 1)
     assert poptorch.inferenceModel(model, make_options())(torch.ones(1)).item() == 2
     assert model(torch.ones(1)).item() == 0
 
@@ -79,28 +62,6 @@ def test_16_groups_of_replicas():
         blocks = [torch.cat(list(row), dim=1) for row in z.reshape(2, 4, 12, 14)]
         assert_close([losses.sum() / 8, torch.cat(blocks)], [loss.detach(), expected])
     assert_close([model.W.permute(1, 0, 2).reshape(40, 56)], [plain.W])
-
-
-def test_17_loss_scaling():
-    """And listing 18: what is constant since the model was compiled cannot change."""
-    results = []
-    x, target = torch.rand(10), torch.rand(10)
-    for scaled in (False, True):
-        model = seeded(WithLoss)
-        optimizer = poptorch.optim.SGD(
-            model.parameters(), lr=0.01, loss_scaling=2.0 if scaled else None, use_combined_accum=False
-        )
-        training = poptorch.trainingModel(model, make_options(), optimizer)
-        training(x, target)
-        if scaled:
-            optimizer.loss_scaling = 1.0
-            training.setOptimizer(optimizer)
-        training(x, target)
-        results.append(model)
-    assert_same_state(*results, tolerance=1e-6)
-    message = "momentum of group 0 is constant since the model was compiled"
-    with pytest.raises(poptorch.Error, match=message):
-        training.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
 
 
 # The page.

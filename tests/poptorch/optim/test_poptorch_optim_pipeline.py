@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ipu_pipeline.poptorch import optim
+from ipu_pipeline.poptorch.errors import Error
 from tests.support.compilations import compiled_in
 from tests.support.poptorch_front import TrainedAlike, make_batch, make_model, make_options
 
@@ -23,7 +24,10 @@ def groups_of(parameters):
     ],
 )
 def test_equal_to_torch(name, arguments, caplog):
-    """The learning rate and the scale change half-way, and all is compiled in the first step."""
+    """The learning rate and the scale change half-way, and all is compiled in the first step.
+
+    What is constant since then cannot change.
+    """
     model = make_model()
     model.first.bias.requires_grad_(False)
     optimizer = getattr(optim, name)(groups_of(model.parameters()), lr=0.01, **arguments)
@@ -59,3 +63,6 @@ def test_equal_to_torch(name, arguments, caplog):
     assert compiled_in(step, caplog)
     assert compiled_in(run, caplog) == []
     trained.compare(1e-6)
+    decaying = getattr(optim, name)(groups_of(model.parameters()), lr=0.01, weight_decay=0.5, **arguments)
+    with pytest.raises(Error, match="weight_decay of group 0 is constant since the model was compiled"):
+        trained.executor.setOptimizer(decaying)
