@@ -30,10 +30,10 @@ class Stateful:
         self.read = []
 
     def __iter__(self):
-        return _StatefulIterator(self)
+        return StatefulIterator(self)
 
 
-class _StatefulIterator:
+class StatefulIterator:
     def __init__(self, data):
         self.data, self.number = data, 0
 
@@ -108,16 +108,14 @@ def test_an_element_that_was_looked_at_comes_again():
         (1, [2.5, None, True], {"key": "text", 3: b"x"}),
         np.arange(6, dtype=np.int16).reshape(2, 3),
         np.float64(0.1),
-        {"bytes in base64": 1},
+        {"bytes in base64": 1},  # a key of our own
     ],
-    ids=["bytes", "nested", "array", "scalar", "a key of our own"],
 )
 def test_states_are_stored_exactly(state):
     found = []
     data = DataPass(Stateful(9, wrap=lambda number: state))
     next(data)
-    stateful = Stateful(9, unwrap=lambda state: found.append(state) or 0)
-    DataPass(stateful, data.position(0))
+    DataPass(Stateful(9, unwrap=lambda state: found.append(state) or 0), data.position(0))
     (restored,) = found
     assert type(restored) is type(state) or isinstance(state, np.generic)
     np.testing.assert_equal(restored, state)

@@ -14,7 +14,6 @@ from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.support import front, models
 from tests.support.estimating import make_config
 
-SIZES = [4, 2, 4, 2, 2, 4]
 RATE = np.float32(0.1)
 
 
@@ -53,23 +52,20 @@ def test_placeholders_that_are_captured():
     In a scope, whose name the variables of all shapes have; in two runs.
     """
     data, rate = batches([4, 3, 2, 3, 4, 2]), ipu.placeholder(np.float32, [])
-    infeed, outfeed = IPUInfeedQueue(lambda: iter(data)), IPUOutfeedQueue()
+    infeed, outfeed = IPUInfeedQueue(data), IPUOutfeedQueue()
+    stages = [
+        lambda x, labels: first_stage(None, x * (10 * rate), labels)[1:],
+        lambda x, labels: second_stage(None, x, labels)[1],
+    ]
+    options = {"infeed_queue": infeed, "outfeed_queue": outfeed, "device_mapping": [0, 0]}
+    options["shapes"] = [data[1]]  # traced while the function is compiled; the third when it comes
+
+    def optimize(loss):
+        return OptimizerFunctionOutput(optax.sgd(rate), loss)
 
     def model():
         with ipu.variable_scope("net"):
-            return pipeline(
-                [
-                    lambda x, labels: first_stage(None, x * (10 * rate), labels)[1:],
-                    lambda x, labels: second_stage(None, x, labels)[1],
-                ],
-                3,
-                infeed_queue=infeed,
-                outfeed_queue=outfeed,
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(rate), loss),
-                outfeed_loss=True,
-                device_mapping=[0, 0],
-                shapes=[data[1]],  # traced while the function is compiled; the third when it comes
-            )
+            return pipeline(stages, 3, optimizer_function=optimize, **options)
 
     program = front.compile_program(model)
     with ipu.Session() as session:
@@ -87,40 +83,27 @@ def test_placeholders_that_are_captured():
 
 def test_outputs_of_different_shapes_and_an_end_of_the_data():
     data = batches([4, 4, 3])
-    infeed, outfeed = IPUInfeedQueue(lambda: iter(data)), IPUOutfeedQueue()
-    program = front.compile_pipeline(
-        [lambda x, labels: (x * 2, labels), lambda x, labels: (x, labels.sum())],
-        1,
-        repeat_count=3,
-        infeed_queue=infeed,
-        outfeed_queue=outfeed,
-    )
-    with ipu.Session() as session:
-        session.run(infeed.initializer)
-        session.run(program)
-        doubled, sums = session.run(outfeed.dequeue())
+    stages = [lambda x, labels: (x * 2, labels), lambda x, labels: (x, labels.sum())]
+    model = front.Pipelined(stages, 1, data, repeat_count=3)
+    with front.session_of(model) as session:
+        doubled, sums = model.run(session)
         assert doubled.dtype == object
         for found, (x, _labels) in zip(doubled, data, strict=True):
             np.testing.assert_array_equal(found, 2 * x)
         np.testing.assert_array_equal(sums, [labels.sum() for _x, labels in data])
         with pytest.raises(ipu.errors.OutOfRangeError, match="ended after 3 elements"):
-            session.run(program)
+            model.run(session)
 
 
 def test_one_shape_only():
-    model = front.Model(lambda: iter(batches([4, 4, 2])), max_shapes=1)
-    with (
-        front.session_of(model) as session,
-        pytest.raises(
-            ValueError, match=r"element 2 .*float32\[4, 12\]; got float32\[2, 12\].*drop_remainder"
-        ),
-    ):
+    model = front.Model(batches([4, 4, 2]), max_shapes=1)
+    message = r"element 2 .*float32\[4, 12\]; got float32\[2, 12\].*drop_remainder"
+    with front.session_of(model) as session, pytest.raises(ValueError, match=message):
         model.run(session)
 
 
 def test_too_many_shapes_leave_the_data_where_they_are():
-    data = batches([4, 4, 2, 3, 4, 4])
-    model = front.Model(lambda: iter(data), max_shapes=2)
+    model = front.Model(batches([4, 4, 2, 3, 4, 4]), max_shapes=2)
     with front.session_of(model) as session:
         model.run(session)
         with pytest.raises(ValueError, match="max_shapes is 2"):
@@ -128,13 +111,16 @@ def test_too_many_shapes_leave_the_data_where_they_are():
         assert model.infeed.position.count == 3
 
 
-def test_loops_have_one_shape():
-    infeed = IPUInfeedQueue(lambda: iter(batches([4, 2])))
-
+def compile_loop(count, infeed):
     def body(total, x, labels):
         return total + x.sum() + labels.sum().astype(x.dtype)
 
-    program = front.compile_program(lambda: ipu.loops.repeat(2, body, [jnp.float32(0)], infeed))
+    return front.compile_program(lambda: ipu.loops.repeat(count, body, [jnp.float32(0)], infeed))
+
+
+def test_loops_have_one_shape():
+    infeed = IPUInfeedQueue(batches([4, 2]))
+    program = compile_loop(2, infeed)
     with ipu.Session() as session:
         session.run(infeed.initializer)
         with pytest.raises(ValueError, match="element 1 of the dataset must have the shape and dtype"):
@@ -143,15 +129,10 @@ def test_loops_have_one_shape():
 
 def test_one_infeed_of_programs_with_one_shape_and_with_several():
     """What was fetched ahead for one is checked when the other takes it; NumPy might have broadcast it."""
-    data = batches([4, 4, 1, 4])
-    infeed = IPUInfeedQueue(lambda: iter(data), prefetch_depth=4)
+    infeed = IPUInfeedQueue(batches([4, 4, 1, 4]), prefetch_depth=4)
     stages = [lambda x, labels: (x, labels), lambda x, labels: (x, labels.sum())]
     several = front.compile_pipeline(stages, 1, infeed_queue=infeed, outfeed_queue=IPUOutfeedQueue())
-
-    def body(total, x, labels):
-        return total + x.sum() + labels.sum().astype(x.dtype)
-
-    one = front.compile_program(lambda: ipu.loops.repeat(3, body, [jnp.float32(0)], infeed))
+    one = compile_loop(3, infeed)
     with ipu.Session() as session:
         session.run(infeed.initializer)
         session.run(several)
@@ -163,7 +144,7 @@ def test_one_infeed_of_programs_with_one_shape_and_with_several():
 def test_an_end_of_the_data_within_an_update():
     """What an update has begun with stays in front of the run, on one device as on several."""
     for mapping in ([0, 1], [0, 0]):
-        model = front.Model(lambda: iter(batches([4] * 5)), repeat_count=3, device_mapping=mapping)
+        model = front.Model(batches([4] * 5), repeat_count=3, device_mapping=mapping)
         with front.session_of(model) as session:
             with pytest.raises(ipu.errors.OutOfRangeError, match="ended after 5 elements"):
                 model.run(session)
@@ -188,13 +169,8 @@ def test_estimators(tmp_path, monkeypatch):
             accuracy = ipu.metrics.accuracy(labels, np.argmax(logits, -1))
             return {"loss": ipu.metrics.mean(losses), "accuracy": accuracy}
 
-        return IPUPipelineEstimatorSpec(
-            mode,
-            computational_stages=[first, last],
-            gradient_accumulation_count=2,
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
-            eval_metrics_fn=metrics,
-        )
+        options = {"optimizer_function": front.minimizing(optax.sgd(0.1)), "eval_metrics_fn": metrics}
+        return IPUPipelineEstimatorSpec(mode, [first, last], 2, **options)
 
     estimator = IPUPipelineEstimator(model_fn, tmp_path, make_config(2, iterations_per_loop=2))
     estimator.train(lambda: data, steps=4)

@@ -9,24 +9,16 @@ from tests.support import layer_cases
 
 
 def run(stage, x, training=False, num_micro_batches=1):
-    """What a stage returns, and the variables; in a program that trains, with a variable for it."""
-    if training:
+    """What a stage returns for each micro-batch, and the variables; in training, with a variable for it."""
 
-        def trained(x):
-            return stage(x), jnp.mean(engine.get_variable("extra", (2,)))
+    def with_loss(x):
+        return stage(x), jnp.mean(engine.get_variable("extra", (2,))) if training else None
 
-        pipeline = engine.Pipeline(
-            [trained],
-            num_micro_batches=num_micro_batches,
-            loss=lambda y, extra: extra,
-            optimizer=optax.sgd(0.1),
-        )
-    else:
-        pipeline = engine.Pipeline([stage], num_micro_batches=num_micro_batches)
+    options = {"loss": lambda _y, extra: extra, "optimizer": optax.sgd(0.1)} if training else {}
+    pipeline = engine.Pipeline([with_loss], num_micro_batches=num_micro_batches, **options)
     state = pipeline.init(jax.random.key(0), x)
     _state, outputs = pipeline.step(state, [x] * num_micro_batches)
-    values = [output[0] if training else output for output in outputs.outputs]
-    return (values if num_micro_batches > 1 else values[0]), state.variables
+    return [values for values, _loss in outputs.outputs], state.variables
 
 
 def test_dense_flatten_and_activation(rng):
@@ -45,11 +37,9 @@ def test_dense_flatten_and_activation(rng):
             layers.Activation(jnp.sin)(x),
         )
 
-    (biased, projected, half, y, flat, column, sines), variables = run(stage, x)
-    assert sorted(variables) == sorted(
-        ["dense/kernel", "dense/bias", "projection/kernel", "half/kernel", "half/bias"]
-        + ["twice/kernel", "twice/bias"]
-    )
+    ((biased, projected, half, y, flat, column, sines),), variables = run(stage, x)
+    names = {f"{layer}/{name}" for layer in ("dense", "half", "twice") for name in ("kernel", "bias")}
+    assert {*variables} == names | {"projection/kernel"}
     np.testing.assert_allclose(biased, np.tanh(x @ variables["dense/kernel"] + 1), rtol=1e-5)
     np.testing.assert_allclose(projected, x @ variables["projection/kernel"], rtol=1e-5, atol=1e-6)
     assert half.dtype == variables["half/kernel"].dtype == jnp.bfloat16
@@ -72,9 +62,10 @@ def test_dropout():
             "seeded": layers.Dropout(0.3, seed=1)(x),
         }
 
-    found, _variables = run(lambda x: (layers.Dropout(0.3)(x), layers.Dropout(0.3)(x, training=True)), x)
-    np.testing.assert_array_equal(found[0], x)  # not training
-    assert (np.asarray(found[1]) == 0).any()
+    twice = lambda x: (layers.Dropout(0.3)(x), layers.Dropout(0.3)(x, training=True))  # noqa: E731
+    ((not_training, dropped),), _variables = run(twice, x)
+    np.testing.assert_array_equal(not_training, x)
+    assert (np.asarray(dropped) == 0).any()
     (first, second), _variables = run(stage, x, training=True, num_micro_batches=2)
     for mask in (first["plain"], second["plain"]):
         kept = np.asarray(mask) > 0
@@ -88,22 +79,19 @@ def test_dropout():
 
 
 def test_dense_and_embedding_equal_flax(rng):
-    cases, table = [], linen.Embed(7, 5)
-    for dtype in ("bfloat16",):
-        module = linen.Dense(4, dtype=dtype)
-        layer = layers.Dense(4, bias_initializer="normal", dtype=dtype)
-        x = rng.normal(size=(2, 5, 3)).astype("float32").astype(dtype)
+    module, table = linen.Dense(4, dtype="bfloat16"), linen.Embed(7, 5)
+    layer = layers.Dense(4, bias_initializer="normal", dtype="bfloat16")
+    x = rng.normal(size=(2, 5, 3)).astype("float32").astype("bfloat16")
+    numbers = rng.integers(0, 7, (2, 3, 2)).astype("int32")  # which add their gradients if they occur twice
 
-        def reference(variables, x, module=module):
-            return module.apply({"params": variables}, x)
-
-        cases.append(layer_cases.Case(layer, x, reference, layer_cases.tolerance(dtype)))
-    x = rng.integers(0, 7, (2, 3, 2)).astype("int32")  # numbers that occur twice add their gradients
+    def apply(variables, x):
+        return module.apply({"params": variables}, x)
 
     def look_up(variables, x):
         return table.apply({"params": {"embedding": variables["embeddings"]}}, x)
 
-    outputs = layer_cases.check_all([*cases, layer_cases.Case(layers.Embedding(7, 5), x, look_up)])
+    dense = layer_cases.Case(layer, x, apply, layer_cases.tolerance("bfloat16"))
+    outputs = layer_cases.check_all([dense, layer_cases.Case(layers.Embedding(7, 5), numbers, look_up)])
     assert outputs[1].shape == (2, 3, 2, 5)
 
 

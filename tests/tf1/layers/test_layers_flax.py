@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen, nnx, traverse_util
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
@@ -115,9 +115,8 @@ def reference(kind, blocks, variables):
         new = []
         for block, start, own, other in zip(blocks, starts, parameters, rest, strict=True):
             if kind == "linen":
-                x, changed = block.apply(
-                    {"params": own, "batch_stats": other}, x, True, mutable="batch_stats"
-                )
+                variables = {"params": own, "batch_stats": other}
+                x, changed = block.apply(variables, x, True, mutable="batch_stats")
                 new.append(changed["batch_stats"])
             else:
                 module = nnx.merge(start[0], own, other, copy=True)
@@ -136,14 +135,10 @@ def reference(kind, blocks, variables):
         found = {}
         for prefix, tree in zip("ab", trees, strict=True):
             if kind == "nnx":
-                flat = [(path, v.get_value()) for path, v in nnx.to_flat_state(tree)]
-                flat = [(path, v) for path, v in flat if "rngs" not in path]
+                flat = {path: v.get_value() for path, v in nnx.to_flat_state(tree) if "rngs" not in path}
             else:
-                flat = [
-                    (tuple(part.key for part in path), v)
-                    for path, v in jax.tree_util.tree_flatten_with_path(tree)[0]
-                ]
-            found.update({"/".join([prefix, *middle, *map(str, path)]): v for path, v in flat})
+                flat = traverse_util.flatten_dict(tree)
+            found |= {"/".join([prefix, *middle, *map(str, path)]): v for path, v in flat.items()}
         return found
 
     return losses, by_name(sums), by_name(rest, ["batch_stats"] if kind == "linen" else [])
@@ -237,10 +232,8 @@ def test_masks_differ_between_layers_micro_batches_and_executions_and_not_by_the
 
 @pytest.mark.thorough
 def test_in_the_body_of_a_loop():
-    kind = "nnx"
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(lambda: ((x,) for x in batches()))
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    blocks = make(kind)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([(x,) for x in batches()])
+    outfeed, blocks = ipu.ipu_outfeed_queue.IPUOutfeedQueue(), make("nnx")
 
     def body(x):
         loss = cut(blocks, 1)[0](x)
@@ -254,7 +247,7 @@ def test_in_the_body_of_a_loop():
         start = session.variables
         session.run(program)
         losses, statistics = session.run(outfeed.dequeue()), session.variables
-    expected, _gradients, expected_statistics = reference(kind, blocks, start)
+    expected, _gradients, expected_statistics = reference("nnx", blocks, start)
     models.assert_trees_close(list(losses), expected)
     ours = {name: statistics[name] for name in expected_statistics}
     models.assert_trees_close(ours, expected_statistics)
@@ -412,20 +405,13 @@ def test_what_modules_share_is_one_variable():
     table, head = tied_modules()
     middle = nnx.Linear(5, 5, rngs=nnx.Rngs(4))
 
-    def last(x, labels):
-        return models.cross_entropy(layers.Flax(head, name="head")(x), labels)
-
-    pipeline = engine.Pipeline(
-        [
-            lambda ids, labels: (layers.Flax(table, name="table")(ids), labels),
-            lambda x, labels: (layers.Flax(middle, name="middle")(x), labels),
-            last,
-        ],
-        num_micro_batches=2,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.5),
-        device_mapping=(0, 1, 0),
-    )
+    stages = [
+        lambda ids, labels: (layers.Flax(table, name="table")(ids), labels),
+        lambda x, labels: (layers.Flax(middle, name="middle")(x), labels),
+        lambda x, labels: models.cross_entropy(layers.Flax(head, name="head")(x), labels),
+    ]
+    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.5), "device_mapping": (0, 1, 0)}
+    pipeline = engine.Pipeline(stages, num_micro_batches=2, **options)
     ids, labels = np.random.default_rng(0).integers(0, 6, (2, 2, 8)).astype("int32")
     micro_batches = list(zip(ids, labels, strict=True))
     state = pipeline.init(jax.random.key(0), micro_batches[0])
@@ -434,10 +420,8 @@ def test_what_modules_share_is_one_variable():
     state, outputs = pipeline.step(state, micro_batches)
 
     def total(module):
-        losses = [
-            models.cross_entropy(module[2](module[1](module[0](ids))), labels)
-            for ids, labels in micro_batches
-        ]
+        first, second, third = module
+        losses = [models.cross_entropy(third(second(first(ids))), labels) for ids, labels in micro_batches]
         return sum(losses), losses
 
     first, tied_head = tied_modules()
@@ -445,8 +429,8 @@ def test_what_modules_share_is_one_variable():
     (_total, losses), gradients = nnx.jit(nnx.value_and_grad(total, has_aux=True))(module)
     np.testing.assert_allclose([float(loss) for loss in outputs.losses], losses, rtol=1e-5)
     for name, parameter, gradient in (
-        ("table/embedding", module[0].embedding, gradients[0]["embedding"]),
-        ("table/first/kernel", module[0].first.kernel, gradients[0]["first"]["kernel"]),
+        ("table/embedding", first.embedding, gradients[0]["embedding"]),
+        ("table/first/kernel", first.first.kernel, gradients[0]["first"]["kernel"]),
     ):
         expected = parameter.get_value() - 0.5 * gradient.get_value()
         models.assert_trees_close(np.asarray(state.variables[name]), np.asarray(expected))
@@ -456,16 +440,12 @@ def test_modules_share_in_programs_of_their_own_only():
     """In another program, the parameter is called after the first place there."""
     table, head = tied_modules()
 
-    def variables(*stages):
+    def variables(x, *stages):
         pipeline = engine.Pipeline(stages, num_micro_batches=1)
-        pipeline.trace(np.zeros(3, "int32") if len(stages) == 2 else np.zeros((3, 5), "float32"))
+        pipeline.trace(x)
         return set(pipeline.variables)
 
-    def embed(ids):
-        return layers.Flax(table, name="table")(ids)
-
-    def project(x):
-        return layers.Flax(head, name="head")(x)
-
-    assert all(name.startswith("table/") for name in variables(embed, project))
-    assert variables(project) == {"head/table", "head/dense/kernel", "head/dense/bias"}
+    embed, project = layers.Flax(table, name="table"), layers.Flax(head, name="head")
+    assert all(name.startswith("table/") for name in variables(np.zeros(3, "int32"), embed, project))
+    found = variables(np.zeros((3, 5), "float32"), project)
+    assert found == {"head/table", "head/dense/kernel", "head/dense/bias"}

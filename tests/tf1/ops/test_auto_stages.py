@@ -10,6 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import pipelining_ops
+from tests.support import front
 
 COUNT = 2
 
@@ -48,72 +49,35 @@ class Queues:
         labels = rng.integers(0, 10, (2 * COUNT, 8)).astype(np.int32)
         self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(list(zip(images, labels, strict=True)))
         self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+        self.options = {"infeed_queue": self.infeed, "optimizer_function": optimizer_function}
 
-    def auto(self, num_stages=3, inputs=(), **options):
-        options = {
-            "optimizer_function": optimizer_function,
-            "gradient_accumulation_count": COUNT,
-            "measure": False,
-            **options,
-        }
-        return pipelining_ops.auto_stages(
-            LAYERS, num_stages, inputs=inputs, infeed_queue=self.infeed, **options
-        )
+    def given(self, options):
+        return {**self.options, "gradient_accumulation_count": COUNT, "measure": False, **options}
 
-    def split(self, model, num_stages=3, inputs=(), **options):
-        options = {
-            "optimizer_function": optimizer_function,
-            "gradient_accumulation_count": COUNT,
-            "measure": False,
-            **options,
-        }
-        return pipelining_ops.split(model, num_stages, inputs=inputs, infeed_queue=self.infeed, **options)
+    def auto(self, num_stages=3, **options):
+        return pipelining_ops.auto_stages(LAYERS, num_stages, **self.given(options))
+
+    def split(self, model, num_stages=3, **options):
+        return pipelining_ops.split(model, num_stages, **self.given(options))
 
     def pipeline(self, stages, inputs, **options):
-        options = {
-            "optimizer_function": optimizer_function,
-            "outfeed_loss": True,
-            "device_mapping": [0] * len(stages),  # one program compiles faster
-            **options,
-        }
-        return pipelining_ops.pipeline(
-            stages,
-            COUNT,
-            inputs=inputs,
-            infeed_queue=self.infeed,
-            outfeed_queue=self.outfeed,
-            **options,
-        )
+        given = {**self.options, "outfeed_queue": self.outfeed, "outfeed_loss": True}
+        given["device_mapping"] = [0] * len(stages)  # one program compiles faster
+        return pipelining_ops.pipeline(stages, COUNT, inputs=inputs, **(given | options))
+
+    def run(self, program, feed=None):
+        """The losses of a run, and the variables after it."""
+        with ipu.Session(seed=1) as session:
+            session.run(self.infeed.initializer)
+            session.run(program, feed or {})
+            return session.run(self.outfeed.dequeue()), session.variables
 
 
-def train(queues, make_stages):
-    """Losses and variables after two updates; `make_stages` takes the traced rate."""
+def train(queues, stages):
+    """Losses and variables after two updates."""
     rate = ipu.placeholder(np.float32, [], name="rate")
-
-    def model(given):
-        return queues.pipeline(make_stages(given), [given], repeat_count=2)
-
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(model, inputs=[rate])
-    with ipu.Session(seed=1) as session:
-        session.run(queues.infeed.initializer)
-        session.run(program, {rate: 0.1})
-        losses = session.run(queues.outfeed.dequeue())
-        return losses, {name: np.asarray(value) for name, value in session.variables.items()}
-
-
-def by_hand():
-    """Two stages that a person made."""
-
-    def compose(layers):
-        def stage(*values):
-            for layer in layers:
-                values = layer(*values)
-            return values
-
-        return stage
-
-    return [compose(LAYERS[:2]), compose(LAYERS[2:])]
+    program = front.compile_program(lambda rate: queues.pipeline(stages, [rate], repeat_count=2), [rate])
+    return queues.run(program, {rate: 0.1})
 
 
 def whole(rate, x, labels):
@@ -147,11 +111,11 @@ def test_layers_outside_of_a_compiled_function():
 
 def test_a_function_inside_and_outside_of_a_compiled_function():
     """Inside, it captures a placeholder and gets the global step."""
-    expected = train(Queues(), lambda _rate: [whole])
+    expected = train(Queues(), [whole])
     assert {"dense/kernel", "dense_1/kernel", "dense24/dense/kernel"} <= set(expected[1])
     queues = Queues()
     outside = queues.split(whole, inputs=[ipu.placeholder(np.float32, [])])
-    check(train(queues, lambda _rate: outside), expected)
+    check(train(queues, outside), expected)
     assert isinstance(outside, pipelining_ops.AutoStages)
     assert outside.table.unit == "part"
     scale, inside = ipu.placeholder(np.float32, [], name="scale"), Queues()
@@ -163,12 +127,7 @@ def test_a_function_inside_and_outside_of_a_compiled_function():
         rate = 0.1 / (ipu.get_global_step().astype(np.float32) + np.float32(1.0))
         return inside.pipeline(inside.split(model, 2, inputs=[rate]), [rate])
 
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(compiled)
-    with ipu.Session(seed=1) as session:
-        session.run(inside.infeed.initializer)
-        session.run(program, {scale: 1.0})
-        losses = session.run(inside.outfeed.dequeue())
+    losses, _variables = inside.run(front.compile_program(compiled), {scale: 1.0})
     np.testing.assert_allclose(losses, expected[0][:COUNT], rtol=1e-5)
 
 
@@ -189,8 +148,7 @@ def test_two_pipelines_of_one_model(reuse):
                 with ipu.variable_scope(scope, reuse=reuse and own is other):
                     own.pipeline(stages, [rate], name=f"pipeline{own is other}")
 
-        with ipu.scopes.ipu_scope("/device:IPU:0"):
-            found.append(ipu.ipu_compiler.compile(compiled, inputs=[rate]).variables)
+        found.append(front.compile_program(compiled, [rate]).variables)
     assert sorted(found[0]) == sorted(found[1])
     assert ("dense_2/kernel" in found[0]) is not reuse
 
@@ -215,8 +173,7 @@ def test_a_program_shows_where_it_is_cut_and_why(tmp_path):
         rate = 0.1 / (ipu.get_global_step().astype(np.float32) + 1)
         return queues.pipeline(queues.split(whole, 2, inputs=[rate]), [rate], device_mapping=None)
 
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        program = ipu.ipu_compiler.compile(compiled)
+    program = front.compile_program(compiled)
     (call,) = program.placement().calls
     lines = call.cuts.splitlines()
     assert lines[0].startswith("cut by parts, counted, all ")
@@ -226,21 +183,18 @@ def test_a_program_shows_where_it_is_cut_and_why(tmp_path):
     assert re.search(r"a step takes .*, and stage \d most of it; .*best other ", lines[4])
     assert call.cuts in str(program.placement())
     assert call.cuts in str(program.summary())
-    with ipu.Session(seed=1) as session:
-        session.run(queues.infeed.initializer)
-        with ipu.reports.capture(tmp_path / "report") as captured:
-            session.run(program)
+    with ipu.reports.capture(tmp_path / "report") as captured:
+        queues.run(program)
     assert captured.profile.pipelines[0].cuts == call.cuts
     page = (tmp_path / "report" / "report.html").read_text()
     assert "<h3>Where it is cut</h3>\n<pre>cut by parts" in page
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        by_hand_too = ipu.ipu_compiler.compile(lambda: Queues().pipeline(by_hand(), [np.float32(0.1)]))
-    assert by_hand_too.placement().calls[0].cuts == ""
+    by_hand = front.compile_program(lambda: Queues().pipeline([whole], [np.float32(0.1)]))
+    assert by_hand.placement().calls[0].cuts == ""
 
 
 def test_inference_and_counting():
     queues = Queues()
-    stages = queues.auto(2, [np.float32(0.1)], optimizer_function=None)
+    stages = queues.auto(2, inputs=[np.float32(0.1)], optimizer_function=None)
     assert stages.table.source == "counted"
     assert set(stages.table.update_seconds) == {0.0}
 
