@@ -13,7 +13,6 @@ from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelin
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import tf1
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 from tests.support.estimating import make_config
 
@@ -92,9 +91,6 @@ def test_a_single_step_with_all_that_there_is(tmp_path):
         session.load({"not/exported": np.ones(3)})
         ipu.Saver().save(session, tmp_path / "checkpoints", global_step=7)
 
-    def preprocess(pixels, scale):
-        return (pixels.astype(jnp.float32) * scale,)
-
     pixels = RNG.integers(0, 255, size=(8, 5)).astype(np.uint8)
     program = ipu.serving.export_single_step(
         whole,
@@ -103,7 +99,7 @@ def test_a_single_step_with_all_that_there_is(tmp_path):
         input_dataset=[(pixels[:2], np.float32(0.5))],
         predict_step_signature=[jax.ShapeDtypeStruct((2, 5), np.float32)],
         output_names=["logits", "mean"],
-        preprocessing_step=preprocess,
+        preprocessing_step=lambda pixels, scale: (pixels.astype(jnp.float32) * scale,),
         checkpoint_restore_dir=tmp_path / "checkpoints",
     )
     found = program(pixels, np.float32(1 / 255))
@@ -115,11 +111,9 @@ def test_a_single_step_with_all_that_there_is(tmp_path):
 def test_inputs_and_features_by_name(tmp_path):
     factor = ipu.placeholder(np.float32, [], name="factor")
 
-    def stage(factor, a, b):
-        return factor * a - b
-
+    stages, data = [lambda factor, a, b: factor * a - b], [{"a": X[:4], "b": X[4:8]}]
     program = ipu.serving.export_pipeline(
-        [stage], tmp_path / "model", 1, inputs=[factor], input_dataset=[{"a": X[:4], "b": X[4:8]}]
+        stages, tmp_path / "model", 1, inputs=[factor], input_dataset=data
     )
     found = program(a=X[:8], b=X[4:], feed={"factor": 2.0})
     np.testing.assert_allclose(found, 2 * X[:8] - X[4:], rtol=1e-6)
@@ -199,13 +193,9 @@ def pipeline_model(mode):
             return {"logits": logits, "step": step}
         return jnp.mean(logits**2)
 
-    def optimize(loss):
-        return OptimizerFunctionOutput(optax.sgd(0.1), loss)
-
     hooks = [hook] if mode == ipu.ModeKeys.PREDICT else None
-    return IPUPipelineEstimatorSpec(
-        mode, [first, last], 2, optimizer_function=optimize, prediction_hooks=hooks
-    )
+    options = {"optimizer_function": front.minimizing(optax.sgd(0.1)), "prediction_hooks": hooks}
+    return IPUPipelineEstimatorSpec(mode, [first, last], 2, **options)
 
 
 def input_fn():

@@ -9,7 +9,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
-from tests.engine.tracing.test_metrics import COUNT, UPDATES, Model, expected
+from tests.engine.tracing.test_metrics import UPDATES, Model, expected
 from tests.support.estimating import input_fn, make_config, model_fn, read_events
 from tests.support.resumable import MICRO_BATCHES
 
@@ -21,18 +21,19 @@ def lines(directory):
 def test_metrics_of_a_session_are_written_and_go_on_after_a_restore(tmp_path):
     logs = tmp_path / "logs"
     with ipu.Session() as session, ipu.SummaryWriter(logs) as writer:
-        Model([0, 0, 0], count=COUNT).run(session)
+        Model([0, 0, 0]).run(session)
         writer.write_metrics(session.metrics())
         session.save(tmp_path / "saved")
-        writer.write(session.update_count(), {"accuracy": jnp.bfloat16(0.5), "none": float("nan")})
+        others = {"accuracy": jnp.bfloat16(0.5), "none": float("nan"), "infinite": np.inf}
+        writer.write(session.update_count(), others)
         writer.write(99, {"later": 1})
     written = lines(logs)
     for name, values in expected().items():
         own = [(line["step"], line["value"]) for line in written if line["name"] == name]
         assert [step for step, _value in own] == [1, 2, 3]
         np.testing.assert_allclose([value for _step, value in own], values, rtol=1e-5)
-    assert {line["name"]: line["value"] for line in written if line["step"] == UPDATES}["accuracy"] == 0.5
-    assert {line["name"]: line["value"] for line in written if line["step"] == UPDATES}["none"] is None
+    last = {line["name"]: line["value"] for line in written if line["step"] == UPDATES}
+    assert (last["accuracy"], last["none"], last["infinite"]) == (0.5, None, None)
     with ipu.Session() as session:
         session.restore(tmp_path / "saved")
         with ipu.SummaryWriter(logs, step=session.update_count()) as writer:
