@@ -67,7 +67,7 @@ _SCALED = "tests/engine/updates/test_updates_loss_scaling.py::test_a_pipeline_eq
 _OFFLOADED_ON_ONE_IPU = (
     f"{_PLAIN}[groups, recomputed-layers-float32-same]",
     f"{_PLAIN}[all offloaded, one IPU-branches-float32-same]",
-    f"{_SCALED}[mapping4-options4-float16-True]",
+    f"{_SCALED}[float16-False-options1]",
 )
 ENVIRONMENTS = {
     "jax-0.9.0": Environment(

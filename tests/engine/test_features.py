@@ -8,6 +8,7 @@ others, and features that are COMBINED with one.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +36,11 @@ def dense_layers():
     def first(scale, x, labels):
         return jnp.tanh(x @ models.weight("first", x)) * scale, labels
 
-    def second(x, labels):
-        return jnp.sin(x @ models.weight("second", x)), labels
+    def again(name, x, labels):
+        return jnp.sin(x @ models.weight(name, x)), labels
 
-    def third(x, labels):
-        return jnp.sin(x @ models.weight("third", x)), labels
-
-    return {"stages": [first, second, third, models.cross_entropy], "loss": lambda loss: loss}
+    layers = [first, functools.partial(again, "second"), functools.partial(again, "third")]
+    return {"stages": [*layers, models.cross_entropy], "loss": lambda loss: loss}
 
 
 def with_everything():
@@ -300,13 +299,10 @@ FEATURES: dict[str, Feature] = {
 
 def make(model, dtype, feature):
     built = MODELS[model](dtype)
-    options = {
-        "optimizer": MOMENTUM if model == "layers" else SHOWING,
-        "num_replicas": feature.num_replicas,
-        **feature.options,
-    }
+    training = {"optimizer": MOMENTUM if model == "layers" else SHOWING}
+    options = {**built, **training, "num_replicas": feature.num_replicas, **feature.options}
     if options["optimizer"] is None:
-        built["loss"] = None
+        options["loss"] = None
     levels, mapping = len(built["stages"]), feature.mapping
     if mapping is not None and levels == 3:
         mapping = (mapping[0], list(mapping[1:3]), mapping[3])
@@ -314,15 +310,8 @@ def make(model, dtype, feature):
         of_levels = feature.phases["of_levels"][4 - levels :]
         of_levels = [level - of_levels[0] for level in of_levels]
         options["execution_phases"] = engine.ExecutionPhases(**feature.phases | {"of_levels": of_levels})
-    num_micro_batches = COUNT // options.get("num_serialized", 1)
-    stages = built.pop("stages")
-    return engine.Pipeline(
-        stages,
-        num_micro_batches=None if feature.given else num_micro_batches,
-        device_mapping=mapping,
-        **built,
-        **options,
-    )
+    count = None if feature.given else COUNT // options.get("num_serialized", 1)
+    return engine.Pipeline(num_micro_batches=count, device_mapping=mapping, **options)
 
 
 SIZES = {  # by step and micro-batch of a replica
@@ -334,14 +323,12 @@ SIZES = {  # by step and micro-batch of a replica
 @functools.cache
 def make_steps(dtype, sizes, num_replicas):
     rng = np.random.default_rng(num_replicas)
-    return [
-        [
-            batch
-            for size in own
-            for batch in models.various_batches(rng, num_replicas, size=size, dtype=dtype)
-        ]
-        for own in SIZES[sizes]
-    ]
+
+    def make_step(own):
+        batches = (models.various_batches(rng, num_replicas, size, dtype) for size in own)
+        return list(itertools.chain.from_iterable(batches))
+
+    return list(map(make_step, SIZES[sizes]))
 
 
 def add(*values):
@@ -375,11 +362,8 @@ RICH = {
     "halves": ("branches", "float32", "same"),
     "halves, replicas, all": ("parameters", "float32", "same"),
 }
-CASES = {
-    feature: RICH.get(feature, ("layers", "float32", "same"))
-    for feature in FEATURES
-    if feature not in COMBINED
-}
+PLAIN = ("layers", "float32", "same")
+CASES = {feature: RICH.get(feature, PLAIN) for feature in FEATURES if feature not in COMBINED}
 
 
 def sizes_of(feature):
@@ -409,24 +393,13 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("feature", "model", "dtype", "sizes"),
-    [
-        *((feature, *case) for feature, case in CASES.items()),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS),
-    ],
-)
-def test_equals_a_plain_loop(feature, model, dtype, sizes):
-    check(feature, model, dtype, sizes)
-
-
 @functools.cache
 def plain_pipeline(model, dtype, is_trained):
     """The pipeline whose stages the plain loops of all features call, so that they are compiled once."""
-    built = MODELS[model](dtype)
-    loss = built.pop("loss")
-    training = {"loss": loss, "optimizer": MOMENTUM} if is_trained else {}
-    return engine.Pipeline(built.pop("stages"), num_micro_batches=COUNT, **built, **training)
+    built = MODELS[model](dtype) | {"optimizer": MOMENTUM if is_trained else None}
+    if not is_trained:
+        built["loss"] = None
+    return engine.Pipeline(num_micro_batches=COUNT, **built)
 
 
 @functools.cache
@@ -444,7 +417,14 @@ def trained_plainly(model, dtype, sizes, num_replicas, reduction, optimizer):
     return start, results
 
 
-def check(name, model, dtype, sizes="same"):
+@pytest.mark.parametrize(
+    ("name", "model", "dtype", "sizes"),
+    [
+        *((feature, *case) for feature, case in CASES.items()),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS),
+    ],
+)
+def test_equals_a_plain_loop(name, model, dtype, sizes):
     """Compares losses, outputs, gradients, variables and the optimizer's state after each update."""
     feature = FEATURES[name]
     with jax.enable_x64(dtype == "float64"):

@@ -73,24 +73,18 @@ def parameters():
     def draw(*shape, scale=1.0):
         return (scale * rng.normal(size=shape) / shape[-1] ** 0.5).astype(np.float32)
 
-    squares = [
-        {name: draw(WIDTH, WIDTH, scale=2) for name in ("queries", "keys", "values")} for _stage in range(2)
-    ]
-    words = engine.Shared("words", draw(WORDS, WIDTH, scale=3))
-    return [
-        {**squares[0], "words": words, "places": draw(LENGTH, WIDTH, scale=3)},
-        {**squares[1], "words": words},
-    ]
+    def squares():
+        return {name: draw(WIDTH, WIDTH, scale=2) for name in ("queries", "keys", "values")}
+
+    first, second, words = squares(), squares(), engine.Shared("words", draw(WORDS, WIDTH, scale=3))
+    places = draw(LENGTH, WIDTH, scale=3)
+    return [{**first, "words": words, "places": places}, {**second, "words": words}]
 
 
 @pytest.fixture(scope="module")
 def plain(parameters):
     """The parameters without `Shared`."""
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, engine.Shared) else x,
-        parameters,
-        is_leaf=lambda x: isinstance(x, engine.Shared),
-    )
+    return [{name: getattr(x, "value", x) for name, x in own.items()} for own in parameters]
 
 
 @pytest.fixture(scope="module")

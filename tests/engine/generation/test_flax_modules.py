@@ -33,13 +33,8 @@ class Block(linen.Module):
 
 class NnxBlock(nnx.Module):
     def __init__(self, rngs, decode=False):
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=2,
-            in_features=WIDTH,
-            decode=decode,
-            rngs=rngs,
-            kernel_init=nnx.initializers.normal(0.3),
-        )
+        init, options = nnx.initializers.normal(0.3), {"num_heads": 2, "in_features": WIDTH}
+        self.attention = nnx.MultiHeadAttention(**options, decode=decode, rngs=rngs, kernel_init=init)
         self.decode = decode
         if decode:
             self.attention.init_cache((1, LENGTH, WIDTH))
@@ -75,14 +70,9 @@ def nnx_parts(decode):
 def test_tokens_are_those_of_the_module_in_one_call(make):
     read, block = make(decode=False)
     head = layers.Flax(linen.Dense(WORDS, use_bias=False), name="head")
-
-    whole = engine.Pipeline(
-        [lambda tokens: read(tokens, jnp.int32(0)), lambda x: head(block(x))],
-        num_micro_batches=1,
-        device_mapping=[0, 0],
-    )
+    stages = [lambda tokens: read(tokens, jnp.int32(0)), lambda x: head(block(x))]
+    whole = engine.Pipeline(stages, num_micro_batches=1, device_mapping=[0, 0])
     state = whole.init(jax.random.key(1), np.zeros((1, LENGTH), np.int32))
-
     reading, blocking = make(decode=True)
     generator = engine.Generator(
         [lambda tokens, position: reading(tokens[None], position), lambda x: head(blocking(x))[0]],

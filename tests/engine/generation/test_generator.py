@@ -1,5 +1,5 @@
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +8,8 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from tests.engine.generation.conftest import (
-    LENGTH,
-    WIDTH,
-    WORDS,
-    read,
-    read_whole,
-    write,
-    write_unsplit,
-    write_whole,
-)
+from tests.engine.generation import conftest
+from tests.engine.generation.conftest import LENGTH, WORDS, read, read_whole, write, write_whole
 from tests.support.compilations import compilations
 
 DRAWN = engine.Sampling(temperature=30.0, top_k=20, top_p=0.95)
@@ -29,9 +21,8 @@ def test_tokens_are_those_of_the_unsplit_model(generator, state, prompts, contin
     numbers = [12, 1, 7, 12, 2]
     answers = generator.generate(state, prompts, max_new_tokens=numbers)
     assert [answer.dtype for answer in answers] == [np.int32] * len(prompts)
-    assert [a.tolist() for a in answers] == [
-        known[:number] for known, number in zip(continuations, numbers, strict=True)
-    ]
+    wanted = [known[:number] for known, number in zip(continuations, numbers, strict=True)]
+    assert [answer.tolist() for answer in answers] == wanted
     assert len({token for known in continuations for token in known}) > 10  # the model says something
 
 
@@ -68,7 +59,9 @@ def test_generating_between_training_steps(generator, trainer, state, prompts):
         later, _outputs = trainer.step(later, tokens)
     after = generator.generate(later, prompts[:1], max_new_tokens=5)
     assert before[0].tolist() != after[0].tolist()
-    assert after[0].tolist() == write_unsplit(jax.device_get(trainer.parameters(later)), prompts[0], 5)
+    assert after[0].tolist() == conftest.write_unsplit(
+        jax.device_get(trainer.parameters(later)), prompts[0], 5
+    )
 
     def count(name):
         return sum(x.shape == later.variables[name].shape for x in jax.live_arrays())
@@ -80,11 +73,14 @@ def test_generating_between_training_steps(generator, trainer, state, prompts):
     assert copies == {"stage0/places": 0, "words": 1}  # the second stage's device has none of the words
 
 
+def make(parameters, stages=(read, write), **options):
+    given = {"max_length": LENGTH, "num_slots": 2, "chunk_lengths": (1, 4), **options}
+    return engine.Generator(list(stages), parameters=parameters, **given)
+
+
 def test_all_is_compiled_beforehand(parameters, state, prompts):
     """The lengths may be an iterator: the check of them used it up, and no prompt's program was made."""
-    generator = engine.Generator(
-        [read, write], parameters=parameters, max_length=LENGTH, num_slots=2, chunk_lengths=(1, 4)
-    )
+    generator = make(parameters)
     generator.compile(map(len, prompts), drawn=True)
     with compilations() as found:
         generator.generate(state, prompts, max_new_tokens=3)
@@ -92,61 +88,58 @@ def test_all_is_compiled_beforehand(parameters, state, prompts):
     assert {*found} <= {"jit(convert_element_type)", "jit(broadcast_in_dim)"}  # which make empty caches
 
 
-def test_the_state_of_another_split(generator, parameters, plain, prompts, continuations):
+def test_the_state_of_another_split(generator, parameters, prompts, continuations):
     def run(p, tokens):
         return write_whole(p[1], *read_whole(p[0], tokens))
 
+    words = parameters[0]["words"]
     layers = [{name: x for name, x in p.items() if name != "words"} for p in parameters]
-    whole = engine.Pipeline(
-        [run],
-        parameters=[[{**own, "words": p["words"]} for own, p in zip(layers, parameters, strict=True)]],
-        num_micro_batches=1,
-    )
+    together = [[{**own, "words": words} for own in layers]]
+    whole = engine.Pipeline([run], parameters=together, num_micro_batches=1)
     state = whole.init(jax.random.key(0), np.zeros(LENGTH, np.int32))
     assert "stage0/1/keys" in state.variables
-    moved = generator.resplit(state)
-    (answer,) = generator.generate(moved, prompts[:1], max_new_tokens=12)
+    (answer,) = generator.generate(generator.resplit(state), prompts[:1], max_new_tokens=12)
     assert answer.tolist() == continuations[0]
 
 
-def test_a_dict_of_variables_or_the_state_of_replicas(generator, trainer, state, prompts, continuations):
+def test_a_dict_of_variables_or_the_state_of_replicas(generator, state, prompts, continuations):
     variables = {name: np.asarray(value) for name, value in state.variables.items()}
-    (answer,) = generator.generate(variables, prompts[:1], max_new_tokens=12)
-    assert answer.tolist() == continuations[0]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
     both = jax.device_put(variables, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    (answer,) = generator.generate(both, prompts[:1], max_new_tokens=12)
-    assert answer.tolist() == continuations[0]
+    for given in (variables, both):
+        (answer,) = generator.generate(given, prompts[:1], max_new_tokens=12)
+        assert answer.tolist() == continuations[0]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("of_trainer", "of_generator"),
+    ("num_replicas", "is_divided", "options"),
     [
-        ({"num_replicas": 2}, {}),
-        ({"num_replicas": 2, "shard": ["weights"]}, {}),
-        ({"tensor_parallel": True}, {"tensor_parallel": True}),
-        ({"tensor_parallel": True, "num_replicas": 2}, {}),
+        (2, (), {}),
+        (2, (), {"shard": ["weights"]}),
+        (1, ("trainer", "generator"), {}),
+        (2, ("trainer",), {}),
     ],
     ids=["replicas", "weights shared out", "tensor parallel", "both, to single devices"],
 )
 def test_states_of_several_devices_for_each_stage(
-    of_trainer, of_generator, parameters, prompts, continuations
+    num_replicas, is_divided, options, parameters, prompts, continuations
 ):
     names = [f"stage{stage}/{name}" for stage in range(2) for name in ("queries", "keys", "values")]
     divided = engine.TensorParallel(2, dict.fromkeys(names, jax.sharding.PartitionSpec(None, "model")))
-    first, second = (
-        {name: divided if value is True else value for name, value in options.items()}
-        for options in (of_trainer, of_generator)
-    )
+    of_trainer, of_generator = (divided if own in is_divided else None for own in ("trainer", "generator"))
     trainer = engine.Pipeline(
-        [read_whole, write_whole], parameters=parameters, num_micro_batches=2, loss=lambda x: x,
-        optimizer=optax.sgd(1.0), **first,
-    )  # fmt: skip
-    state = trainer.init(jax.random.key(0), np.zeros(LENGTH, np.int32))
-    generator = engine.Generator(
-        [read, write], parameters=parameters, max_length=LENGTH, num_slots=2, chunk_lengths=(1, 4), **second
+        [read_whole, write_whole],
+        parameters=parameters,
+        num_micro_batches=2,
+        loss=lambda x: x,
+        optimizer=optax.sgd(1.0),
+        num_replicas=num_replicas,
+        tensor_parallel=of_trainer,
+        **options,
     )
+    state = trainer.init(jax.random.key(0), np.zeros(LENGTH, np.int32))
+    generator = make(parameters, tensor_parallel=of_generator)
     answers = generator.generate(state, prompts[:3], max_new_tokens=12)
     assert [answer.tolist() for answer in answers] == continuations[:3]
 
@@ -195,14 +188,7 @@ def write_one(p, x, position):
 
 
 def test_stages_that_take_one_token_at_a_time(parameters, state, prompts, continuations):
-    generator = engine.Generator(
-        [read_one, write_one],
-        parameters=parameters,
-        max_length=LENGTH,
-        num_slots=2,
-        chunk_lengths=(1, 4),
-        device_mapping=[0, 0],
-    )
+    generator = make(parameters, [read_one, write_one], device_mapping=[0, 0])
     assert generator.token_by_token
     answers = generator.generate(state, prompts[2:4], max_new_tokens=4)
     assert [answer.tolist() for answer in answers] == [known[:4] for known in continuations[2:4]]
@@ -215,34 +201,29 @@ def test_random_keys_of_stages_depend_on_the_request_and_the_position():
         engine.assign("total", total + jnp.sum(tokens))
         return noise + total.astype(jnp.float32) * 0
 
-    def make(**options):
-        return engine.Generator([stage], max_length=8, num_slots=2, **options)
+    def write(prompts, **options):
+        generator = engine.Generator([stage], max_length=8, num_slots=2, **options)
+        return [answer.tolist() for answer in generator.generate({}, prompts, max_new_tokens=6)]
 
-    first = make().generate({}, [[1], [1]], max_new_tokens=6)
-    assert first[0].tolist() != first[1].tolist()
-    assert len(set(first[0].tolist())) > 1
-    again = make(num_groups=1).generate({}, [[1]], max_new_tokens=6)
-    np.testing.assert_array_equal(first[0], again[0])
+    first, second = write([[1], [1]])
+    assert first != second
+    assert len(set(first)) > 1
+    assert write([[1]], num_groups=1) == [first]
 
 
 # Serving.
 
 
 def test_serving_streams_tokens_to_several_threads(generator, state, prompts, continuations):
-    answers = {}
     with generator.serving(state) as served:
 
-        def ask(number):
-            request = served.submit(prompts[number], max_new_tokens=12)
-            answers[number] = list(request)
+        def ask(prompt):
+            return list(served.submit(prompt, max_new_tokens=12))
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            answers = list(threads.map(ask, prompts))
         late = served.submit(prompts[0], max_new_tokens=3)  # the end of the block waits for it
-    assert answers == dict(enumerate(continuations))
+    assert answers == continuations
     assert late.is_done
     assert late.result(timeout=0).tolist() == continuations[0][:3]
 
@@ -278,17 +259,13 @@ def test_an_interrupted_call_leaves_the_generator_usable(
         patched.setattr(engine.Request, "add", interrupt)
         with pytest.raises(KeyboardInterrupt):
             generator.generate(state, prompts, max_new_tokens=12)
-    answers = {}
 
-    def ask(number):
-        answers[number] = generator.generate(state, prompts[number : number + 1], max_new_tokens=12)
+    def ask(prompt):
+        (answer,) = generator.generate(state, [prompt], max_new_tokens=12)
+        return answer.tolist()
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]  # one after the other
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [answers[number][0].tolist() for number in range(2)] == continuations[:2]
+    with ThreadPoolExecutor(2) as threads:  # one after the other
+        assert list(threads.map(ask, prompts[:2])) == continuations[:2]
     assert generator.generate(state, [], max_new_tokens=1) == []
 
 
@@ -312,9 +289,8 @@ def test_what_a_stage_raises_reaches_all_who_wait():
         raise ArithmeticError("no such word")
 
     def stage(tokens, position):
-        called = jax.pure_callback(
-            fail, jax.ShapeDtypeStruct((WORDS,), jnp.float32), tokens, vmap_method="sequential"
-        )
+        logits = jax.ShapeDtypeStruct((WORDS,), jnp.float32)
+        called = jax.pure_callback(fail, logits, tokens, vmap_method="sequential")
         return called + position.astype(jnp.float32)
 
     generator = engine.Generator([stage], max_length=4, chunk_lengths=(1,))
@@ -335,11 +311,7 @@ def test_what_a_stage_raises_reaches_all_who_wait():
     ("change", "error", "text"),
     [
         ({"prompts": [[]]}, ValueError, "prompts[0] is empty"),
-        (
-            {"prompts": [[1], [WORDS]]},
-            ValueError,
-            "prompts[1] has the token 40, but tokens are from 0 to 39",
-        ),
+        ({"prompts": [[1], [40]]}, ValueError, "prompts[1] has the token 40, but tokens are from 0 to 39"),
         ({"prompts": [[-1]]}, ValueError, "has the token -1"),
         ({"prompts": [[0.5]]}, TypeError, "must be a sequence of integers"),
         ({"prompts": [[[1], [2]]]}, TypeError, "int64[2, 1]"),
@@ -369,14 +341,14 @@ def test_wrong_requests(change, error, text, generator, state):
 
 def test_states_that_do_not_fit(generator, state):
     wrong = {**state.variables, "words": np.zeros((3, 4), np.float32)}
-    with pytest.raises(
-        ValueError, match=r"variable words as float32\[40, 16\], but in the state it is float32"
-    ):
-        generator.generate(wrong, [[1]], max_new_tokens=1)
     gone = {name: jnp.array(value) for name, value in jax.device_get(state.variables).items()}
     gone["words"].delete()
-    with pytest.raises(ValueError, match="words.* has been deleted"):
-        generator.generate(gone, [[1]], max_new_tokens=1)
+    for variables, message in (
+        (wrong, r"variable words as float32\[40, 16\], but in the state it is float32"),
+        (gone, "words.* has been deleted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator.generate(variables, [[1]], max_new_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +381,7 @@ def test_too_few_devices():
 
 def test_caches_whose_shape_depends_on_the_chunk():
     def stage(tokens, position):
-        old = engine.get_variable("cache", (len(tokens), WIDTH), initializer="zeros", trainable=False)
+        old = engine.get_variable("cache", (len(tokens), 3), initializer="zeros", trainable=False)
         engine.assign("cache", old + 1)
         return plain_stage(tokens, position)
 
