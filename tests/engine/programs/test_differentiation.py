@@ -15,24 +15,25 @@ BATCH, WIDTH = 4, 6
 
 def trace(stages, element=None, loss=lambda loss: loss, **options):
     pipeline = engine.Pipeline(stages, num_micro_batches=2, loss=loss, optimizer=optax.sgd(0.1), **options)
-    if element is None:
-        element = (np.zeros((BATCH, WIDTH), "float32"),)
-    pipeline.trace(element)
+    pipeline.trace((np.zeros((BATCH, WIDTH), "float32"),) if element is None else element)
     return pipeline
-
-
-def assert_step_equals_reference(pipeline, rng, tolerance=1e-5):
-    """One update of a pipeline without labels; returns the new state."""
-    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
-    return beside.train(pipeline, [micro_batches], bound=tolerance)[0]
 
 
 def num_bytes(avals):
     return sum(int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals)
 
 
-def kernel(name="kernel", shape=(WIDTH, WIDTH), **options):
-    return engine.get_variable(name, shape, **options)
+MLP_ELEMENT = np.zeros((BATCH, 12), "float32"), np.zeros(BATCH, "int32")
+
+
+def train(pipeline, rng, bound=1e-5):
+    """One update of a pipeline without labels, beside a plain loop; returns the new state."""
+    micro_batches = [(rng.normal(size=(BATCH, WIDTH)).astype("float32"),) for _ in range(2)]
+    return beside.train(pipeline, [micro_batches], bound=bound)[0]
+
+
+def kernel(name="kernel", shape=(WIDTH, WIDTH)):
+    return engine.get_variable(name, shape)
 
 
 def mean_square(x):
@@ -40,7 +41,7 @@ def mean_square(x):
 
 
 def test_residual_bytes_of_an_mlp_are_those_computed_by_hand():
-    pipeline = trace(models.mlp_stages(2), (np.zeros((BATCH, 12), "float32"), np.zeros(BATCH, "int32")))
+    pipeline = trace(models.mlp_stages(2), MLP_ELEMENT)
     # Stage 0 is relu(relu(x @ w0 + b0) @ w1 + b1), 12 -> 16 -> 16. Its backward needs x, which is an
     # input and not a residual; where the two sums are positive, a byte each; and the first relu's value.
     mask = BATCH * 16
@@ -76,12 +77,10 @@ def product_of_weights(x):
     ],
 )
 def test_nothing_computed_from_weights_alone_is_stored(stage, stored, rng):
-    stages = [stage, mean_square]
-    pipeline = trace(stages)
+    pipeline = trace([stage, mean_square])
     assert num_bytes(pipeline.programs[0].residuals) == stored
     # XLA may leave roundings to bfloat16 out where it fuses, which the reference's single steps cannot.
-    tolerance = 1e-2 if stage is bfloat16_cast else 1e-5
-    assert_step_equals_reference(pipeline, rng, tolerance)
+    train(pipeline, rng, 1e-2 if stage is bfloat16_cast else 1e-5)
 
 
 def transposed_in_a_scan(x):
@@ -93,10 +92,8 @@ def transposed_in_a_scan(x):
 
 def test_a_scan_over_layers_stores_no_weights():
     """Its backward needs w.T of every layer, which does not depend on the data."""
-    stages = [lambda x: x @ kernel("first"), transposed_in_a_scan, mean_square]
-    pipeline = trace(stages)
-    shapes = [aval.shape for aval in pipeline.programs[1].residuals]
-    assert (3, WIDTH, WIDTH) not in shapes
+    pipeline = trace([lambda x: x @ kernel("first"), transposed_in_a_scan, mean_square])
+    assert (3, WIDTH, WIDTH) not in [aval.shape for aval in pipeline.programs[1].residuals]
 
 
 def test_an_assigned_variable_that_the_backward_needs_is_stored_as_it_was(rng):
@@ -108,8 +105,8 @@ def test_an_assigned_variable_that_the_backward_needs_is_stored_as_it_was(rng):
 
     pipeline = trace([stage, mean_square], schedule="grouped")
     assert num_bytes(pipeline.programs[0].residuals) == WIDTH * 4
-    actual = assert_step_equals_reference(pipeline, rng)
-    np.testing.assert_array_equal(actual.variables["scale"], np.full(WIDTH, 0.5, "float32"))
+    state = train(pipeline, rng)
+    np.testing.assert_array_equal(state.variables["scale"], np.full(WIDTH, 0.5, "float32"))
 
 
 def kinds(program, kind):
@@ -126,11 +123,7 @@ def test_values_that_are_passed_on_are_in_no_program():
     def third(rate, x, labels):
         return rate, models.cross_entropy(x, labels)
 
-    element = (
-        np.zeros((), "float32"),
-        np.zeros((BATCH, WIDTH), "float32"),
-        np.zeros(BATCH, "int32"),
-    )
+    element = (np.zeros((), "float32"), np.zeros((BATCH, WIDTH), "float32"), np.zeros(BATCH, "int32"))
     pipeline = trace([first, second, third], element, loss=lambda rate, loss: loss)
     assert kinds(pipeline.programs[0].forward, ValueKind.INPUT) == [1]
     assert pipeline.programs[0].forward.results[0][0].index == 1
@@ -159,18 +152,10 @@ def test_no_gradient_for_what_needs_none():
 
 
 def test_last_stage_is_one_program_and_others_two():
-    pipeline = trace(models.mlp_stages(3), (np.zeros((BATCH, 12), "float32"), np.zeros(BATCH, "int32")))
-    names = [
-        program.name
-        for stage in pipeline.programs
-        for program in (stage.forward, stage.backward)
-        if program
-    ]
-    assert names == [
-        "stage0_forward",
-        "stage0_backward",
-        "stage1_forward",
-        "stage1_backward",
+    pipeline = trace(models.mlp_stages(3), MLP_ELEMENT)
+    programs = [program for stage in pipeline.programs for program in (stage.forward, stage.backward)]
+    assert [program.name for program in programs if program] == [
+        *("stage0_forward", "stage0_backward", "stage1_forward", "stage1_backward"),
         "stage2_forward_backward",
     ]
 

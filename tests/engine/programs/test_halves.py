@@ -51,20 +51,23 @@ def test_what_each_half_takes_and_gives():
     assert ValueKind.ACCUMULATOR not in kinds_of(last.forward, "results")
 
 
-def test_halves_cost_what_the_whole_costs():
-    for recompute in (None, "auto"):
-        halved, whole = (
-            make(schedule, scheduled.stages(3), loss=lambda loss: loss, recompute=recompute)
-            for schedule in ("zero_bubble", "interleaved")
-        )
-        for pipeline in (halved, whole):
-            pipeline.trace(np.ones((2, scheduled.SIZE), "float32"))
-        for own, other in zip(halved.programs, whole.programs, strict=True):
-            costs = [
-                sum(program.num_operations for program in (one.forward, *one.backwards))
-                for one in (own, other)
-            ]
-            assert costs[0] <= costs[1]
+def make_plain(schedule, stages, **options):
+    """Stages of which the last one returns the loss alone."""
+    return make(schedule, stages, loss=lambda loss: loss, **options)
+
+
+@pytest.mark.parametrize("recompute", [None, "auto"])
+def test_halves_cost_what_the_whole_costs(recompute):
+    halved, whole = (
+        make_plain(schedule, scheduled.stages(3), recompute=recompute)
+        for schedule in ("zero_bubble", "interleaved")
+    )
+    for pipeline in (halved, whole):
+        pipeline.trace(np.ones((2, scheduled.SIZE), "float32"))
+    for pair in zip(halved.programs, whole.programs, strict=True):
+        programs = [(one.forward, *one.backwards) for one in pair]
+        costs = [sum(program.num_operations for program in own) for own in programs]
+        assert costs[0] <= costs[1]
 
 
 def test_a_stage_without_variables_has_no_second_half():
@@ -83,22 +86,18 @@ def test_a_stage_without_variables_has_no_second_half():
 
 def some_halved(num_stages, num_micro_batches, device_mapping, training):
     """One stage in halves, and of that one micro-batch whole."""
+
+    def change(action):
+        if action is None or (action.kind, action.stage) != (B, 1) or not action.micro_batch:
+            return [action]
+        return [action._replace(kind=kind) for kind in (INPUTS, WEIGHTS)]
+
     rows = engine.schedules.interleaved(num_stages, num_micro_batches, device_mapping, training)
-    changed = []
-    for row in rows:
-        own = []
-        for action in row:
-            is_half = action is not None and (action.kind, action.stage) == (B, 1) and action.micro_batch
-            if is_half:
-                own += [action._replace(kind=kind) for kind in (INPUTS, WEIGHTS)]
-            else:
-                own.append(action)
-        changed.append(own)
-    return changed
+    return [[one for action in row for one in change(action)] for row in rows]
 
 
 def test_orders_of_one_s_own():
-    pipeline = make(some_halved, scheduled.stages(3), device_mapping=(0, 1, 0), loss=lambda loss: loss)
+    pipeline = make_plain(some_halved, scheduled.stages(3), device_mapping=(0, 1, 0))
     step = list(np.random.default_rng(0).normal(size=(COUNT, 2, scheduled.SIZE)).astype("float32"))
     beside.train(pipeline, [step])
 
@@ -108,29 +107,26 @@ def test_a_count_for_which_a_schedule_has_halves_after_one_without():
         function = engine.schedules.zero_bubble if num_micro_batches == 3 else engine.schedules.interleaved
         return function(num_stages, num_micro_batches, device_mapping, training)
 
-    pipeline = make(schedule, scheduled.stages(2), num_micro_batches=None, loss=lambda loss: loss)
-    step = [np.ones((2, scheduled.SIZE), "float32")] * 2
+    pipeline = make_plain(schedule, scheduled.stages(2), num_micro_batches=None)
+    step = [np.ones((2, scheduled.SIZE), "float32")] * 3
     state = pipeline.init(jax.random.key(5), step[0])
-    state, _outputs = pipeline.step(state, step, num_micro_batches=2)
+    state, _outputs = pipeline.step(state, step[:2], num_micro_batches=2)
     with pytest.raises(engine.ScheduleError, match="with 3 micro-batches, stage 0 does its back"):
-        pipeline.step(state, [*step, step[0]], num_micro_batches=3)
+        pipeline.step(state, step, num_micro_batches=3)
 
 
 def printing_stages(seen):
-    """Two stages; the first prints in its backward, and its weight gradient is looked at."""
+    """Three stages, of which the middle one prints in its backward."""
 
     @jax.custom_vjp
     def shown(x):
         return x
 
-    def forward(x):
-        return x, None
-
     def backward(_residual, cotangent):
         jax.debug.callback(lambda value: seen.append(float(value)), jnp.sum(cotangent))
         return (cotangent,)
 
-    shown.defvjp(forward, backward)
+    shown.defvjp(lambda x: (x, None), backward)
 
     def first(x, labels):
         return jnp.tanh(x @ models.weight("first", x)), labels
@@ -154,13 +150,8 @@ def test_effects_of_a_backward_and_of_a_gradient_map_happen_once(schedule):
         jax.debug.callback(lambda value: in_map.append(float(value)), jnp.sum(gradient))
         return gradient
 
-    pipeline = make(
-        schedule,
-        printing_stages(in_backward),
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        gradient_map=lambda: show,
-    )
+    options = {"optimizer": optax.sgd(0.1), "gradient_map": lambda: show}
+    pipeline = make_plain(schedule, printing_stages(in_backward), **options)
     step = models.various_batches(np.random.default_rng(0), COUNT)
     pipeline.step(pipeline.init(jax.random.key(5), step[0]), step)
     jax.effects_barrier()
