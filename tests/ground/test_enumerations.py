@@ -1,6 +1,7 @@
 """Errors about members of enumerations, which list those that there are."""
 
 import enum
+import re
 
 import pytest
 
@@ -29,10 +30,7 @@ def test_members_and_values():
             "recompute, unless it is None, must be one of 'auto', 'recompute_then_backpropagate', "
             "'recompute_and_backpropagate_interleaved'; got True.",
         ),
-        (
-            {"shard": ["gradients"]},
-            "shard: each entry must be one of 'optimizer_state', 'weights'; got 'gradients'.",
-        ),
+        ({"shard": ["wei"]}, "shard: each entry must be one of 'optimizer_state', 'weights'; got 'wei'."),
         (
             {"offload": ["weight"]},
             "offload: each entry must be one of 'weight_update_variables', 'activations', "
@@ -42,6 +40,5 @@ def test_members_and_values():
     ],
 )
 def test_arguments_of_a_pipeline(options, told):
-    with pytest.raises(ValueError, match="must be one of") as caught:
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         engine.Pipeline([lambda x: x], num_micro_batches=1, **options)
-    assert str(caught.value) == told

@@ -7,6 +7,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.schedules import predict_step_time
+from tests.engine.schedules import test_simulator
 
 LINK = engine.LinkSpeed(0.0, 1.0)  # a byte takes a unit of time
 
@@ -28,10 +29,7 @@ def make(num_ahead, *, training=False, levels=(0, 1), mapping=(0, 0), count=2, c
 
 def begins(scenario):
     """`F0.1` is stage 0's forward of micro-batch 1, `U2` stage 2's update."""
-    return {
-        f"{kind[0].upper()}{stage}" + ("" if number is None else f".{number}"): begin
-        for kind, stage, number, _ipu, begin, _end in engine.simulate(scenario).free_running.intervals()
-    }
+    return test_simulator.begins(engine.simulate(scenario).free_running)
 
 
 SIZES = {"num_bytes_to_forward": (1, 1), "num_bytes_from_forward": (3, 3)}

@@ -132,18 +132,6 @@ def test_several_stages_on_one_ipu(name, mapping, training):
         assert busy.setdefault((mapping[action.stage], time_step), action) == action
 
 
-def test_a_user_s_schedule_is_checked_and_timed():
-    def all_forwards_first(num_stages, num_micro_batches, device_mapping, training):
-        return [
-            [Action(kind, stage, k) for kind in (F, B) for k in range(num_micro_batches)]
-            for stage in range(num_stages)
-        ]
-
-    table = timetable(all_forwards_first, 3, 4, (0, 1, 2), True)
-    assert table.in_flight == (4, 4, 4)
-    assert table.num_time_steps == 2 * (4 + 3 - 1)
-
-
 def halves(*kinds):
     return [[Action(kind, 0, 0) for kind in kinds]]
 
