@@ -8,15 +8,13 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch.errors import Error
 from tests.support.poptorch_front import (
+    TrainedAlike,
     assert_close,
     assert_same_state,
-    join,
     leaves,
     make_batch,
     make_options,
     make_sgd,
-    reference,
-    second,
     seeded,
 )
 from tests.support.programs import start
@@ -40,13 +38,6 @@ class Model(torch.nn.Module):
         return x if target is None else (x, torch.nn.functional.mse_loss(x, target))
 
 
-def train(options, dropout=0.0):
-    """Trains; returns the model, its executor, and the outputs of each of two calls."""
-    model = seeded(lambda: Model(dropout))
-    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    return model, executor, [leaves(executor(*make_batch(12, 3, seed=call))) for call in range(2)]
-
-
 @pytest.mark.parametrize(
     "num_ipus",
     [2, pytest.param(1, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.soak)],
@@ -55,16 +46,16 @@ def test_training_equals_plain_torch(num_ipus, caplog):
     caplog.set_level(logging.INFO, logger="poptorch::python")
     options = make_options(accumulation=3).splitAutomatically(num_ipus)
     options.anchorTensor("inner", "layers.1/linear")
-    plain = reference(seeded(Model), make_sgd)
-    model, executor, found = train(options)
-    for call, own in enumerate(found):
-        inner = plain.model.first(make_batch(12, 3, seed=call)[0]).tanh()
-        inner = plain.model.layers[1](inner + torch.tanh(plain.model.layers[0](inner)))
-        assert_close(own, join(plain.train(make_batch(12, 3, seed=call), 1, 3, second)))
-    assert_close([executor.getAnchoredTensor("inner")], [inner])
-    assert_same_state(model, plain.model)
+    trained = TrainedAlike(seeded(Model), options)
+    plain = trained.plain.model
+    for call in range(2):
+        inner = plain.first(make_batch(12, seed=call)[0]).tanh()
+        inner = plain.layers[1](inner + torch.tanh(plain.layers[0](inner)))
+        trained.call(*make_batch(12, seed=call))
+    assert_close([trained.executor.getAnchoredTensor("inner")], [inner])
+    trained.compare()
     plural = "s" * (num_ipus > 1)
-    summary = str(executor.summary())
+    summary = str(trained.executor.summary())
     assert f"{num_ipus} stage{plural} on {num_ipus} IPU{plural}" in summary
     assert "first (Linear)" in summary
     assert "last (Linear)" in summary
@@ -98,8 +89,9 @@ def test_random_numbers_are_those_of_the_whole_model():
     found = []
     for num_ipus in (None, 2):
         options = make_options(accumulation=3).randomSeed(3).splitAutomatically(num_ipus)
-        model, _executor, outputs = train(options, dropout=0.3)
-        found.append((outputs, model))
+        model = seeded(lambda: Model(dropout=0.3))
+        executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+        found.append(([leaves(executor(*make_batch(12, seed=call))) for call in range(2)], model))
     for own, whole in zip(found[1][0], found[0][0], strict=True):
         assert_close(own, whole)
     assert_same_state(found[1][1], found[0][1])
@@ -117,12 +109,9 @@ def test_inference_with_a_schedule():
 def test_replicas_and_a_schedule():
     options = make_options(accumulation=3).splitAutomatically(2).replicationFactor(2)
     options.setPipelineSchedule("zero_bubble")
-    model = seeded(lambda: Model(has_statistics=False))
-    plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
-    batch = make_batch(12, 3)
-    assert_close(leaves(executor(*batch)), join(plain.train(batch, 1, 6, second)))
-    assert_same_state(model, plain.model)
+    trained = TrainedAlike(seeded(lambda: Model(has_statistics=False)), options)
+    trained.call(*make_batch(12))
+    trained.compare()
 
 
 class Small(torch.nn.Linear):
@@ -140,28 +129,23 @@ class WithBlocks(Small):
             return super().forward(x, target)
 
 
+PHASES = poptorch.SerialPhasedExecution("a", "b")
+
+
 @pytest.mark.parametrize(
-    ("model", "change", "message"),
+    ("model", "option", "values", "message"),
     [
-        (Small, lambda o: o.allowNewShapes(True), "does not go with poptorch.Options.allowNewShapes"),
-        (Small, lambda o: o.checkIndices(True), "does not go with poptorch.Options.checkIndices"),
-        (
-            Small,
-            lambda o: o.anchorTensor("gradient", "Gradient___weight"),
-            "does not go with anchorTensor of a gradient",
-        ),
-        (
-            Small,
-            lambda o: o.setExecutionStrategy(poptorch.SerialPhasedExecution("a", "b")),
-            "does not go with poptorch.SerialPhasedExecution",
-        ),
-        (WithBlocks, lambda o: o, "is for a model without blocks, and the model has some"),
+        (Small, "allowNewShapes", (True,), "does not go with poptorch.Options.allowNewShapes"),
+        (Small, "checkIndices", (True,), "does not go with poptorch.Options.checkIndices"),
+        (Small, "anchorTensor", ("a", "Gradient___weight"), "does not go with anchorTensor of a gradient"),
+        (Small, "setExecutionStrategy", (PHASES,), "does not go with poptorch.SerialPhasedExecution"),
+        (WithBlocks, "allowNewShapes", (False,), "is for a model without blocks, and the model has some"),
     ],
     ids=["shapes", "indices", "gradient", "phases", "blocks"],
 )
-def test_what_does_not_go_together(model, change, message):
+def test_what_does_not_go_together(model, option, values, message):
     options = make_options(accumulation=3).splitAutomatically(2)
-    change(options)
+    getattr(options, option)(*values)
     model = seeded(lambda: model(3, 3))
     executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
     with pytest.raises(Error, match=f"poptorch.Options.splitAutomatically.*{message}"):
