@@ -8,9 +8,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.execution.executables import Executable
-from tests.support import models
+from tests.support import beside, models
 from tests.support.compilations import compilations
 
 WIDTH, COUNT, NUM_STAGES = 16, 4, 4
@@ -63,7 +62,7 @@ def run(pipeline, width=WIDTH):
         with compilations() as found:
             state, outputs = pipeline.step(state, step)
         compiled.append(found)
-        plain, expected = reference.step(pipeline.traced, plain, step, optimizer=optax.adam(0.01))
+        plain, expected = beside.step_plainly(pipeline, plain, step)
         models.assert_trees_close(outputs.losses, expected.losses)
     models.assert_trees_close(state.variables, plain.variables)
     models.assert_trees_close(state.optimizer_state, plain.optimizer_state)
@@ -98,10 +97,8 @@ def dropping(x, target):
 
 @pytest.mark.thorough
 def test_stages_that_draw_are_compiled_once(no_cache):
-    stages = [
-        *(named(dropping, index) for index in range(NUM_STAGES - 1)),
-        named(last_block, NUM_STAGES - 1),
-    ]
+    functions = [dropping] * (NUM_STAGES - 1) + [last_block]
+    stages = [named(function, index) for index, function in enumerate(functions)]
     compiled = run(make(stages=stages, recompute="auto"))
     assert compiled == sorted([*SHARED, "stage1_backward"])  # with the numbers of its keys
 

@@ -15,13 +15,7 @@ from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support.compilations import compilations
-from tests.support.estimating import (
-    assert_same_variables,
-    finite_of,
-    input_fn,
-    make_config,
-    make_estimator,
-)
+from tests.support.estimating import assert_same_variables, finite_of, input_fn, make_config, make_estimator
 from tests.tf1.estimator import test_ipu_estimator, test_replicas_estimator
 
 
@@ -132,36 +126,42 @@ def test_with_replicas(tmp_path, monkeypatch):
     assert numbers[1] == 0
 
 
+def make_spec(mode, rate=0.1, target=0.0, watch=lambda x: None):
+    """Two small stages; `watch` sees what the first one returns."""
+
+    def first(x, y):
+        with ipu.variable_scope("first"):
+            x = jnp.tanh(ipu.layers.Dense(8)(x))
+        watch(x)
+        return x, y
+
+    def second(x, y):
+        with ipu.variable_scope("second"):
+            return jnp.mean((ipu.layers.Dense(3)(x) - y - target) ** 2)
+
+    return IPUPipelineEstimatorSpec(
+        mode,
+        [first, second],
+        gradient_accumulation_count=4,
+        optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(rate), loss),
+    )
+
+
 @pytest.mark.thorough
 def test_a_model_that_has_changed(tmp_path):
     """`model_fn` is called again, and may close over something else."""
     settings = {}
 
-    def model_fn(mode):
-        rate, target = settings["rate"], settings["target"]
-
-        def first(x, y):
-            with ipu.variable_scope("first"):
-                return jnp.tanh(ipu.layers.Dense(8)(x)), y
-
-        def second(x, y):
-            with ipu.variable_scope("second"):
-                return jnp.mean((ipu.layers.Dense(3)(x) - y - target) ** 2)
-
-        return IPUPipelineEstimatorSpec(
-            mode,
-            [first, second],
-            gradient_accumulation_count=4,
-            optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(rate), loss),
-        )
-
     def train(directory, is_again):
         estimator, compiled = None, []
-        for changed in ({}, {"rate": 0.2}, {"target": np.float32(1)}):
-            settings.update({"rate": 0.1, "target": np.float32(0), **changed})
+        for changed in ({}, {"rate": 0.2}, {"target": 1.0}):
+            settings.clear()
+            settings.update(changed)
             if estimator is None or not is_again:
                 config = make_config(2, iterations_per_loop=8)
-                estimator = IPUPipelineEstimator(model_fn, tmp_path / directory, config)
+                estimator = IPUPipelineEstimator(
+                    lambda mode: make_spec(mode, **settings), tmp_path / directory, config
+                )
             with compilations() as found:
                 estimator.train(input_fn, steps=8)
             compiled.append(len(found))
@@ -174,31 +174,15 @@ def test_a_model_that_has_changed(tmp_path):
 
 @pytest.mark.thorough
 def test_what_is_called_back_is_the_new_one(tmp_path):
-    told = []
+    told, number = [], {"is": 1}
 
-    def make(number):
-        def model_fn(mode):
-            def first(x, y):
-                with ipu.variable_scope("first"):
-                    x = ipu.layers.Dense(8)(x)
-                jax.debug.callback(lambda _value: told.append(number["is"]), x)
-                return x, y
+    def watch(x):
+        now = number["is"]
+        jax.debug.callback(lambda _value: told.append(now), x)
 
-            def second(x, y):
-                with ipu.variable_scope("second"):
-                    return jnp.mean((ipu.layers.Dense(3)(x) - y) ** 2)
-
-            return IPUPipelineEstimatorSpec(
-                mode,
-                [first, second],
-                gradient_accumulation_count=4,
-                optimizer_function=lambda loss: OptimizerFunctionOutput(optax.sgd(0.1), loss),
-            )
-
-        return model_fn
-
-    number = {"is": 1}
-    estimator = IPUPipelineEstimator(make(number), tmp_path, make_config(2, iterations_per_loop=8))
+    estimator = IPUPipelineEstimator(
+        lambda mode: make_spec(mode, watch=watch), tmp_path, make_config(2, iterations_per_loop=8)
+    )
     for number["is"] in (1, 2):
         estimator.train(input_fn, steps=8)
         jax.effects_barrier()
