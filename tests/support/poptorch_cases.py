@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from dataclasses import dataclass
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +40,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(NamedTuple):
     """Where a block begins: a place or a layer of the model, one of `HOWS`, its name and its IPU."""
 
     where: str
@@ -50,65 +49,15 @@ class Begin:
     ipu: int | None
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, and how it is run.
-
-    Attributes:
-      begins: the blocks.
-      has_auto_ids: whether blocks without a name get one.
-      stages: of names of blocks, with the IPU; none: the strategy is an `AutoStage`.
-      auto_increments: which one.
-      is_sharded: the strategy's kind.
-      rows: of a micro-batch.
-      optimizer: a key of `OPTIMIZERS`; `is_ours` says whose class it is.
-      is_mean: the reduction, `reduction_strategy` says how.
-      output_mode: and the period of EveryN.
-      with_keywords: how many of the last arguments are given by name.
-      between: what happens between two calls.
-      frozen: the first so many parameters need no gradient.
-      splits_groups: whether the optimizer has two groups.
-    """
-
-    model: str
-    dtype: str
-    seed: int
-    begins: tuple[Begin, ...]
-    has_auto_ids: bool
-    stages: tuple[tuple[tuple[str, ...], int | None], ...]
-    auto_increments: bool
-    is_sharded: bool
-    schedule: str | None
-    offload: tuple[str, ...]
-    device_iterations: int
-    accumulation: int
-    rows: int
-    optimizer: str
-    is_ours: bool
-    loss_scaling: float
-    is_mean: bool
-    reduction_strategy: str
-    output_mode: str
-    period: int | None
-    with_keywords: int
-    compiles_first: bool
-    between: str
-    frozen: int
-    splits_groups: bool
-    infers: int
-    infers_sharded: bool
+class Case(types.SimpleNamespace):
+    """A model, a key of `WHOLE_MODELS`, and how it is run: what `draw_case` draws."""
 
 
 def draw_case(seed: int, model: str | None = None, **fixed: Any) -> Case:
-    """A case; the same for the same arguments.
-
-    Args:
-      seed: of what is drawn.
-      model: a key of `WHOLE_MODELS`; None: one is drawn.
-      **fixed: fields that are as given.
-    """
+    """A case; the same for the same arguments. A model and fields that are given are not drawn."""
     rng = random.Random(seed)  # noqa: S311  # no secret depends on it
-    name = model or rng.choice(sorted(WHOLE_MODELS))
+    name = rng.choice(sorted(WHOLE_MODELS))
+    name = model or name
     whole = WHOLE_MODELS[name]
     kind = rng.choice(("none", "same ipu", "same ipu", "auto increment", "stages", "stages"))
     begins, stages, has_auto_ids = _draw_blocks(rng, whole.make, kind)
@@ -117,28 +66,28 @@ def draw_case(seed: int, model: str | None = None, **fixed: Any) -> Case:
     is_ours = rng.random() < 0.5
     drawn: dict[str, Any] = {
         "dtype": rng.choice(("float32", "float64")),
-        "begins": begins,
-        "has_auto_ids": has_auto_ids,
-        "stages": stages,
+        "begins": begins,  # the blocks
+        "has_auto_ids": has_auto_ids,  # for blocks without a name
+        "stages": stages,  # names of blocks, with the IPU; none: the strategy is an `AutoStage`
         "auto_increments": kind == "auto increment",
         "is_sharded": rng.random() < 0.25,
         "schedule": rng.choice(SCHEDULES),
         "offload": tuple(rng.sample(OFFLOADS, rng.randint(1, 2))) if rng.random() < 0.2 else (),
         "device_iterations": device_iterations,
         "accumulation": accumulation,
-        "rows": rng.randint(whole.min_rows, 3),
+        "rows": rng.randint(whole.min_rows, 3),  # of a micro-batch
         "optimizer": rng.choice(sorted(OPTIMIZERS.keys() - {"gradient"})),
-        "is_ours": is_ours,
+        "is_ours": is_ours,  # of PopTorch's classes
         "loss_scaling": rng.choice((1.0, 1.0, 128.0)) if is_ours else 1.0,
         "is_mean": rng.random() < 0.75,
         "reduction_strategy": rng.choice(("Running", "Post", "PostAndLoss")),
         "output_mode": mode,
         "period": rng.randint(1, device_iterations * accumulation) if mode == "EveryN" else None,
-        "with_keywords": rng.choice((0, 0, 1, 2)),
+        "with_keywords": rng.choice((0, 0, 1, 2)),  # so many of the last arguments
         "compiles_first": rng.random() < 0.2,
-        "between": rng.choice(BETWEEN),
-        "frozen": rng.choice((0, 0, 0, 2)),
-        "splits_groups": rng.random() < 0.25,
+        "between": rng.choice(BETWEEN),  # two calls
+        "frozen": rng.choice((0, 0, 0, 2)),  # so many parameters, the first ones
+        "splits_groups": rng.random() < 0.25,  # of the optimizer
         "infers": rng.choice((0, 1, 3)),
         "infers_sharded": rng.random() < 0.25,
     }
@@ -236,19 +185,9 @@ def _make_stage(names: tuple[str, ...], ipu: int | None) -> poptorch.Stage:
     return stage if ipu is None else stage.ipu(ipu)
 
 
-def make_optimizer(
-    case: Case, model: torch.nn.Module, plain: bool, **changes: Any
-) -> torch.optim.Optimizer:
-    """The optimizer of a case.
-
-    Args:
-      case: says which.
-      model: what it trains.
-      plain: whether it is for plain torch.
-      **changes: instead of the case's arguments.
-    """
+def make_optimizer(case: Case, model: torch.nn.Module, plain: bool) -> torch.optim.Optimizer:
+    """The optimizer of a case, for plain torch or not."""
     name, arguments = OPTIMIZERS[case.optimizer]
-    arguments = arguments | changes
     parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     if case.splits_groups and len(parameters) > 1:
         rest = {"lr": 0.5 * arguments["lr"]}

@@ -23,10 +23,11 @@ ILL_CONDITIONED = 1e-3
 
 # With the first updates in `test_gradients_in_float64` they have every mode of outputs, both reductions and
 # kinds of strategy, and both ways to place blocks. `make test` has the first one.
+SHARDED = {"is_sharded": True, "offload": ("Accumulator", "Activation"), "loss_scaling": 128.0, "frozen": 2}
 CASES = {
-    "experts": lambda: draw_case(87),  # EveryN, sums
-    "siamese": lambda: draw_case(156),  # Sum, Running means, AutoIncrement, offloaded
-    "sharded": lambda: draw_case(68, is_sharded=True),  # Final, given stages, detached
+    "experts": lambda: draw_case(87, "experts"),  # EveryN, sums
+    "siamese": lambda: draw_case(156, "siamese"),  # Sum, Running means, AutoIncrement, offloaded
+    "sharded": lambda: draw_case(2296, "siamese", **SHARDED),  # Final, given stages, detached
 }
 NUM_RANDOM = int(os.environ.get("POPTORCH_CASES", "1"))
 
@@ -38,14 +39,7 @@ def largest_difference(tensors, others):
 
 
 def assert_near(actual, expected, tolerance, rooms=None):
-    """Compares tensors by name: integers exactly, others by the 2-norm.
-
-    Args:
-      actual: tensors by name.
-      expected: likewise.
-      tolerance: of each one's norm.
-      rooms: what may be added to that.
-    """
+    """Compares tensors by name: integers exactly, others by the 2-norm and the room of each."""
     assert actual.keys() == expected.keys()
     wrong = {}
     for name, wanted in expected.items():
@@ -104,12 +98,7 @@ class Compared:
         return Reference(model, make_optimizer(self.case, model, plain=True))
 
     def tolerance(self, expected, find_exact):
-        """For what plain torch gave.
-
-        Args:
-          expected: tensors by name.
-          find_exact: gives the same of the one that computes in float64.
-        """
+        """For what plain torch gave; `find_exact` gives the same of the one that computes in float64."""
         base = TOLERANCES[self.case.dtype]
         if self.exact is None:
             return base
@@ -237,22 +226,9 @@ def _come_between(compared):
 @pytest.mark.parametrize("name", sorted(WHOLE_MODELS))
 def test_gradients_in_float64(name):
     """With a rate of 1, the first update of SGD subtracts the gradient."""
-    seed = sorted(WHOLE_MODELS).index(name)
-    case = draw_case(
-        seed,
-        name,
-        dtype="float64",
-        optimizer="gradient",
-        is_ours=False,
-        loss_scaling=1.0,
-        device_iterations=1,
-        output_mode="All",
-        period=None,
-        frozen=0,
-        splits_groups=False,
-        infers=0,
-    )
-    check(case)
+    fixed = {"dtype": "float64", "optimizer": "gradient", "is_ours": False, "loss_scaling": 1.0}
+    fixed |= {"device_iterations": 1, "output_mode": "All", "period": None, "frozen": 0}
+    check(draw_case(sorted(WHOLE_MODELS).index(name), name, **fixed, splits_groups=False, infers=0))
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,25 @@
 
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from torch import distributions as D  # noqa: N812
 from torch import nn
 from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
 from tests.support import lowered
 from tests.support.poptorch_front import make_options
+from tests.support.programs import ROOT
 
-DOCS = Path(__file__).parents[3] / "docs"
-HELD_BY = dict(
-    re.findall(r"^\| `(\S+)` \| (.+) \|$", (DOCS / "poptorch_supported.md").read_text(), re.MULTILINE)
-)
-OUTCOMES = dict(
-    re.findall(r"^\| `(\S+)` \| ([^|]+) \|", (DOCS / "poptorch_operators.md").read_text(), re.MULTILINE)
-)
+
+def read_page(name, row):
+    return dict(re.findall(row, (ROOT / "docs" / name).read_text(), re.MULTILINE))
+
+
+HELD_BY = read_page("poptorch_supported.md", r"^\| `(\S+)` \| (.+) \|$")
+OUTCOMES = read_page("poptorch_operators.md", r"^\| `(\S+)` \| ([^|]+) \|")
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 ROWS = torch.tensor([[0, 2], [1, 1], [3, 0]])
@@ -29,17 +30,13 @@ IMAGE = torch.linspace(-1, 1, 32).cos().reshape(1, 2, 4, 4)
 
 def measure_distributions(x):
     """Log probabilities, a divergence and an entropy, whose arguments torch would look at."""
-    normal, choice = torch.distributions.Normal(x, x.exp()), torch.distributions.Categorical(logits=x)
-    prior = torch.distributions.Normal(torch.zeros_like(x), 1.0)
-    divergence = torch.distributions.kl_divergence(normal, prior)
+    normal, choice = D.Normal(x, x.exp()), D.Categorical(logits=x)
+    prior = D.Normal(torch.zeros_like(x), 1.0)
+    divergence = D.kl_divergence(normal, prior)
     return normal.log_prob(x + 1), divergence, choice.log_prob(torch.tensor([1, 0, 5, 2])), choice.entropy()
 
 
-class Double(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
+DOUBLE = lowered.Call(lambda x: 2 * x)
 # Of each operation a function or module, and what it is given.
 SNIPPETS = {
     "tensor.index_fill_": (lambda x: x.clone().index_fill_(1, ROWS[0], 7.0), X),
@@ -47,8 +44,8 @@ SNIPPETS = {
     "torch.bitwise_not": (torch.bitwise_not, BITS[0]),
     "torch.bitwise_or": (torch.bitwise_or, *BITS),
     "torch.bitwise_xor": (torch.bitwise_xor, *BITS),
-    "torch.nn.Module": (Double(), X),
-    "torch.nn.Sequential": (nn.Sequential(nn.Linear(6, 3), nn.Tanh(), Double()), X),
+    "torch.nn.Module": (DOUBLE, X),
+    "torch.nn.Sequential": (nn.Sequential(nn.Linear(6, 3), nn.Tanh(), DOUBLE), X),
     "torch.nn.RReLU": (nn.RReLU().eval(), X),
     "torch.nn.utils.weight_norm": (nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), X),
     "torch.nn.Identity": (nn.Identity(), X),
@@ -71,35 +68,20 @@ WITHOUT_LIMITS = {
 }
 
 NUM = 40_000
+ROOT_12 = 12**-0.5
 # Of each operation the numbers that it draws, their mean and their spread.
 DRAWN = {
     "torch.bernoulli": (lambda half: torch.bernoulli(half), 0.5, 0.5),
-    "torch.distributions.Bernoulli": (
-        lambda half: torch.distributions.Bernoulli(half / 2).sample(),
-        0.25,
-        0.75**0.5 / 2,
-    ),
+    "torch.distributions.Bernoulli": (lambda half: D.Bernoulli(half / 2).sample(), 0.25, 0.75**0.5 / 2),
     "torch.randn": (lambda half: torch.randn(NUM), 0.0, 1.0),
     "torch.normal": (lambda half: torch.normal(half, 2.0), 0.5, 2.0),
-    "torch.distributions.Normal": (
-        lambda half: torch.distributions.Normal(half, 4 * half).sample(),
-        0.5,
-        2.0,
-    ),
-    "torch.rand": (lambda half: torch.rand(NUM), 0.5, 12**-0.5),
-    "torch.uniform": (lambda half: half.clone().uniform_(1, 3), 2.0, 2 * 12**-0.5),
-    "torch.distributions.Uniform": (
-        lambda half: torch.distributions.Uniform(half, 3 * half).sample(),
-        1.0,
-        12**-0.5,
-    ),
+    "torch.distributions.Normal": (lambda half: D.Normal(half, 4 * half).sample(), 0.5, 2.0),
+    "torch.rand": (lambda half: torch.rand(NUM), 0.5, ROOT_12),
+    "torch.uniform": (lambda half: half.clone().uniform_(1, 3), 2.0, 2 * ROOT_12),
+    "torch.distributions.Uniform": (lambda half: D.Uniform(half, 3 * half).sample(), 1.0, ROOT_12),
     "torch.exponential": (lambda half: half.clone().exponential_(2.0), 0.5, 0.5),
-    "torch.distributions.Exponential": (
-        lambda half: torch.distributions.Exponential(half).sample(),
-        2.0,
-        2.0,
-    ),
-    "torch.randperm": (lambda half: torch.randperm(NUM), (NUM - 1) / 2, NUM * 12**-0.5),
+    "torch.distributions.Exponential": (lambda half: D.Exponential(half).sample(), 2.0, 2.0),
+    "torch.randperm": (lambda half: torch.randperm(NUM), (NUM - 1) / 2, NUM * ROOT_12),
 }
 
 
@@ -139,11 +121,8 @@ def test_snippets_compute_as_torch_does():
 def test_random_numbers_have_the_moments_that_they_should():
     """Also from distributions, whose parameters torch looks at. A model that insists on that is refused."""
 
-    class Draw(nn.Module):
-        def forward(self, half):
-            return [draw(half) for draw, _mean, _spread in DRAWN.values()]
-
-    drawn = poptorch.inferenceModel(Draw(), make_options().randomSeed(3))(torch.full((NUM,), 0.5))
+    draw_all = lowered.Call(lambda half: [draw(half) for draw, _mean, _spread in DRAWN.values()])
+    drawn = poptorch.inferenceModel(draw_all, make_options().randomSeed(3))(torch.full((NUM,), 0.5))
     for (name, (_draw, mean, spread)), values in zip(DRAWN.items(), drawn, strict=True):
         assert values.shape == (NUM,), name
         assert abs(values.double().mean() - mean) < 5 * spread / NUM**0.5, name
@@ -154,6 +133,6 @@ def test_random_numbers_have_the_moments_that_they_should():
     assert 0 <= by_name["torch.rand"].min() < by_name["torch.rand"].max() < 1
     assert 1 <= by_name["torch.uniform"].min() < by_name["torch.uniform"].max() < 3
     assert by_name["torch.exponential"].min() > 0
-    insisting = lowered.Call(lambda x: torch.distributions.Normal(x, x, validate_args=True).sample())
+    insisting = lowered.Call(lambda x: D.Normal(x, x, validate_args=True).sample())
     with pytest.raises(poptorch.Error, match="asks for a value of a tensor"):
         poptorch.inferenceModel(insisting, make_options())(X)
