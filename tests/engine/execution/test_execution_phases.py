@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.emulation import stages as emulated
 from ipu_pipeline import engine
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.execution import steps
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from tests.support import models
+from tests.support import models, watchers
 
 ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 
@@ -35,11 +36,7 @@ STAGES = [*map(make_stage, range(3)), models.cross_entropy]
 
 
 def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0), **options):
-    options = {
-        "num_micro_batches": 2,
-        "loss": lambda loss: loss,
-        "optimizer": optax.sgd(0.1, momentum=0.9),
-    } | options
+    options = {"num_micro_batches": 2, "loss": lambda loss: loss, **options}
     return engine.Pipeline(
         stages,
         schedule="sequential",
@@ -47,6 +44,7 @@ def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0),
         donate=True,
         execution_phases=execution_phases,
         offload=offload,
+        optimizer=optax.sgd(0.1, momentum=0.9),
         **options,
     )
 
@@ -72,13 +70,11 @@ def test_which_phase_is_where():
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     shared = engine.ExecutionPhases(of_levels=(0, 0, 1, 1))
     assert [shared.find(forward, level) for level in range(4)] == [(forward, p) for p in (0, 0, 1, 1)]
-    assert [shared.find(backward, level) for level in range(4)] == [
-        *((backward, 0), (backward, 0), (forward, 1), (forward, 1))
-    ]
+    in_backward = [(backward, 0), (backward, 0), (forward, 1), (forward, 1)]
+    assert [shared.find(backward, level) for level in range(4)] == in_backward
     apart = engine.ExecutionPhases(of_levels=(0, 1, 1), shares_last=False)
-    assert [apart.find(forward, level) for level in range(3)] == [
-        *((forward, 0), (forward, 1), (backward, 1))  # the last stage begins the backwards
-    ]
+    in_forward = [(forward, 0), (forward, 1), (backward, 1)]  # the last stage begins the backwards
+    assert [apart.find(forward, level) for level in range(3)] == in_forward
     assert [apart.find(backward, level) for level in range(2)] == [(backward, 0), (backward, 1)]
 
 
@@ -114,17 +110,20 @@ def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
             events.append("wait")
             super().wait()
 
+    class Started(watchers.Watcher):
+        def run(self, launch, function, arguments):
+            events.append((launch.kind, launch.stage))
+            return super().run(launch, function, arguments)
+
     monkeypatch.setattr(steps, "Underway", Told)
     found = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
-    pipeline = make(found, stages=models.mlp_stages(2), mapping=(0, 0), optimizer=optax.sgd(0.1))
-    rng = np.random.default_rng(0)
-    step = models.mlp_batches(rng, 2)
+    pipeline = make(found, stages=models.mlp_stages(2), mapping=(0, 0))
+    step = models.elements_of(2)
     state = pipeline.init(jax.random.key(0), step[0])
-    pipeline.prepare().observe(
-        lambda _replica, template, *_rest: events.append((template.kind.name[0], template.stage))
-    )
-    pipeline.step(state, step)
-    assert events == [("F", 0), "wait", ("F", 1), "wait", ("B", 0), "wait"] * 2
+    with watching.watching(Started()):
+        pipeline.step(state, step)
+    of_each = [("forward", 0), "wait", ("forward", 1), "wait", ("backward", 0), "wait"]
+    assert events == [*of_each * 2, ("update", 0), ("update", 1)]
 
 
 @pytest.mark.soak  # it compares what steps took
@@ -143,32 +142,23 @@ def test_independent_stages_of_a_phase_run_at_the_same_time():
     def right(w, x, made):
         return stage(w, x), made
 
-    parameters = [np.ones(8, "float32")] * 4
-    options = {"num_micro_batches": 2, "loss": lambda loss: loss, "optimizer": optax.sgd(0.01)}
-    in_turn = engine.Pipeline(
-        [stage, left, right, last],
-        parameters=parameters,
-        schedule="sequential",
-        execution_phases=engine.ExecutionPhases(of_levels=(0, 1, 2, 3), num_ahead=0),
-        **options,
-    )
-    parallel = engine.Pipeline(
-        [stage, [stage, stage], last],
-        parameters=[parameters[0], parameters[1:3], parameters[3]],
-        schedule="sequential",
-        execution_phases=engine.ExecutionPhases(of_levels=(0, 1, 2), num_ahead=0),
-        **options,
-    )
-    step = [np.ones((512, 8), "float32")] * 2
-    states = [one.init(jax.random.key(0), step[0]) for one in (in_turn, parallel)]
-    taken = [], []
-    for _turn in range(6):
-        for number, one in enumerate((in_turn, parallel)):
-            begin = time.perf_counter()
-            states[number], outputs = one.step(states[number], step)
-            jax.block_until_ready((states[number], outputs.losses))
-            taken[number].append(time.perf_counter() - begin)
-    ratio = statistics.median(taken[1][1:]) / statistics.median(taken[0][1:])
+    def begun(stages, parameters):
+        phases = engine.ExecutionPhases(of_levels=tuple(range(len(stages))), num_ahead=0)
+        options = {"num_micro_batches": 2, "loss": lambda loss: loss, "optimizer": optax.sgd(0.01)}
+        pipeline = engine.Pipeline(
+            stages, parameters=parameters, schedule="sequential", execution_phases=phases, **options
+        )
+        return pipeline, pipeline.init(jax.random.key(0), step[0])
+
+    step, own = [np.ones((512, 8), "float32")] * 2, np.ones(8, "float32")
+    in_turn = begun([stage, left, right, last], [own] * 4)
+    parallel = begun([stage, [stage, stage], last], [own, [own, own], own])
+    taken = []
+    for pipeline, state in (in_turn, parallel) * 6:
+        begin = time.perf_counter()
+        jax.block_until_ready(pipeline.step(state, step))
+        taken.append(time.perf_counter() - begin)
+    ratio = statistics.median(taken[3::2]) / statistics.median(taken[2::2])
     assert 0.7 < ratio < 0.8, taken  # 6 sleeps of 8
 
 
@@ -179,10 +169,7 @@ def test_independent_stages_of_a_phase_run_at_the_same_time():
         ({"of_levels": (0, 2)}, "must ascend from 0 without gaps"),
         ({"of_levels": (0, 1, 0)}, "must ascend from 0 without gaps"),
         ({"of_levels": ()}, "must ascend from 0 without gaps"),
-        (
-            {"of_levels": (0, 1), "shares_last": False},
-            "End with a stage that only returns what it",
-        ),
+        ({"of_levels": (0, 1), "shares_last": False}, "End with a stage that only returns what it"),
         ({"of_levels": (0,), "shares_last": False}, "End with a stage that only returns what it"),
         ({"of_levels": (0, 1), "num_ahead": -1}, "num_ahead must be an integer from 0, or None; got -1"),
         ({"of_levels": (0, 1), "num_ahead": 0.5}, "num_ahead must be an integer from 0, or None; got 0.5"),

@@ -1,7 +1,8 @@
 """What programs take is measured once, and kept."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +35,16 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """The numbers of programs that were timed; each takes half a second."""
-    numbers = []
+    """The sizes of programs that were timed, and of how many copies; each takes half a second."""
+    seen = []
 
-    def time(program, compiled, _num_copies):
-        numbers.append(len(program.arguments))
+    def time(program, compiled, num_copies):
         assert compiled is not None
+        seen.append((*program.arguments[0].shape, num_copies))
         return FOUND
 
     monkeypatch.setattr(program_times, "_time", time)
-    return numbers
+    return seen
 
 
 def make(factor=2.0, shape=(4,), carried=None, device=None):
@@ -77,24 +78,17 @@ def test_what_disturbs_one_measurement_does_not_count(directory, monkeypatch):
     assert order == [(4,), (5,)] * 2
 
 
-def test_programs_that_read_much_together_run_on_copies(directory, monkeypatch):
+def test_programs_that_read_much_together_run_on_copies(directory, timed):
     """So each finds as little in the caches as in a step; the number is part of what is kept."""
-    seen = []
-
-    def time(program, _compiled, num_copies):
-        seen.append((program.arguments[0].shape[0], num_copies))
-        return FOUND
-
-    monkeypatch.setattr(program_times, "_time", time)
     mega = 1 << 18  # floats in 1 MiB
     time_programs([make(shape=(mega,)), make(3.0)])
-    assert seen == [(mega, 2), (4, 64)]  # a bit more than 1 MiB; and as many as there may be
+    assert timed == [(mega, 2), (4, 64)]  # a bit more than 1 MiB; and as many as there may be
     time_programs([make(shape=(mega,)), make(shape=(100 * mega,)), make(shape=(5 * mega,))])
-    assert seen[2:] == [(mega, 64), (100 * mega, 1), (5 * mega, 16)]  # 64 MiB are enough
+    assert timed[2:] == [(mega, 64), (100 * mega, 1), (5 * mega, 16)]  # 64 MiB are enough
     time_programs([make(shape=(mega,))])
-    assert seen[5:] == [(mega, 1)]
+    assert timed[5:] == [(mega, 1)]
     time_programs([make(shape=(mega,)), make(3.0)])
-    assert len(seen) == 6
+    assert len(timed) == 6
 
 
 def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
@@ -130,19 +124,14 @@ def test_a_file_that_says_nothing_usable_is_replaced(directory, timed, text, mon
     assert list(directory.iterdir()) == [path]
 
 
-def test_what_another_process_wrote_meanwhile_counts(directory, monkeypatch):
-    other = ProgramTime(7.0, 1.0, 0)
+def test_what_another_process_wrote_meanwhile_counts(directory, timed, monkeypatch):
+    keep, other = program_times._keep, ProgramTime(7.0, 1.0, 0)
 
-    def time(_program, _compiled, _num_copies):
-        keep = program_times._keep
-        monkeypatch.setattr(
-            program_times,
-            "_keep",
-            lambda key, found, where: keep(key, other, where) and keep(key, found, where),
-        )
-        return FOUND
+    def keep_second(key, found, where):
+        keep(key, other, where)
+        return keep(key, found, where)
 
-    monkeypatch.setattr(program_times, "_time", time)
+    monkeypatch.setattr(program_times, "_keep", keep_second)
     assert time_programs([make()]) == [other]
 
 
@@ -159,16 +148,17 @@ def test_a_place_that_is_none(directory, timed, is_file, monkeypatch):
 
 def test_where_times_are_kept(monkeypatch, tmp_path):
     jax_directory = jax.config.jax_compilation_cache_dir
+    own = Path("ipu_pipeline", "program_times")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         assert find_directory() == tmp_path / "program_times"
         for elsewhere in (None, "gs://bucket/cache"):
             jax.config.update("jax_compilation_cache_dir", elsewhere)
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-            assert find_directory() == tmp_path / "cache" / "ipu_pipeline" / "program_times"
+            assert find_directory() == tmp_path / "cache" / own
             monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
-            monkeypatch.setenv("HOME", str(tmp_path / "home"))
-            assert find_directory() == tmp_path / "home" / ".cache" / "ipu_pipeline" / "program_times"
+            assert find_directory() == tmp_path / "home" / ".cache" / own
     finally:
         jax.config.update("jax_compilation_cache_dir", jax_directory)
 
@@ -274,9 +264,6 @@ def test_threads_time_one_program_at_a_time(directory, monkeypatch):
         return found
 
     monkeypatch.setattr(program_times, "_repeat", counted)
-    threads = [threading.Thread(target=time_programs, args=([make(float(n))],)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(time_programs, ([make(float(n))] for n in range(3))))
     assert most == [1, 1, 1]
