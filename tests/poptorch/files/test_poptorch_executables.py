@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +27,8 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.poptorch.files import tensor_files
 from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
 from ipu_pipeline.poptorch.lowering import registry
+from tests.poptorch.test_poptorch_structures import Box, BoxParser, Pair
+from tests.support import lowered, pages
 from tests.support.poptorch_front import (
     TwoLayers,
     assert_close,
@@ -36,6 +37,7 @@ from tests.support.poptorch_front import (
     make_batch,
     make_options,
     reference,
+    second,
     seeded,
 )
 
@@ -67,18 +69,11 @@ class Everything(nn.Module):
             return {"x": x, "both": (x * 2, "text")}, nn.functional.mse_loss(x, target)
 
 
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype
-        assert torch.equal(tensor, second[name]), name
-
-
 def assert_goes_on(executor, loaded, *inputs):
     """Both do the same, bit for bit."""
     for _call in range(2):
         assert_equal_values(loaded(*inputs), executor(*inputs))
-    assert_same(executor.model.state_dict(), loaded.model.state_dict())
+    assert_equal_values(loaded.model.state_dict(), executor.model.state_dict())
 
 
 def assert_equal_values(actual, expected):
@@ -90,11 +85,16 @@ def assert_equal_values(actual, expected):
         assert list(actual) == list(expected)
         assert_equal_values(list(actual.values()), list(expected.values()))
     elif isinstance(expected, (tuple, list)):
-        assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
             assert_equal_values(one, other)
     else:
         assert actual == expected
+
+
+def for_training(model, options=None):
+    return poptorch.trainingModel(
+        model, options or make_options(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
 
 
 OPTIMIZERS = {
@@ -126,26 +126,17 @@ def test_training_goes_on(tmp_path, name):
     assert loaded.getTensorNames() == training.getTensorNames()
     for _call in range(2):
         assert_equal_values(loaded(x, target, factor=3), training(x, target, factor=3))
-    assert_same(model.state_dict(), loaded.model.state_dict())
+    assert_equal_values(loaded.model.state_dict(), model.state_dict())
     assert model.calls == 6
     assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
     assert torch.equal(loaded.model.hidden, model.hidden)
     assert loaded.model.third.weight is loaded.model.second.weight
     training.destroy()
     loaded.destroy()
-    if isinstance(optimizer, poptorch.optim.Optimizer):
-        states = [o.state_dict()["ipu_state"] for o in (optimizer, loaded._optimizer)]
-    else:
-        states = [
-            {
-                f"{name} {slot}": value
-                for name, p in m.named_parameters()
-                for slot, value in o.state[p].items()
-            }
-            for o, m in ((optimizer, model), (loaded._optimizer, loaded.model))
-        ]
-    assert len(states[0]) > 5
-    assert_same(*states)
+    key = "ipu_state" if isinstance(optimizer, poptorch.optim.Optimizer) else "state"
+    expected, state = (one.state_dict()[key] for one in (optimizer, loaded._optimizer))
+    assert len(expected) > 5
+    assert_equal_values(state, expected)
 
 
 def test_listing_25_exported_offline_and_loaded(tmp_path):
@@ -155,10 +146,8 @@ def test_listing_25_exported_offline_and_loaded(tmp_path):
     options = make_options(2, 2).useOfflineIpuTarget()
     exporting = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
     exporting.compileAndExport(str(file), x, target)
-    with pytest.raises(
-        AssertionError,
-        match=r"(?s)Trying to run a model on an offline device \(Conn.*useOfflineIpuTarget.*poptorch.load",
-    ):
+    offline = r"(?s)Trying to run a model on an offline device \(Conn.*useOfflineIpuTarget.*poptorch.load"
+    with pytest.raises(AssertionError, match=offline):
         exporting(x, target)
     with pytest.raises(
         AssertionError, match=r"Trying to attach to an offline device \(ConnectionType.Never"
@@ -168,9 +157,7 @@ def test_listing_25_exported_offline_and_loaded(tmp_path):
         loaded = poptorch.load(str(file))
     assert loaded.isCompiled()
     assert loaded.isAttachedToDevice()
-    actual = loaded(x, target)
-    expected = join(plain.train((x, target), 2, 2, lambda made: made[1]))
-    assert_close(actual, expected, 1e-5)
+    assert_close(loaded(x, target), join(plain.train((x, target), 2, 2, second)), 1e-5)
     loaded.copyWeightsToHost()
     assert_same_state(loaded.model, plain.model)
 
@@ -204,22 +191,22 @@ def test_listing_26_without_the_model(tmp_path):
     file = tmp_path / "executable"
     model = seeded(TwoLayers)
     plain = copy.deepcopy(model)
-    first = poptorch.trainingModel(model, make_options(2, 2), torch.optim.SGD(model.parameters(), lr=0.1))
+    first = for_training(model, make_options(2, 2))
     first.compileAndExport(file, x, target, export_model=False)
     expected = first(x, target)
     with pytest.raises(AssertionError, match="export_model=False"):
         poptorch.load(file)
-    second = poptorch.trainingModel(plain, make_options(2, 2), torch.optim.SGD(plain.parameters(), lr=0.1))
-    second.loadExecutable(file)
-    assert second.isCompiled()
-    assert_equal_values(second(x, target), expected)
-    assert_goes_on(first, second, x, target)
+    again = for_training(plain, make_options(2, 2))
+    again.loadExecutable(file)
+    assert again.isCompiled()
+    assert_equal_values(again(x, target), expected)
+    assert_goes_on(first, again, x, target)
     with pytest.raises(poptorch.Error, match="compiled already"):
-        second.loadExecutable(file)
-    second.destroy()
+        again.loadExecutable(file)
+    again.destroy()
     with torch.inference_mode():
-        second.loadExecutable(file)
-    assert_goes_on(first, second, x, target)
+        again.loadExecutable(file)
+    assert_goes_on(first, again, x, target)
 
 
 def test_listing_27_training_and_validation_apart(tmp_path):
@@ -251,6 +238,12 @@ class Other(TwoLayers):
         return super().forward(x, y)
 
 
+class Renamed(TwoLayers):
+    def __init__(self):
+        super().__init__()
+        self.other, self.first = self.first, None
+
+
 @pytest.fixture(scope="module")
 def for_inference(tmp_path_factory):
     """A file of a model for inference."""
@@ -260,28 +253,17 @@ def for_inference(tmp_path_factory):
 
 
 def test_an_executable_of_another_model(for_inference):
-    for make, message in [
-        (Other, r"forward\(x, target=...*this model has forward\(x, y=None\)"),
-        (
-            lambda: TwoLayers(hidden=6),
-            r"first.weight is torch.float32 of shape \(5, 3\); this model's is .*\(6, 3\)",
-        ),
-        (lambda: TwoLayers().half(), "this model's is torch.float16"),
-        (Renamed, "a model with a parameter first.weight, which this one does not have"),
+    wide = r"first.weight is torch.float32 of shape \(5, 3\); this model's is .*\(6, 3\)"
+    for model, message in [
+        (Other(), r"forward\(x, target=...*this model has forward\(x, y=None\)"),
+        (TwoLayers(hidden=6), wide),
+        (TwoLayers().half(), "this model's is torch.float16"),
+        (Renamed(), "a model with a parameter first.weight, which this one does not have"),
     ]:
-        other = poptorch.inferenceModel(make(), make_options())
+        other = poptorch.inferenceModel(model, make_options())
         with pytest.raises(poptorch.Error, match=message):
             other.loadExecutable(for_inference)
         assert not other.isCompiled()
-
-
-class Renamed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(3, 3)
-
-    def forward(self, x, target=None):
-        return self.one(x) if target is None else target
 
 
 def test_a_graph_for_another_use(tmp_path, for_inference):
@@ -292,11 +274,6 @@ def test_a_graph_for_another_use(tmp_path, for_inference):
     again = poptorch.inferenceModel(poptorch.load(tmp_path / "training"), make_options())
     with pytest.raises(poptorch.Error, match="captured for training, which cannot be used for inference"):
         again(x, target)
-
-
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: int
 
 
 @dataclasses.dataclass
@@ -325,11 +302,9 @@ class Fields(collections.OrderedDict):
 
 class Structured(nn.Module):
     def forward(self, pair, **more):
-        ordered = collections.OrderedDict(a=pair.first * pair.second, b=(more["shift"], torch.Size([1])))
-        fields = Fields(pair.first * 2)
-        return Result(
-            pair.first + more["shift"], [ordered, Pair(pair.first, 3), None, 1.5, b"x", {1: True}, fields]
-        )
+        ordered = collections.OrderedDict(a=pair.left * pair.right, b=(more["shift"], torch.Size([1])))
+        parts = [ordered, Pair(pair.left, 3), None, 1.5, b"x", {1: True}, Fields(pair.left * 2)]
+        return Result(pair.left + more["shift"], parts)
 
 
 def test_structures_come_back(tmp_path):
@@ -349,51 +324,24 @@ def test_structures_come_back(tmp_path):
         assert torch.equal(fields.logits, 2 * x)
 
 
-class Made:
-    """Known to registerCustomArgParser, and to no file."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-class MadeParser(poptorch.ICustomArgParser):
-    def yieldTensors(self, struct):
-        yield struct.tensor
-
-    def reconstruct(self, original_structure, tensor_iterator):  # noqa: ARG002  # PopTorch's name
-        return Made(next(tensor_iterator))
-
-
-class ReturnsMade(nn.Module):
-    def forward(self, x):
-        return Made(x * 2)
-
-
-class Draws(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x):
-        return x + torch.randn(3, generator=self.generator)
-
-
 def test_what_a_file_cannot_hold(tmp_path):
-    wide = nn.Identity()
+    wide, generator = nn.Identity(), torch.Generator()
     wide.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
-    poptorch.registerCustomArgParser(Made, MadeParser())
+    boxes = lowered.Call(lambda x: Box(x, "name"))
+    draws = lowered.Call(lambda x: x + torch.randn(3, generator=generator))
+    poptorch.registerCustomArgParser(Box, BoxParser())
     try:
         for model, schedule, message in [
-            (ReturnsMade(), "grouped", r"What the model returns is a tests\..*Made, which a file"),
+            (boxes, "grouped", r"What the model returns is a tests\..*Box, which a file"),
             (nn.Linear(3, 3), schedules.grouped, "cannot hold a function or a path. Name a schedule"),
             (wide, "grouped", "tensors of complex128. Make them complex64"),
-            (Draws(), "grouped", "cannot hold"),
+            (draws, "grouped", "cannot hold"),
         ]:
             executor = poptorch.inferenceModel(model, make_options().setPipelineSchedule(schedule))
             with pytest.raises(poptorch.Error, match=message):
                 executor.compileAndExport(tmp_path / "file", x)
     finally:
-        poptorch.registerCustomArgParser(Made, None)
+        poptorch.registerCustomArgParser(Box, None)
     assert os.listdir(tmp_path) == []
 
 
@@ -407,17 +355,14 @@ def test_options_come_back(tmp_path, monkeypatch):
     options.autoRoundNumIPUs(True).updatableNamedBuffers(["a"]).setPipelineSchedule("interleaved")
     executor = poptorch.inferenceModel(seeded(TwoLayers), options)
     executor.compileAndExport(tmp_path / "file", x)
-    monkeypatch.setenv(
-        "POPTORCH_DEFAULT_OPTIONS", '{"deviceIterations": 3, "randomSeed": 4, "useIpuId": 1}'
-    )
+    defaults = '{"deviceIterations": 3, "randomSeed": 4, "useIpuId": 1}'
+    monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", defaults)
     loaded = poptorch.load(tmp_path / "file")
     expected = options.clone()
     expected.enableExecutableCaching(None)  # a path of the machine that wrote the file
     assert loaded.options == expected
     assert loaded.options.is_set("model_name")
-    assert not loaded.options.is_set("use_model")
-    assert not loaded.options.is_set("log_dir")
-    assert not loaded.options.is_set("replication_factor")
+    assert not any(map(loaded.options.is_set, ("use_model", "log_dir", "replication_factor")))
     assert_equal_values(loaded(x), executor(x))
     assert torch.equal(loaded.getAnchoredTensor("hidden"), executor.getAnchoredTensor("hidden"))
 
@@ -440,24 +385,23 @@ def test_odd_names(tmp_path):
     inference.compileAndExport(tmp_path / "file", x, target, name="größe")
     loaded = poptorch.load(tmp_path / "file")
     assert_equal_values(loaded(x, target, name="größe"), inference(x, target, name="größe"))
-    assert_same(inference.model.state_dict(), loaded.model.state_dict())
+    assert_equal_values(loaded.model.state_dict(), inference.model.state_dict())
 
 
 def test_a_loaded_model_is_copied_and_wrapped_anew(tmp_path):
     model = seeded(lambda: TwoLayers(ipus=(0, 0)))
-    first = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
-    first.compileAndExport(tmp_path / "file", x, target)
+    for_training(model).compileAndExport(tmp_path / "file", x, target)
     loaded = poptorch.load(tmp_path / "file")
     copied = copy.deepcopy(loaded.model)
     expected = loaded(x, target)
-    second = poptorch.trainingModel(copied, make_options(), torch.optim.SGD(copied.parameters(), lr=0.1))
-    assert_equal_values(second(x, target), expected)
-    assert_same(copied.state_dict(), loaded.model.state_dict())
+    of_copy = for_training(copied)
+    assert_equal_values(of_copy(x, target), expected)
+    assert_equal_values(copied.state_dict(), loaded.model.state_dict())
     with pytest.raises(RuntimeError, match="already been wrapped"):
         poptorch.trainingModel(loaded)
     loaded.destroy()
-    third = poptorch.trainingModel(loaded, make_options(), torch.optim.SGD(loaded.parameters(), lr=0.1))
-    assert_equal_values(third(x, target), second(x, target))
+    third = for_training(loaded)
+    assert_equal_values(third(x, target), of_copy(x, target))
     third.save(tmp_path / "file")
     assert_goes_on(third, poptorch.load(tmp_path / "file"), x, target)
 
@@ -473,12 +417,12 @@ def test_random_numbers(tmp_path):
     expected = executor(ones)
     assert torch.equal(poptorch.load(tmp_path / "with")(ones), expected)
     assert not torch.equal(poptorch.load(tmp_path / "without")(ones), expected)
-    reseeded = [
+    first, again = (
         poptorch.load(tmp_path / name, lambda options: options.randomSeed(4))(ones)
         for name in ("with", "without")
-    ]
-    assert torch.equal(*reseeded)
-    assert not torch.equal(reseeded[0], expected)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, expected)
 
 
 class Counts(nn.Module):
@@ -551,17 +495,12 @@ def test_unusual_tensors(tmp_path):
         for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-    assert_same(model.state_dict(), loaded.model.state_dict())
-
-
-class ChangesItsInput(nn.Module):
-    def forward(self, x):
-        x.add_(1)
-        return x * 2
+    assert_equal_values(loaded.model.state_dict(), model.state_dict())
 
 
 def test_on_the_host_an_input_that_is_changed_is_no_result(tmp_path):
-    poptorch.inferenceModel(ChangesItsInput(), make_options()).compileAndExport(tmp_path / "file", x)
+    model = lowered.Call(lambda x: x.add_(1) * 2)
+    poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "file", x)
     loaded = poptorch.load(tmp_path / "file")
     assert torch.equal(loaded.model(x), loaded(x))
     assert torch.equal(loaded.model(x), (x + 1) * 2)
@@ -603,19 +542,14 @@ def scaled_fake(x, factor):  # the operation's
     return torch.empty_like(x)
 
 
-class Scaled(nn.Module):
-    def forward(self, x):
-        return scaled(x, 2.5)
-
-
 def test_operations_of_the_users(tmp_path, monkeypatch):
     poptorch.register_lowering("test_poptorch_executables::scaled", lambda x, factor: x * factor)
-    poptorch.inferenceModel(Scaled(), make_options()).compileAndExport(tmp_path / "file", x)
+    model = lowered.Call(lambda x: scaled(x, 2.5))
+    poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "file", x)
     assert torch.equal(poptorch.load(tmp_path / "file")(x), x * 2.5)
     monkeypatch.setattr(registry, "_registered", {})
-    with pytest.raises(
-        poptorch.Error, match="calls test_poptorch_executables::scaled.default, which has no lowering"
-    ):
+    match = "calls test_poptorch_executables::scaled.default, which has no lowering"
+    with pytest.raises(poptorch.Error, match=match):
         poptorch.load(tmp_path / "file")
 
 
@@ -752,50 +686,34 @@ def test_two_threads_write_and_read_at_once(tmp_path):
             for executor in executors
         ]
         reading = [threads.submit(lambda: poptorch.load(file)(x)) for _time in range(2)]
-        for future in writing:
-            future.result()
+    for future in writing:
+        future.result()
     for future in reading:
         assert any(torch.equal(future.result(), other) for other in expected)
     assert os.listdir(tmp_path) == ["file"]
 
 
 CACHING = """
-import sys, torch
-import ipu_pipeline.poptorch as poptorch
 from jax import monitoring
-torch.manual_seed(0)
+import ipu_pipeline.poptorch as poptorch
+from tests.support.poptorch_front import make_batch, make_options, seeded
 
-counts = dict.fromkeys(("hits", "misses"), 0)
+counts, losses = {"hits": 0, "misses": 0}, []
 
 def note(event, **_more):
-    for kind in ("hits", "misses"):
+    for kind in counts:
         counts[kind] += event == f"/jax/compilation_cache/cache_{kind}"
 
-monitoring.register_event_listener(note)
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 5), torch.nn.Linear(5, 2)
-        self.drop = torch.nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x, y):
-        self.calls += 1
-        with poptorch.Block(ipu_id=0):
-            x = self.drop(torch.tanh(self.first(x))) * self.calls
-        with poptorch.Block(ipu_id=1):
-            return torch.nn.functional.mse_loss(self.second(x), y)
-
-x, y = torch.ones(6, 4), torch.ones(6, 2)
-options = poptorch.Options().showCompilationProgressBar(False).randomSeed(1)
-options.Training.gradientAccumulation(3)
-model = Model()
+def call(executor):
+    losses.append(float(executor(*make_batch(6))[1].sum()))
 
 def wrap(options):
-    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.05)
-    return poptorch.trainingModel(model, options, optimizer)
+    from tests.poptorch.files.test_poptorch_executables import Everything
+    model = seeded(Everything)
+    return poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.05))
 
+monitoring.register_event_listener(note)
+options = make_options(1, 3, random_seed=1)
 {program}
 print(*counts.values(), *losses)
 """
@@ -820,14 +738,13 @@ def test_later_processes_find_the_model_compiled(tmp_path):
     What is loaded goes on in another process with the same random numbers, averages and buffers.
     """
     cache, file = str(tmp_path / "cache"), str(tmp_path / "file")
-    first = f"executor = wrap(options); losses = [float(executor(x, y))]; executor.save({file!r})\n"
-    second = "losses.append(float(executor(x, y)))"
-    hits, misses, losses = count_compilations(first + second, POPTORCH_CACHE_DIR=cache)
+    first = f"executor = wrap(options); call(executor); executor.save({file!r}); call(executor)"
+    hits, misses, losses = count_compilations(first, POPTORCH_CACHE_DIR=cache)
     assert hits == 0
     assert misses > 3
     assert losses[0] != losses[1]
-    anew = f"executor = wrap(options.enableExecutableCaching({cache!r})); losses = [float(executor(x, y))]"
-    load = f"del Model, model; executor = poptorch.load({file!r}); losses = [float(executor(x, y))]"
+    anew = f"call(wrap(options.enableExecutableCaching({cache!r})))"
+    load = f"call(poptorch.load({file!r}))"
     for program, variables, expected in (
         (anew, {}, losses[:1]),
         (load, {"POPTORCH_CACHE_DIR": cache}, losses[1:]),
@@ -845,8 +762,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "poptorch_executables.md"
 @pytest.mark.thorough
 def test_the_pages_example(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102  # the page is ours
+    pages.execute(PAGE)
     expected = r"loss \d\.\d\d\nchanged: True\naten::linear.default\n\{'weight': \(2, 8\), .*\}\n"
     assert re.fullmatch(expected, capsys.readouterr().out)
 
