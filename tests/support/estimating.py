@@ -13,6 +13,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.checkpoints import read_checkpoint
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
+from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 from tests.support.resumable import MICRO_BATCHES, Batches, loss_of, make_stages
@@ -129,6 +130,14 @@ def make_small(model_dir, params=None, warm_start_from=None, **options):
     return IPUPipelineEstimator(
         small_model_fn, model_dir, make_config(2, **options), params or {}, warm_start_from
     )
+
+
+def hook_of(kind=SessionRunHook, **methods):
+    """A hook, or a listener of saves, with functions as its methods."""
+    hook = kind()
+    for name, function in methods.items():
+        setattr(hook, name, function)
+    return hook
 
 
 def scalars_in(directory):

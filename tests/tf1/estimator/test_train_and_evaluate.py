@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.ipu_session_run_hooks import CheckpointSaverListener, SessionRunHook
+from ipu_pipeline.ipu_session_run_hooks import CheckpointSaverListener
 from ipu_pipeline.tf1.estimator import training
 from tests.support.estimating import (
     assert_same_variables,
     finite_input_fn,
     finite_of,
+    hook_of,
     input_fn,
     make_small,
 )
@@ -47,21 +48,14 @@ class Saves(CheckpointSaverListener):
         self.calls.append(("end", global_step))
 
 
-class Evaluations(SessionRunHook):
-    def __init__(self):
-        self.steps = []
-
-    def before_run(self, run_context):
-        self.steps.append(run_context.global_step)
-
-
 def evaluated_steps(estimator, folder="eval"):
     lines = pathlib.Path(estimator.model_dir, folder, "metrics.jsonl").read_text().splitlines()
     return sorted({json.loads(line)["step"] for line in lines})
 
 
 def test_every_checkpoint_is_evaluated_and_training_is_the_same(trained, tmp_path):
-    listener, hook = Saves(), Evaluations()
+    listener, steps = Saves(), []
+    hook = hook_of(before_run=lambda run_context: steps.append(run_context.global_step))
     estimator = make_small(tmp_path, save_checkpoints_steps=12)
     result, exported = ipu.train_and_evaluate(
         estimator,
@@ -70,7 +64,7 @@ def test_every_checkpoint_is_evaluated_and_training_is_the_same(trained, tmp_pat
     )
     assert exported == []
     assert evaluated_steps(estimator, "eval_test") == [12, 24, 32]
-    assert hook.steps == [12, 24, 32]
+    assert steps == [12, 24, 32]
     assert result == estimator.evaluate(finite_of(5))
     assert_same_variables(estimator, trained)
     saves = [(("before", step), ("after", step, step // 4)) for step in (12, 24, 32)]
@@ -89,15 +83,12 @@ def test_evaluations_that_are_throttled(tmp_path):
 
 def test_data_that_end(tmp_path):
     estimator = make_small(tmp_path)
-    result, _exported = ipu.train_and_evaluate(
-        estimator, ipu.TrainSpec(finite_of(14), 80), ipu.EvalSpec(finite_of(5), None)
-    )
+    spec = ipu.EvalSpec(finite_of(5), None)
+    result, _exported = ipu.train_and_evaluate(estimator, ipu.TrainSpec(finite_of(14), 80), spec)
     assert result["global_step"] == 12
     estimator = make_small(tmp_path / "none")
     with pytest.warns(UserWarning, match="train: nothing was trained.*ended after 3.*Give more of them"):
-        found = ipu.train_and_evaluate(
-            estimator, ipu.TrainSpec(finite_of(3), 80), ipu.EvalSpec(finite_of(5), None)
-        )
+        found = ipu.train_and_evaluate(estimator, ipu.TrainSpec(finite_of(3), 80), spec)
     assert found == (None, [])
     assert estimator.latest_checkpoint() is None
 
@@ -110,30 +101,15 @@ def test_a_listener_ends_training(tmp_path):
     assert listener.calls[-2:] == [("after", 8, 2), ("end", 8)]
 
 
-class Interrupting(CheckpointSaverListener):
-    def after_save(self, session, global_step):
-        del session, global_step
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Failing(CheckpointSaverListener):
-    def after_save(self, session, global_step):
-        del session
-        raise ArithmeticError(f"at step {global_step}")
-
-
 def test_a_signal_that_comes_to_another_process_in_the_last_run(tmp_path, monkeypatch):
     """Training has come to its end, but that process ends, and the others with it."""
-    done = []
-
-    class Last(SessionRunHook):
-        def after_run(self, run_context, _values):
-            done.extend([run_context.global_step] * (run_context.global_step >= 16))
-
-    monkeypatch.setattr(training, "largest", lambda number, _what: signal.SIGTERM if done else number)
+    steps = [0]
+    last = hook_of(after_run=lambda run_context, _values: steps.append(run_context.global_step))
+    largest = lambda number, _what: signal.SIGTERM if steps[-1] >= 16 else number  # noqa: E731
+    monkeypatch.setattr(training, "largest", largest)
     estimator = make_small(tmp_path)
     with pytest.raises(SystemExit) as end:
-        estimator.train(input_fn, hooks=[Last()], max_steps=16)
+        estimator.train(input_fn, hooks=[last], max_steps=16)
     assert end.value.code == 128 + signal.SIGTERM
     assert estimator.get_variable_value("global_step") == 16
 
@@ -141,20 +117,23 @@ def test_a_signal_that_comes_to_another_process_in_the_last_run(tmp_path, monkey
 def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
     """Interrupted training is saved; then a listener fails, and then an evaluation."""
     estimator, spec = make_small(tmp_path, save_checkpoints_steps=8), ipu.EvalSpec(finite_of(5), None)
+
+    def interrupt(_session, _global_step):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fail(_session, global_step):
+        raise ArithmeticError(f"at step {global_step}")
+
+    interrupting, failing = (hook_of(CheckpointSaverListener, after_save=one) for one in (interrupt, fail))
+    train_spec = ipu.TrainSpec(input_fn, 32, saving_listeners=[interrupting])
     with pytest.raises(SystemExit) as end:
-        ipu.train_and_evaluate(
-            estimator, ipu.TrainSpec(input_fn, 32, saving_listeners=[Interrupting()]), spec
-        )
+        ipu.train_and_evaluate(estimator, train_spec, spec)
     assert end.value.code == 128 + signal.SIGTERM
     assert estimator.get_variable_value("global_step") == 8
     with pytest.raises(ArithmeticError, match="at step 16"):
-        estimator.train(input_fn, max_steps=32, saving_listeners=[Failing()])
-
-    def empty():
-        return []
-
+        estimator.train(input_fn, max_steps=32, saving_listeners=[failing])
     with pytest.raises(ValueError, match="empty"):
-        ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 32), ipu.EvalSpec(empty, None))
+        ipu.train_and_evaluate(estimator, ipu.TrainSpec(input_fn, 32), ipu.EvalSpec(list, None))
     assert estimator.get_variable_value("global_step") == 24
     make_small(tmp_path).train(input_fn, max_steps=32)
     assert_same_variables(estimator, trained)
@@ -167,11 +146,7 @@ def test_what_fails_leaves_the_last_checkpoint(trained, tmp_path):
         (lambda: ipu.TrainSpec([1], 8), TypeError, "TrainSpec: input_fn must be a function"),
         (lambda: ipu.TrainSpec(lambda x: x, 8), ValueError, "following not expected args: .'x'."),
         (lambda: ipu.TrainSpec(input_fn, 8, [1]), TypeError, "must be SessionRunHook instances"),
-        (
-            lambda: ipu.TrainSpec(input_fn, 8, None, [Evaluations()]),
-            TypeError,
-            "of CheckpointSaverListener",
-        ),
+        (lambda: ipu.TrainSpec(input_fn, 8, None, [hook_of()]), TypeError, "of CheckpointSaverListener"),
         (lambda: ipu.EvalSpec(input_fn, 0), ValueError, "steps must be an integer above 0, or None; got 0"),
         (
             lambda: ipu.EvalSpec(input_fn, exporters=["best"]),

@@ -22,21 +22,15 @@ def flax_convolution(layer, x, activation=lambda outputs: outputs):
 
 def test_convolutions_equal_flax(rng):
     x, row, normal = numbers(rng, 7, 6, 4), numbers(rng, 9, 4), {"bias_initializer": "normal"}
-    layer_cases.check_all(
-        [
-            flax_convolution(
-                layers.Conv2D(8, (3, 2), (2, 1), "same", activation="tanh", **normal), x, jnp.tanh
-            ),
-            flax_convolution(layers.Conv2D(8, (3, 2), dilation_rate=(1, 2), groups=2, use_bias=False), x),
-            flax_convolution(layers.Conv2D(8, (2, 4), (2, 3), "same", dilation_rate=2, **normal), x),
-            flax_convolution(layers.Conv1D(8, 3, padding="causal", dilation_rate=3, **normal), row),
-            flax_convolution(
-                layers.Conv1D(8, (4,), (3,), "same", groups=2, activation="relu", **normal),
-                row,
-                jax.nn.relu,
-            ),
-        ]
-    )
+    last = layers.Conv1D(8, (4,), (3,), "same", groups=2, activation="relu", **normal)
+    cases = [
+        (layers.Conv2D(8, (3, 2), (2, 1), "same", activation="tanh", **normal), x, jnp.tanh),
+        (layers.Conv2D(8, (3, 2), dilation_rate=(1, 2), groups=2, use_bias=False), x),
+        (layers.Conv2D(8, (2, 4), (2, 3), "same", dilation_rate=2, **normal), x),
+        (layers.Conv1D(8, 3, padding="causal", dilation_rate=3, **normal), row),
+        (last, row, jax.nn.relu),
+    ]
+    layer_cases.check_all([flax_convolution(*case) for case in cases])
 
 
 def depthwise(x, **options):
@@ -62,13 +56,8 @@ def transposed(x, kernel_size, strides, padding):
         ]
 
         def forward(images):
-            return jax.lax.conv_general_dilated(
-                images,
-                variables["kernel"],
-                layer.strides,
-                padding.upper(),
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
+            given, axes = (layer.strides, padding.upper()), ("NHWC", "HWIO", "NHWC")
+            return jax.lax.conv_general_dilated(images, variables["kernel"], *given, dimension_numbers=axes)
 
         outputs, gradient = jax.vjp(forward, jnp.zeros((x.shape[0], *sizes, 3), x.dtype))
         assert outputs.shape == x.shape
@@ -101,38 +90,27 @@ def pooled(x, kind, window, strides, padding):
 def test_pooling_equals_flax(rng):
     """Padding is no part of a mean; also with a window that is larger than the inputs."""
     x = numbers(rng, 7, 6, 3)
+
+    def mean(_variables, x):
+        return jnp.mean(x, (1, 2), keepdims=True)
+
     cases = [
         pooled(x, "max", (3, 2), (1, 1), "same"),
         pooled(x, "average", (2, 3), (1, 2), "same"),
         Case(layers.MaxPooling2D(), x, lambda _variables, x: linen.max_pool(x, (2, 2), (2, 2))),
-        Case(
-            layers.AveragePooling2D(15, padding="Same"),
-            x,
-            lambda _variables, x: jnp.mean(x, (1, 2), keepdims=True),
-        ),
-        Case(
-            layers.MaxPooling2D(15, padding="same"),
-            x,
-            lambda _variables, x: jnp.max(x, (1, 2), keepdims=True),
-        ),
+        Case(layers.AveragePooling2D(15, padding="Same"), x, mean),
+        Case(layers.MaxPooling2D(15, padding="same"), x, lambda _, x: jnp.max(x, (1, 2), keepdims=True)),
         Case(layers.GlobalAveragePooling2D(), x, lambda _variables, x: jnp.mean(x, (1, 2))),
-        Case(
-            layers.GlobalAveragePooling2D(keepdims=True),
-            x,
-            lambda _variables, x: jnp.mean(x, (1, 2), keepdims=True),
-        ),
+        Case(layers.GlobalAveragePooling2D(keepdims=True), x, mean),
     ]
     assert [outputs.shape for outputs in layer_cases.check_all(cases)[-2:]] == [(2, 3), (2, 1, 1, 3)]
 
 
 def test_maxima_of_negative_and_of_equal_values():
     """Padding loses against negative values; the first of equal ones has the gradient."""
-    negative, equal = layer_cases.run_cases(
-        [
-            Case(layers.MaxPooling2D(padding="same"), np.full((1, 3, 3, 1), -2.0, "float32")),
-            Case(layers.MaxPooling2D(), np.ones((1, 2, 2, 1), "float32")),
-        ]
-    )
+    below = Case(layers.MaxPooling2D(padding="same"), np.full((1, 3, 3, 1), -2.0, "float32"))
+    ones = Case(layers.MaxPooling2D(), np.ones((1, 2, 2, 1), "float32"))
+    negative, equal = layer_cases.run_cases([below, ones])
     np.testing.assert_array_equal(negative[0], np.full((1, 2, 2, 1), -2.0))
     weight = layer_cases.loss_weights(equal[0]).item()
     np.testing.assert_array_equal(equal[2]["inputs"][0, :, :, 0], [[weight, 0], [0, 0]])
@@ -142,19 +120,17 @@ def test_half_precision(rng):
     """Convolutions are Flax's; means are summed in float32."""
     module, tolerance = linen.Conv(3, (3, 3), dtype="bfloat16"), layer_cases.tolerance("bfloat16")
     far = (1000 + numbers(rng, 16, 16, 3)).astype("bfloat16")
-    convolution = Case(
-        layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype="bfloat16"),
-        numbers(rng, 7, 6, 4, dtype="bfloat16"),
-        lambda variables, x: module.apply({"params": variables}, x),
-        tolerance,
-    )
-    pooling = Case(
-        layers.AveragePooling2D(16, padding="same"),
-        far,
-        lambda _variables, x: jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(x.dtype),
-        tolerance,
-    )
-    outputs, means = layer_cases.check_all([convolution, pooling])
+    layer = layers.Conv2D(3, 3, padding="same", bias_initializer="normal", dtype="bfloat16")
+
+    def convolution(variables, x):
+        return module.apply({"params": variables}, x)
+
+    def mean(_variables, x):
+        return jnp.mean(x.astype("float32"), (1, 2), keepdims=True).astype(x.dtype)
+
+    near = numbers(rng, 7, 6, 4, dtype="bfloat16")
+    pooling = Case(layers.AveragePooling2D(16, padding="same"), far, mean, tolerance)
+    outputs, means = layer_cases.check_all([Case(layer, near, convolution, tolerance), pooling])
     assert outputs.dtype == means.dtype == jnp.bfloat16
     expected = far.astype("float32").mean((1, 2), keepdims=True).astype(far.dtype)
     models.assert_trees_close(means, expected, 0.0)

@@ -1,7 +1,5 @@
 """`get_global_step()`: weight updates in sessions, micro-batches in estimators, in checkpoints too."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +11,7 @@ from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
 from ipu_pipeline.optimizers import tf1
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from tests.support import front, models
-from tests.support.estimating import make_config, variables_of
+from tests.support.estimating import make_config, scalars_in, variables_of
 from tests.support.front import compile_program
 
 COUNT = 3
@@ -89,16 +87,12 @@ def through_inputs(mode, count):
         del rate
         return OptimizerFunctionOutput(optax.sgd(decayed(step)), loss_of(prediction, y))
 
-    return IPUPipelineEstimatorSpec(
-        mode,
-        [
-            lambda step, rate, x, y: (*first(x, y), step, rate["rate"]),
-            lambda x, y, step, rate: (*second(x, y), step, rate),
-        ],
-        count,
-        optimizer_function=optimize,
-        inputs=[ipu.get_global_step(), {"rate": decayed(ipu.get_global_step()), "one": np.float32(1)}],
-    )
+    stages = [
+        lambda step, rate, x, y: (*first(x, y), step, rate["rate"]),
+        lambda x, y, step, rate: (*second(x, y), step, rate),
+    ]
+    inputs = [ipu.get_global_step(), {"rate": decayed(ipu.get_global_step()), "one": np.float32(1)}]
+    return IPUPipelineEstimatorSpec(mode, stages, count, optimizer_function=optimize, inputs=inputs)
 
 
 class Steps(SessionRunHook):
@@ -122,21 +116,15 @@ class Steps(SessionRunHook):
 
 
 def estimator_of(make_spec, directory, count=COUNT, per_loop=6, **options):
-    return IPUPipelineEstimator(
-        lambda mode: make_spec(mode, count),
-        directory,
-        make_config(2, iterations_per_loop=per_loop, **options),
-    )
+    config = make_config(2, iterations_per_loop=per_loop, **options)
+    return IPUPipelineEstimator(lambda mode: make_spec(mode, count), directory, config)
 
 
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory):
     """The variables before training."""
-    estimator = estimator_of(
-        lambda mode, count: spec_of(mode, count, lambda: optax.sgd(0.0)),
-        tmp_path_factory.mktemp("initial"),
-        per_loop=COUNT,
-    )
+    make_spec = lambda mode, count: spec_of(mode, count, lambda: optax.sgd(0.0))  # noqa: E731
+    estimator = estimator_of(make_spec, tmp_path_factory.mktemp("initial"), per_loop=COUNT)
     return variables_of(estimator.train(dataset, steps=COUNT))
 
 
@@ -213,51 +201,34 @@ def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
     hook = Steps()
     IPUPipelineEstimator(model, tmp_path, config).train(dataset, steps=6, hooks=[hook])
     assert hook.after == [3, 6]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [(line["step"], line["value"]) for line in lines if line["name"] == "step"]
-    assert steps == [(3, 0), (6, 3)]
+    assert [(step, value) for step, name, value in scalars_in(tmp_path) if name == "step"] == [
+        (3, 0),
+        (6, 3),
+    ]
 
 
 # Sessions.
 
 
-class Training:
-    """Sums of the losses of four weight updates, with a rate that decays by weight updates."""
-
-    def __init__(self, name=None, **options):
-        self.infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(dataset())
-        self.outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-
-        def model():
-            rate = decayed(ipu.get_global_step())  # as TensorFlow 1 code has it, before the pipeline
-            return pipeline(
-                [lambda rate, x, y: (rate, *first(x, y)), lambda rate, x, y: (rate, *second(x, y))],
-                COUNT,
-                repeat_count=4,
-                inputs=[rate],
-                infeed_queue=self.infeed,
-                outfeed_queue=self.outfeed,
-                optimizer_function=lambda rate, p, y: OptimizerFunctionOutput(
-                    optax.sgd(rate), loss_of(p, y)
-                ),
-                name=name,
-                **options,
-            )
-
-        self.program = compile_program(model)
-
-    def run(self, session):
-        session.run(self.infeed.initializer)
-        session.run(self.program)
-
-
 def test_a_session_counts_weight_updates(initial, tmp_path):
+    """With a rate that decays by them, computed before the pipeline, as TensorFlow 1 code has it."""
     step = ipu.get_global_step()
-    training = Training(outfeed_loss=True)
+    stages = [lambda rate, *xy: (rate, *first(*xy)), lambda rate, *xy: (rate, *second(*xy))]
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(dataset())
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    options = {"repeat_count": 4, "infeed_queue": infeed, "outfeed_queue": outfeed, "outfeed_loss": True}
+
+    def optimize(rate, prediction, y):
+        return OptimizerFunctionOutput(optax.sgd(rate), loss_of(prediction, y))
+
+    def model():
+        rate = decayed(ipu.get_global_step())
+        return pipeline(stages, COUNT, inputs=[rate], optimizer_function=optimize, **options)
+
     with ipu.Session(seed=7) as session:
         assert session.run(step) == 0
-        training.run(session)
-        assert session.run({"step": step, "losses": training.outfeed.dequeue()})["step"] == 4
+        session.run([infeed.initializer, compile_program(model)])
+        assert session.run({"step": step, "losses": outfeed.dequeue()})["step"] == 4
         rates = [0.1 * 0.5 ** (update / 6) for update in range(4)]
         models.assert_values_close(session.variables, plain_loop(initial, rates))
         path = ipu.Saver().save(session, tmp_path, global_step=step)

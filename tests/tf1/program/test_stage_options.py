@@ -18,6 +18,11 @@ FORWARD = "forward_propagation_stages_poplar_options"
 BACKWARD = "backward_propagation_stages_poplar_options"
 UPDATE = "weight_update_poplar_options"
 PROTO = {"xla_dump_hlo_as_proto": True}
+NONE = PipelineStageOptions()
+
+
+def giving(**options):
+    return PipelineStageOptions(compiler_options=options)
 
 
 def make(mapping=None, trains=True, **options):
@@ -78,14 +83,8 @@ def test_every_program_gets_its_options(tmp_path):
 
 def test_one_program_gets_all(tmp_path):
     """One IPU's has everything."""
-    run(
-        make(
-            [0, 0, 0],
-            forward_options=[{}, dumping(tmp_path, "all"), {}],
-            backward_options=[{}, {"xla_dump_hlo_as_text": True}, {}],
-            update_options=PROTO,
-        )
-    )
+    options = {"forward_options": [{}, dumping(tmp_path, "all"), {}], "update_options": PROTO}
+    run(make([0, 0, 0], backward_options=[{}, {"xla_dump_hlo_as_text": True}, {}], **options))
     assert dumped(tmp_path / "all") == {"block"}
     assert {".txt", ".pb"} <= {path.suffix for path in (tmp_path / "all").iterdir()}
 
@@ -122,8 +121,7 @@ def test_forward_options_in_inference(tmp_path):
 
 
 def test_options_that_contradict_each_other():
-    fast = {"xla_cpu_enable_fast_math": True}
-    slow = {"xla_cpu_enable_fast_math": False}
+    fast, slow = {"xla_cpu_enable_fast_math": True}, {"xla_cpu_enable_fast_math": False}
     make(forward_options=[fast, slow, {}], backward_options=[slow, fast, {}], update_options=fast)
     make(forward_options=[{}, {}, fast], backward_options=[{}, {}, fast])
     text = (
@@ -132,14 +130,10 @@ def test_options_that_contradict_each_other():
     )
     with pytest.raises(ValueError, match=text):
         make(forward_options=[{}, {}, fast], backward_options=[{}, {}, slow])
+    options = {"update_options": slow, "option_names": {"update_options": "weights"}}
     text = r"is True in forward_options\[0\] and False in weights, but all stages are on one IPU"
     with pytest.raises(ValueError, match=text):
-        make(
-            [0, 0, 0],
-            forward_options=[fast, {}, fast],
-            update_options=slow,
-            option_names={"update_options": "weights"},
-        )
+        make([0, 0, 0], forward_options=[fast, {}, fast], **options)
     with pytest.raises(ValueError, match="is 1 in .* and True in "):  # which are not the same to XLA
         make([0, 0, 0], forward_options=[{"xla_x": 1}, {"xla_x": True}, {}])
     with pytest.raises(ValueError, match="forward_options has 4 entries for 3 stages"):
@@ -149,13 +143,8 @@ def test_options_that_contradict_each_other():
 
 
 def test_options_that_xla_refuses_are_found_before_anything_compiles(tmp_path):
-    stages = [
-        PipelineStageOptions(compiler_options={"xla_nonsense": 1, **dumping(tmp_path, "0")}),
-        PipelineStageOptions(compiler_options={"xla_cpu_enable_fast_math": "perhaps"}),
-    ]
-    model = front.Model(
-        **{FORWARD: stages, UPDATE: PipelineStageOptions(compiler_options={"xla_nonsense": 1})}
-    )
+    stages = [giving(xla_nonsense=1, **dumping(tmp_path, "0")), giving(xla_cpu_enable_fast_math="perhaps")]
+    model = front.Model(**{FORWARD: stages, UPDATE: giving(xla_nonsense=1)})
     with front.session_of(model) as session:
         for _time in range(2):
             with pytest.raises(ValueError, match="^XLA refuses compiler options") as caught:
@@ -172,11 +161,8 @@ def test_options_that_xla_refuses_are_found_before_anything_compiles(tmp_path):
 
 
 def test_each_argument_of_the_front_reaches_its_programs(tmp_path):
-    first, second, update = (
-        PipelineStageOptions(compiler_options=dumping(tmp_path, name)) for name in "abc"
-    )
-    none = PipelineStageOptions()
-    model = front.Model(**{FORWARD: [first, none], BACKWARD: [second, none], UPDATE: update})
+    first, second, update = (giving(**dumping(tmp_path, name)) for name in "abc")
+    model = front.Model(**{FORWARD: [first, NONE], BACKWARD: [second, NONE], UPDATE: update})
     with front.session_of(model) as session:
         model.run(session)
     assert dumped(tmp_path / "a") == {"stage0_forward"}
@@ -187,21 +173,17 @@ def test_each_argument_of_the_front_reaches_its_programs(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {FORWARD: PipelineStageOptions()},
-            TypeError,
-            f"{FORWARD} must be a list or a tuple of PipelineSt",
-        ),
+        ({FORWARD: NONE}, TypeError, f"{FORWARD} must be a list or a tuple of PipelineStageOptions"),
         ({BACKWARD: [{}, {}]}, TypeError, f"{BACKWARD} must be a list or a tuple of .*got one with {{}}"),
-        ({FORWARD: [PipelineStageOptions()]}, ValueError, f"{FORWARD} must have one .* 2 stages; it has 1"),
-        ({UPDATE: [PipelineStageOptions()]}, TypeError, f"{UPDATE} to be of type PipelineStageO.*list"),
+        ({FORWARD: [NONE]}, ValueError, f"{FORWARD} must have one .* 2 stages; it has 1"),
+        ({UPDATE: [NONE]}, TypeError, f"{UPDATE} to be of type PipelineStageO.*list"),
         (
-            {UPDATE: PipelineStageOptions(compiler_options={"xla_x": None})},
+            {UPDATE: giving(xla_x=None)},
             TypeError,
             f"{UPDATE}: the compiler option xla_x must be .*; got None",
         ),
         (
-            {FORWARD: [PipelineStageOptions(compiler_options={3: 1}), PipelineStageOptions()]},
+            {FORWARD: [PipelineStageOptions(compiler_options={3: 1}), NONE]},
             TypeError,
             rf"{FORWARD}\[0\]: the names of compiler options are strings; got 3",
         ),
@@ -221,13 +203,11 @@ def test_wrong_fields():
 
 def test_positions_are_graphcore_s():
     options = PipelineStageOptions({"a": 1}, {"b": 2}, {"c": 3})
-    assert options.convolution_options == {"a": 1}
-    assert options.matmul_options == {"b": 2}
-    assert options.slice_options == {"c": 3}
+    found = options.convolution_options, options.matmul_options, options.slice_options
+    assert found == ({"a": 1}, {"b": 2}, {"c": 3})
     assert options.compiler_options is None
-    with pytest.raises(
-        ValueError, match="convolution_options is for Poplar's options.* as compiler_options="
-    ):
+    message = "convolution_options is for Poplar's options.* as compiler_options="
+    with pytest.raises(ValueError, match=message):
         PipelineStageOptions({"xla_cpu_enable_fast_math": False})
 
 
@@ -236,14 +216,10 @@ def test_what_has_no_effect_warns():
     with pytest.warns(UserWarning, match=f"of {FORWARD}, {UPDATE} will have no effect") as caught:
         front.Model(**{FORWARD: [poplar, poplar], UPDATE: poplar})
     assert len(caught) == 1
-    for argument, value in ((BACKWARD, [PipelineStageOptions()] * 2), (UPDATE, PipelineStageOptions())):
-        with pytest.warns(
-            UserWarning, match=f"{argument} will have no effect since .* in inference"
-        ) as caught:
-            front.Model(
-                computational_stages=[front.first_stage, lambda rate, x, labels: (jnp.sum(x), rate)],
-                optimizer_function=None,
-                outfeed_loss=False,
-                **{argument: value},
-            )
+    stages = [front.first_stage, lambda rate, x, labels: (jnp.sum(x), rate)]
+    inferring = {"computational_stages": stages, "optimizer_function": None, "outfeed_loss": False}
+    for argument, value in ((BACKWARD, [NONE] * 2), (UPDATE, NONE)):
+        message = f"{argument} will have no effect since .* in inference"
+        with pytest.warns(UserWarning, match=message) as caught:
+            front.Model(**inferring, **{argument: value})
         assert len(caught) == 1
