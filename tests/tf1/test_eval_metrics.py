@@ -3,15 +3,12 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front
 
 RNG = np.random.default_rng(2)
@@ -91,14 +88,14 @@ def test_weights():
     weights = RNG.uniform(size=(len(SCORES), 1))
     whole = np.broadcast_to(weights, SCORES.shape)
     predicted = SCORES > 0.5
-    found = ipu.metrics.accuracy(LABELS, predicted, weights).value
-    np.testing.assert_allclose(found, np.average(predicted == LABELS, weights=whole))
-    found = ipu.metrics.mean(SCORES, weights).value
-    np.testing.assert_allclose(found, np.average(SCORES, weights=whole))
-    found = ipu.metrics.precision(LABELS, predicted, weights=whole).value
-    np.testing.assert_allclose(found, np.average(LABELS[predicted], weights=whole[predicted]))
-    found = ipu.metrics.recall(LABELS, predicted, weights=2.0).value
-    np.testing.assert_allclose(found, np.mean(predicted[LABELS == 1]))
+    precision = np.average(LABELS[predicted], weights=whole[predicted])
+    for (found, _update), expected in (
+        (ipu.metrics.accuracy(LABELS, predicted, weights), np.average(predicted == LABELS, weights=whole)),
+        (ipu.metrics.mean(SCORES, weights), np.average(SCORES, weights=whole)),
+        (ipu.metrics.precision(LABELS, predicted, weights=whole), precision),
+        (ipu.metrics.recall(LABELS, predicted, weights=2.0), np.mean(predicted[LABELS == 1])),
+    ):
+        np.testing.assert_allclose(found, expected)
     repeated = ipu.metrics.auc(np.repeat(LABELS, 3), np.repeat(SCORES, 3)).value
     np.testing.assert_allclose(ipu.metrics.auc(LABELS, SCORES, 3).value, repeated, rtol=1e-5)
     assert ipu.metrics.precision(LABELS, np.zeros_like(LABELS)).value == 0
@@ -129,20 +126,9 @@ def test_traced():
 
 def model_fn(mode, params):
     def stage(scores, labels):
-        weight = ipu.get_variable("w", [], initializer=1.0)
-        return scores * weight, labels
+        return scores * ipu.get_variable("w", [], initializer=1.0), labels
 
-    def optimize(scores, labels):
-        loss = jnp.mean((scores - labels.astype(jnp.float32)) ** 2)
-        return OptimizerFunctionOutput(ipu.optimizers.CrossReplicaOptimizer(optax.sgd(0.0)), loss)
-
-    return IPUPipelineEstimatorSpec(
-        mode,
-        [stage],
-        gradient_accumulation_count=2,
-        eval_metrics_fn=params["metrics"],
-        optimizer_function=optimize,
-    )
+    return IPUPipelineEstimatorSpec(mode, [stage], 2, eval_metrics_fn=params["metrics"])
 
 
 def make_estimator(directory, metrics=metrics_of, num_replicas=1):
@@ -194,9 +180,8 @@ def test_metrics_that_change(tmp_path):
         kind = ipu.metrics.accuracy if len(calls) == 1 else ipu.metrics.recall
         return {"loss": scores, "metric": kind(labels, scores > 0.5)}
 
-    with pytest.raises(
-        ValueError, match="the same metrics in each call; it returned 'loss', 'metric 1', then"
-    ):
+    message = "the same metrics in each call; it returned 'loss', 'metric 1', then"
+    with pytest.raises(ValueError, match=message):
         make_estimator(tmp_path, renamed).evaluate(dataset())
     calls.clear()
     with pytest.raises(ValueError, match="cannot be added: accuracy and recall"):
