@@ -56,14 +56,11 @@ def test_blocks_of_a_nested_tree_in_the_order_of_the_model():
         logits = apply(p["head"], run_block(p["block_11"], x.astype(jnp.float32)))
         return jnp.mean(logits) + sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
 
-    blocks = {f"block_{number}": make_block() for number in (10, 8, 9)}
     tables = {"wte": {"embedding": np.ones((7, WIDTH), np.float32)}, "wpe": np.ones((3, WIDTH), np.float32)}
-    stages = [
-        engine.Stage(first, {"params": {**blocks, **tables}}),
-        engine.Stage(last, {"head": dense(), "block_11": make_block()}),
-    ]
-    training = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
-    first_layers, last_layers = find_layers(stages, np.zeros((2, 3), np.int32), **training)
+    blocks = {f"block_{number}": make_block() for number in (10, 8, 9)}
+    parameters = [{"params": {**blocks, **tables}}, {"head": dense(), "block_11": make_block()}]
+    options = {"parameters": parameters, "loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    first_layers, last_layers = find_layers([first, last], np.zeros((2, 3), np.int32), **options)
     names = ["wte", "wpe", "block_8", "block_9", "block_10"]
     assert [layer.name for layer in first_layers] == [f"stage0/params/{name}" for name in names]
     assert [layer.num_parameters for layer in first_layers] == [28, 12, 84, 84, 84]
@@ -71,28 +68,32 @@ def test_blocks_of_a_nested_tree_in_the_order_of_the_model():
     assert [layer.name for layer in last_layers] == ["stage1/block_11", "stage1/head"]
 
 
-@pytest.mark.parametrize("others", ["scale", "table", ""])
-def test_a_scan_over_blocks_is_a_layer_for_each(others):
+VECTOR, SQUARE = np.ones(WIDTH, np.float32), np.ones((WIDTH, WIDTH), np.float32)
+BLOCKS = [f"stage0/blocks/{number}" for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({"scale": VECTOR}, [*BLOCKS, "stage0/scale"]),
+        ({"table": engine.Shared("table", VECTOR)}, ["table", *BLOCKS]),
+        ({}, BLOCKS),
+    ],
+    ids=["scale", "table", "blocks alone"],
+)
+def test_a_scan_over_blocks_is_a_layer_for_each(others, expected):
     def run(x, w):
         return jnp.tanh(x @ w["up"]["kernel"]) + x @ w["down"]["kernel"], None
 
     def stage(p, x):
-        if others == "table":
-            x = x + p["table"]
-        x, _none = jax.lax.scan(run, x, p["blocks"])
-        return x * p["scale"] if others == "scale" else x
+        x = x + p["table"] if "table" in p else x
+        x = jax.lax.scan(run, x, p["blocks"])[0]
+        return x * p["scale"] if "scale" in p else x
 
-    kernel = {"kernel": np.ones((3, WIDTH, WIDTH), np.float32)}
-    own = {
-        "scale": {"scale": np.ones(WIDTH, np.float32)},
-        "table": {"table": engine.Shared("table", np.ones(WIDTH, np.float32))},
-        "": {},
-    }
-    parameters = {"blocks": {"up": kernel, "down": kernel}, **own[others]}
-    (layers,) = find_layers([engine.Stage(stage, parameters)], np.ones((2, WIDTH), np.float32))
-    names = [f"stage0/blocks/{number}" for number in range(3)]
-    expected = {"scale": [*names, "stage0/scale"], "table": ["table", *names], "": names}
-    assert [layer.name for layer in layers] == expected[others]
+    kernel = {"kernel": np.stack([SQUARE] * 3)}
+    parameters = {"blocks": {"up": kernel, "down": kernel}, **others}
+    (layers,) = find_layers([stage], np.ones((2, WIDTH), np.float32), parameters=[parameters])
+    assert [layer.name for layer in layers] == expected
     blocks = [layer for layer in layers if "blocks" in layer.name]
     assert {layer.num_parameters for layer in blocks} == {32}
     assert len({layer.operations for layer in blocks}) == 1
@@ -105,15 +106,8 @@ def test_what_cannot_be_told_apart_is_one_layer():
             x = jnp.tanh(x @ p["b"][f"w{number}"])
         return x @ p["c"]["w"] + x @ p["a"]["w"][0]
 
-    def square():
-        return np.ones((WIDTH, WIDTH), np.float32)
-
-    parameters = {
-        "a": {"w": [square(), square()]},
-        "b": {"w0": square(), "w1": square()},
-        "c": {"w": square()},
-    }
-    (layers,) = find_layers([engine.Stage(stage, parameters)], np.ones((2, WIDTH), np.float32))
+    parameters = {"a": {"w": [SQUARE] * 2}, "b": {"w0": SQUARE, "w1": SQUARE}, "c": {"w": SQUARE}}
+    (layers,) = find_layers([stage], np.ones((2, WIDTH), np.float32), parameters=[parameters])
     assert [layer.name for layer in layers] == ["stage0/a, stage0/b", "stage0/c", "stage0/a"]
     assert [layer.num_parameters for layer in layers] == [64, 16, 0]  # the last one only reads again
 

@@ -12,6 +12,8 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine.tracing.specs import initial_value
 from tests.support import front
 
+KEY = jax.random.key(3)
+
 
 def value_of(function):
     """The initial value of the only variable that a stage asks for."""
@@ -35,10 +37,7 @@ ARRAYS = {
     "scalar": (lambda: jnp.float32(2), [2, 2, 2]),
     "list": (lambda: [jnp.float32(1), 2.0, jnp.sqrt(jnp.float32(9))], [1, 2, 3]),
     "jitted": (lambda: jax.jit(jnp.ones, static_argnums=0)(3), [1, 1, 1]),
-    "drawn": (
-        lambda: jax.random.normal(jax.random.key(3), (3,)),
-        jax.random.normal(jax.random.key(3), (3,)),
-    ),
+    "drawn": (lambda: jax.random.normal(KEY, (3,)), jax.random.normal(KEY, (3,))),
 }
 
 
@@ -99,30 +98,22 @@ def test_a_variable_that_another_stage_reads_starts_once():
     np.testing.assert_array_equal(state.variables["a/v"], [0, 1, 2])
 
 
+def differentiated(x):
+    return jax.grad(lambda x: (x * engine.get_variable("v", (3,), initializer=x[0])).sum())(x)
+
+
 @pytest.mark.parametrize(
-    "initializer",
+    ("stage", "message"),
     [
-        lambda x: x[0],
-        lambda x: engine.get_variable("u", (3,)) + jnp.float32(1),
-        lambda x: jax.random.normal(engine.next_rng_key(), (3,)),
-        lambda x: lambda key, shape, dtype: x[0],
+        (lambda x: asking(lambda: x[0])(x), "that depends on what"),
+        (lambda x: asking(lambda: engine.get_variable("u", (3,)) + 1.0)(x), "that depends on what"),
+        (asking(lambda: jax.random.normal(engine.next_rng_key(), (3,))), "that depends on what"),
+        (lambda x: asking(lambda: lambda key, shape, dtype: x[0])(x), "that depends on what"),
+        (differentiated, "depends on what the function that is transformed is given"),
     ],
 )
-def test_what_depends_on_the_inputs(initializer):
-    def stage(x):
-        return x + engine.get_variable("v", (3,), initializer=initializer(x))
-
-    with pytest.raises(
-        ValueError, match="Variable v: its initializer needs a value .*that depends on what"
-    ):
-        value_of(stage)
-
-
-def test_what_depends_on_the_inputs_of_a_transformed_function():
-    def stage(x):
-        return jax.grad(lambda x: (x * engine.get_variable("v", (3,), initializer=x[0])).sum())(x)
-
-    with pytest.raises(ValueError, match="depends on what the function that is transformed is given"):
+def test_what_depends_on_the_inputs(stage, message):
+    with pytest.raises(ValueError, match=f"Variable v: its initializer needs a value .*{message}"):
         value_of(stage)
 
 
@@ -134,11 +125,8 @@ def test_a_computed_value_that_cannot_be_found():
         def __call__(self, *_given):
             return self.value
 
-    def stage(x):
-        return x + engine.get_variable("v", (3,), initializer=Hidden(jnp.zeros(3)))
-
     with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
-        value_of(stage)
+        value_of(asking(lambda: Hidden(jnp.zeros(3))))
     assert "Compute it in the initializer, or outside" in "".join(caught.value.__notes__)
 
 

@@ -22,8 +22,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float32") for name in DRAWN), ("uniform", "bfloat16")],
+    ("name", "dtype"), [*((name, "float32") for name in DRAWN), ("uniform", "bfloat16")]
 )
 def test_values_are_those_of_the_initializer(name, dtype):
     for shape in (3, 3, 4, 8), (150, 200):

@@ -51,12 +51,13 @@ def test_at_the_beginning_and_at_the_end(training, rng):
     assert pipeline.num_ipus == 4
     assert len(outputs.outputs[0]) == 2
     if not training:  # as one stage that does both
-        stages = [
-            lambda *values: {**one(*values), **two(*values)},
-            lambda **values: (loss_a(**values), loss_b(**values)),
-        ]
-        both = engine.Pipeline(stages, num_micro_batches=2)
-        _state, plain = both.step(both.init(jax.random.key(0), step[0]), step)
+
+        def both(x, labels):
+            values = one(x, labels) | two(x, labels)
+            return loss_a(**values), loss_b(**values)
+
+        together = engine.Pipeline([both], num_micro_batches=2)
+        _state, plain = together.step(together.init(jax.random.key(0), step[0]), step)
         models.assert_trees_close(outputs.outputs, plain.outputs)
 
 
@@ -73,14 +74,10 @@ def test_they_run_at_the_same_time():
 
 def test_a_level_waits_for_all_of_the_one_before():
     # Stage 2 is late, so stage 3 cannot start although stage 1 is done.
-    rows = [
-        [Action(F, 0, 0)],
-        [None, Action(F, 1, 0)],
-        [None, None, Action(F, 2, 0)],
-        [None, None, Action(F, 3, 0)],
-    ]
+    forwards = [Action(F, stage, 0) for stage in range(4)]
+    rows = [[forwards[0]], [None, forwards[1]], [None, None, forwards[2]], [None, None, forwards[3]]]
     table = schedules.check(rows, 4, 1, (0, 1, 2, 3), False, (0, 1, 1, 2))
-    assert dict(zip(table.order, table.time_steps, strict=True))[Action(F, 3, 0)] == 4
+    assert dict(zip(table.order, table.time_steps, strict=True))[forwards[3]] == 4
 
 
 def on_one_ipu(num_stages, num_micro_batches, device_mapping, training, levels):
@@ -122,25 +119,26 @@ def test_a_schedule_with_other_turns_on_one_ipu(rng):
 
 
 @pytest.mark.parametrize(
-    ("stages", "mapping", "message"),
+    ("middle", "mapping", "message"),
     [
-        ([first, [left, right], join], [0, 1, 2], "a list of them for parallel stages"),
-        ([first, [left, right], join], [0, [1, 1], 2], "each needs an IPU of its own"),
-        ([first, [], join], None, "a list of parallel stages must have at least one function"),
+        ([left, right], [0, 1, 2], "a list of them for parallel stages"),
+        ([left, right], [0, [1, 1], 2], "each needs an IPU of its own"),
+        ([], None, "a list of parallel stages must have at least one function"),
     ],
 )
-def test_wrong_mappings(stages, mapping, message):
+def test_wrong_mappings(middle, mapping, message):
     with pytest.raises(ValueError, match=message):
-        engine.Pipeline(stages, num_micro_batches=2, device_mapping=mapping)
+        engine.Pipeline([first, middle, join], num_micro_batches=2, device_mapping=mapping)
 
 
 def test_tuples_and_dicts_do_not_mix(rng):
     def named(x, labels):
         return {"b": x}
 
-    pipeline = engine.Pipeline([first, [left, named], join], num_micro_batches=2)
-    with pytest.raises(TypeError, match="Return dicts from all of them, or from none"):
-        pipeline.trace(models.mlp_batches(rng, 1)[0])
-    pipeline = engine.Pipeline([first, [named, named], join], num_micro_batches=2)
-    with pytest.raises(TypeError, match="two of them return a value named 'b'"):
-        pipeline.trace(models.mlp_batches(rng, 1)[0])
+    for middle, message in (
+        ([left, named], "Return dicts from all of them, or from none"),
+        ([named, named], "two of them return a value named 'b'"),
+    ):
+        pipeline = engine.Pipeline([first, middle, join], num_micro_batches=2)
+        with pytest.raises(TypeError, match=message):
+            pipeline.trace(models.mlp_batches(rng, 1)[0])

@@ -78,54 +78,44 @@ def constrained_block(p, x):
 def make(block, size, parameters=None, **options):
     """Two stages of a block, the second one with a loss."""
     rng = np.random.default_rng(1)
+
+    def first(p, x, y):
+        return block(p, x), y
+
+    def last(p, x, y):
+        return jnp.mean((block(p, x) - y) ** 2)
+
     given = {
-        "parameters": [make_parameters(rng), make_parameters(rng)] if parameters is None else parameters,
+        "stages": [first, last],
+        "parameters": parameters or [make_parameters(rng), make_parameters(rng)],
         "num_micro_batches": COUNT,
         "reduction": "mean",
         "tensor_parallel": None if size is None else engine.TensorParallel(size, divide),
         "loss": lambda loss: loss,
         "optimizer": optax.sgd(0.1),
     }
-
-    def first(p, x, y):
-        return block(p, x), y
-
-    def second(p, x, y):
-        return jnp.mean((block(p, x) - y) ** 2)
-
-    return engine.Pipeline([first, second], **{**given, **options})
+    return engine.Pipeline(**{**given, **options})
 
 
 def make_step(num_replicas=1):
     rng = np.random.default_rng(2)
-    shapes = [(3, 4), (3, 4)]
-    return [
-        tuple(rng.normal(size=shape).astype("float32") for shape in shapes)
-        for _micro_batch in range(COUNT * num_replicas)
-    ]
-
-
-def train_plainly(block, parameters, step):
-    """The parameters after a step of plain JAX."""
-
-    def loss(parameters):
-        losses = [jnp.mean((block(parameters[1], block(parameters[0], x)) - y) ** 2) for x, y in step]
-        return sum(losses) / len(losses)
-
-    return jax.tree.map(
-        lambda p, gradient: p - 0.1 * gradient, parameters, jax.jit(jax.grad(loss))(parameters)
-    )
+    return [tuple(rng.normal(size=(2, 3, 4)).astype("float32")) for _ in range(COUNT * num_replicas)]
 
 
 def check(pipeline, block=plain_block, num_replicas=1):
-    """Compares a step with plain JAX, per leaf. Returns the pipeline's state, and the step."""
+    """Compares a step with plain JAX, per leaf. Returns the pipeline's state."""
+
+    def loss(parameters, x, y):
+        return jnp.mean((block(parameters[1], block(parameters[0], x)) - y) ** 2)
+
     step = make_step(num_replicas)
     state = pipeline.init(jax.random.key(0), step[0])
     parameters = jax.tree.map(np.asarray, pipeline.parameters(state))
-    expected = train_plainly(block, parameters, step)
+    groups, sgd = [[pair] for pair in step], optax.sgd(0.1)
+    _losses, expected, _left = models.plain_loop(loss, parameters, groups, len(step), sgd, "MEAN")
     state, _outputs = pipeline.step(state, step)
     models.assert_trees_close(pipeline.parameters(state), expected)
-    return state, step
+    return state
 
 
 @pytest.mark.parametrize(
@@ -133,9 +123,7 @@ def check(pipeline, block=plain_block, num_replicas=1):
     [
         (mapped_block, 2, {}),
         pytest.param(mapped_block, None, {"num_replicas": 2}, marks=pytest.mark.thorough),
-        pytest.param(
-            constrained_block, 2, {"recompute": engine.Recomputation.AUTO}, marks=pytest.mark.thorough
-        ),
+        pytest.param(constrained_block, 2, {"recompute": "auto"}, marks=pytest.mark.thorough),
         pytest.param(
             mapped_block,
             2,
@@ -165,23 +153,16 @@ def test_op_by_op_and_nans():
 
     def block(p, x):
         x = jax.lax.with_sharding_constraint(x @ p["up"], P(None, "model"))
-        return jax.shard_map(lambda x: jax.lax.psum(x, "model"), in_specs=P(None, "model"), out_specs=P())(
-            x
-        )
+        add = jax.shard_map(lambda x: jax.lax.psum(x, "model"), in_specs=P(None, "model"), out_specs=P())
+        return add(x)
 
     def last(p, x, y):
         return jnp.mean(x @ p["up"].T[: x.shape[1]] - y)
 
     step = make_step()
-    pipeline = engine.Pipeline(
-        [lambda p, x, y: (block(p, x), y), last],
-        parameters=[{"up": parameters["up"]} for parameters in map(make_parameters, [RNG, RNG])],
-        num_micro_batches=COUNT,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        tensor_parallel=engine.TensorParallel(2, divide),
-        check_nans=True,
-    )
+    parameters = [{"up": make_parameters(RNG)["up"]} for _stage in range(2)]
+    stages = [lambda p, x, y: (block(p, x), y), last]
+    pipeline = make(None, 2, parameters, stages=stages, check_nans=True, reduction="sum")
     state = pipeline.init(jax.random.key(0), step[0])
     expected, _outputs = pipeline.step(state, step)
     with jax.disable_jit():
@@ -196,12 +177,8 @@ def test_equal_stages_share_a_program(monkeypatch, no_cache):
     """A program with `shard_map` names no devices, so one executable serves equal stages."""
     loaded = []
     monkeypatch.setattr(Compilation, "note_loaded", lambda _self, number: loaded.append(number))
-    rng = np.random.default_rng(1)
-    pipeline = engine.Pipeline(
-        [mapped_block] * 2,
-        parameters=[make_parameters(rng), make_parameters(rng)],
-        num_micro_batches=COUNT,
-    )
+    options = {"stages": [mapped_block] * 2, "loss": None, "optimizer": None, "reduction": "sum"}
+    pipeline = make(None, None, **options)
     step = [np.ones((4096, 4), "float32")] * COUNT  # smaller programs are compiled for each device
     pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
     assert loaded == [1]
@@ -233,8 +210,7 @@ def test_linen():
         with nn.logical_axis_rules(RULES):
             return module.apply(p, x)
 
-    copy = jax.tree.map(jnp.copy, parameters)
-    state, _step = check(make(block, 2, [parameters, copy]), module.apply)
+    state = check(make(block, 2, [parameters, jax.tree.map(jnp.copy, parameters)]), module.apply)
     divided = [value for name, value in state.variables.items() if "up" in name]
     assert [value.addressable_shards[0].data.shape for value in divided] == [(4, 4)] * 2
 
