@@ -45,13 +45,8 @@ def test_structures_and_what_has_no_length():
         for n in (3, 4, 1, 3)
     ]
     batch, _other = Buckets(examples, [4], 2, length_of=lambda example: len(example["ids"]))
-    assert {name: leaf.shape for name, leaf in batch.items()} == {
-        "x": (2, 4, 2),
-        "ids": (2, 4),
-        "label": (2,),
-        "pair": (2, 2),
-        "mask": (2, 4),
-    }
+    expected = {"x": (2, 4, 2), "ids": (2, 4), "label": (2,), "pair": (2, 2), "mask": (2, 4)}
+    assert {name: leaf.shape for name, leaf in batch.items()} == expected
     np.testing.assert_array_equal(batch["label"], [3, 4])
     ids, labels, mask = next(iter(Buckets([(np.arange(2), 7), (np.arange(3), 8)], [4], 2)))
     assert (ids.shape, labels.tolist(), mask.sum()) == ((2, 4), [7, 8], 5)
@@ -67,13 +62,10 @@ def test_long_examples():
 
 
 def test_each_pass_is_the_same_and_functions_make_iterators():
-    buckets = Buckets(lambda: iter(texts(3, 5, 4)), [4, 8], 2)
-    assert shapes(buckets) == shapes(buckets) == [(2, 4), (2, 8)]
-
-
-def test_data_sets_of_grain():
-    data = grain.MapDataset.source(texts(3, 5, 4)).to_iter_dataset()
-    assert shapes(Buckets(data, [4, 8], 2)) == [(2, 4), (2, 8)]
+    of_grain = grain.MapDataset.source(texts(3, 5, 4)).to_iter_dataset()
+    for data in (lambda: iter(texts(3, 5, 4)), of_grain):
+        buckets = Buckets(data, [4, 8], 2)
+        assert shapes(buckets) == shapes(buckets) == [(2, 4), (2, 8)]
 
 
 @pytest.mark.parametrize(

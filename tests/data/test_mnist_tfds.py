@@ -58,11 +58,6 @@ def assert_same(data, expected):
         assert array.tobytes() == wanted.tobytes(), name
 
 
-def test_examples_and_order_are_those_of_the_idx_files(idx_folder, tfds_folder):
-    assert_same(datasets.load_mnist(tfds_folder), datasets.load_mnist(idx_folder))
-    assert sorted(path.name for path in tfds_folder.iterdir()) == ["mnist"]
-
-
 @pytest.mark.thorough
 def test_real_mnist(tmp_path, given_folder):
     if given_folder is None:
@@ -160,9 +155,9 @@ def test_what_cannot_be_read(fault, tfds_folder, monkeypatch):
     damage, message = FAULTS[fault]
     damage(tfds_folder / "mnist" / "3.0.1")
     way_out = (
-        r".*python scripts/prepare_mnist.py --idx-dir FOLDER --data-dir TARGET` writes one that can be read"
+        "python scripts/prepare_mnist.py --idx-dir FOLDER --data-dir TARGET` writes one that can be read"
     )
-    with pytest.raises(ValueError, match=message + way_out) as caught:
+    with pytest.raises(ValueError, match=f"{message}.*{way_out}") as caught:
         datasets.load("auto", str(tfds_folder))
     assert "\n" not in str(caught.value)
     # Where nobody asked for it, it is only said.
@@ -186,9 +181,8 @@ def test_what_is_not_there(tfds_folder, monkeypatch):
 
 
 def test_several_formats(tfds_folder, idx_folder):
-    edit_info(
-        tfds_folder / "mnist" / "3.0.1", fileFormat="tfrecord", alternativeFileFormats=["array_record"]
-    )
+    formats = {"fileFormat": "tfrecord", "alternativeFileFormats": ["array_record"]}
+    edit_info(tfds_folder / "mnist" / "3.0.1", **formats)
     assert_same(datasets.load_mnist(tfds_folder), datasets.load_mnist(idx_folder))
 
 
@@ -266,6 +260,7 @@ def test_script_without_files(tmp_path, monkeypatch, capsys):
 
 
 def test_a_failure_while_writing_leaves_what_was_there(tfds_folder, idx_folder):
+    """Which is the examples of the idx files, in their order."""
     splits = mnist_idx.read(idx_folder)
     images, labels = splits["train"]
     with pytest.raises(ValueError, match="zip"):
@@ -282,13 +277,10 @@ def test_with_a_part_of_the_extra(name, tmp_path, monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(mnist_tfds, "_read_split", without)
-    folder = tmp_path / "read"
-    splits = {
-        split: (np.zeros((2, 28, 28), np.uint8), np.zeros(2, np.uint8)) for split in ("train", "test")
-    }
-    mnist_tfds.write(splits, folder)
+    split = np.zeros((2, 28, 28), np.uint8), np.zeros(2, np.uint8)
+    mnist_tfds.write({"train": split, "test": split}, tmp_path)
     with pytest.raises(ValueError, match=rf"by {name}, which is not installed; .*\[datasets\]"):
-        mnist_tfds.read(folder)
+        mnist_tfds.read(tmp_path)
 
 
 def test_without_the_extra(tmp_path, monkeypatch):
