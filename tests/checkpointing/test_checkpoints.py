@@ -22,10 +22,10 @@ from ipu_pipeline.checkpointing import arrays, checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
-from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, PipelineSchedule
+from ipu_pipeline.pipelining_ops import PipelineSchedule
 from ipu_pipeline.processes import launched
 from tests.checkpointing.written_before.write import as_numbers
-from tests.support.front import compile_pipeline, compile_program, session_of
+from tests.support.front import compile_pipeline, compile_program, minimizing, session_of
 from tests.support.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
 
 
@@ -738,20 +738,12 @@ def test_two_pipelines_on_one_infeed(tmp_path):
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches())
     initializer = infeed.initializer
 
-    def optimize(prediction, y):
-        return OptimizerFunctionOutput(optax.sgd(0.1), loss_of(prediction, y))
+    def stage(x, y):
+        return loss_of(x[:, :3] * ipu.get_variable("w", (3,)), y)
 
-    one, two = (
-        compile_pipeline(
-            make_stages(1),
-            2,
-            infeed_queue=infeed,
-            outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue(),
-            optimizer_function=optimize,
-            name=name,
-        )
-        for name in ("one", "two")
-    )
+    options = {"infeed_queue": infeed, "outfeed_queue": ipu.ipu_outfeed_queue.IPUOutfeedQueue()}
+    options["optimizer_function"] = minimizing(optax.sgd(0.1))
+    one, two = (compile_pipeline([stage], 2, name=name, **options) for name in ("one", "two"))
 
     with ipu.Session() as session:
         for program in (initializer, one, two, two):

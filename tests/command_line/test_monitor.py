@@ -26,7 +26,7 @@ from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.processes import announcing, board, launched
 from ipu_pipeline.processes.job_history import Failure, JobHistory
 from tests.support import front
-from tests.support.programs import begin, run
+from tests.support.programs import begin, run, wait_for
 
 NOBODY = 2**22 + 1  # more than any pid
 
@@ -73,13 +73,6 @@ def put(process, *runs, program="train.py", **more):
 def read_programs(capsys):
     assert main.main(["monitor", "--json"]) == 0
     return json.loads(capsys.readouterr().out)["programs"]
-
-
-def wait_for(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_a_session_runs(announcer, announced, capsys):

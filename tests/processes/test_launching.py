@@ -249,9 +249,8 @@ def test_a_process_that_ends_before_all_have_joined(tmp_path):
     text = 'import os, sys\nif os.environ["IPU_PIPELINE_PROCESS_ID"] == "1":\n    sys.exit("no module x")\n'
     program = tmp_path / "program.py"
     program.write_text(text + BEGIN)
-    command = [sys.executable, *LAUNCH, "-n", "2", program]  # with the default timeout, a minute
-    with Started(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ROOT}) as job:
-        _out, errors = job.communicate(timeout=GUARD)
+    job = begin(*LAUNCH, "-n", "2", program)  # with the default timeout, a minute
+    _out, errors = job.communicate(timeout=GUARD)
     assert job.returncode == 1
     assert "Process 1 ended with status 1: no module x, before all processes had joined" in errors
 
@@ -261,23 +260,19 @@ def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
     """It has come and gone, so that the next one is not alone by the coordinator's count."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys\nimport ipu_pipeline.distributed as distributed\n"
+        "import sys, time\nimport ipu_pipeline.distributed as distributed\n"
         "address, index = sys.argv[1], int(sys.argv[2])\n"
         "try:\n    distributed.initialize(address, 2, index, initialization_timeout=3)\n"
         "except TimeoutError as error:\n    print('late', flush=True)\n"
-        "    sys.exit(str(error)) if index else sys.stdin.read()\n"
+        "    sys.exit(str(error)) if index else time.sleep(1000)\n"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, program, free_address()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with Started([*command, "0"], env=environment, **pipes) as first:
-        assert first.stdout.readline() == "late\n"
-        done = subprocess.run(
-            [*command, "1"], env=environment, capture_output=True, text=True, timeout=GUARD, check=False
-        )
-        first.communicate()
-    assert "the 2 processes of the run did not all come" in done.stderr
-    assert done.returncode == 1
+    address = free_address()
+    first = begin(program, address, 0)  # which ends with the test
+    assert first.stdout.readline() == "late\n"
+    second = begin(program, address, 1)
+    _out, errors = second.communicate(timeout=GUARD)
+    assert "the 2 processes of the run did not all come" in errors
+    assert (second.returncode, first.poll()) == (1, None)
 
 
 def test_what_is_shown(capfdbinary):
@@ -354,28 +349,30 @@ def test_the_coordinators_port_is_nobody_elses():
             pass
 
 
-def test_wrong_arguments_of_the_launcher(capsys, monkeypatch):
-    for given, message in [
-        (["-n", "0", __file__], "-n must be 1 or more; it is 0"),
-        (["-n", "2", "--death-timeout", "1", __file__], "--death-timeout must be 2 or more; it is 1"),
-        (["-n", "2", "--restarts", "-1", __file__], "--restarts must be 0 or more; it is -1"),
-        (["-n", "2", "--grace", "nan", __file__], "--grace must be 0 or more; it is nan"),
-        (["-n", "2", "--memory-every", "0", __file__], "--memory-every must be 1 or more; it is 0"),
-        (
-            ["-n", "2", "--restarts", "1", "--memory-dir", "/nowhere/at/all", __file__],
-            "--memory-dir: nothing can be written to /nowhere/at/all: No such file or directory",
-        ),
-        (["-n", "2", "--standby", __file__], "--standby has an effect with --restarts only"),
-        (["-n", "2"], "the following arguments are required: SCRIPT"),
-        (["-n", "2", "nowhere.py"], "there is no program nowhere.py"),
-    ]:
-        with pytest.raises(SystemExit):
-            main(["launch", *given])
-        assert message in capsys.readouterr().err
-    monkeypatch.setenv("IPU_PIPELINE_DEATH_TIMEOUT", "a minute")
+NO_MEMORY = "nothing can be written to /nowhere/at/all: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-n 0 {}", "-n must be 1 or more; it is 0"),
+        ("--death-timeout 1 {}", "--death-timeout must be 2 or more; it is 1"),
+        ("--restarts -1 {}", "--restarts must be 0 or more; it is -1"),
+        ("--grace nan {}", "--grace must be 0 or more; it is nan"),
+        ("--memory-every 0 {}", "--memory-every must be 1 or more; it is 0"),
+        ("--restarts 1 --memory-dir /nowhere/at/all {}", f"--memory-dir: {NO_MEMORY}"),
+        ("--standby {}", "--standby has an effect with --restarts only"),
+        ("", "the following arguments are required: SCRIPT"),
+        ("nowhere.py", "there is no program nowhere.py"),
+        ("{}", "--death-timeout: invalid float value: 'a minute'"),
+    ],
+)
+def test_wrong_arguments_of_the_launcher(options, message, capsys, monkeypatch):
+    if "minute" in message:
+        monkeypatch.setenv("IPU_PIPELINE_DEATH_TIMEOUT", "a minute")
     with pytest.raises(SystemExit):
-        main(["launch", "-n", "2", __file__])
-    assert "--death-timeout: invalid float value: 'a minute'" in capsys.readouterr().err
+        main(["launch", "-n", "2", *options.format(__file__).split()])
+    assert message in capsys.readouterr().err
 
 
 def test_all_are_started_again_until_there_were_too_many_failures_of_one_cause(tmp_path):

@@ -125,26 +125,24 @@ def train_on_data_that_fail(ends, is_pipeline, index=None):
     def loss_of(x, shift):
         return jnp.mean(x @ ipu.get_variable("a", (3, 5))) ** 2 + shift
 
-    def optimizer():
-        return optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
+    optimizer = optimizers.CrossReplicaOptimizer(optax.sgd(0.1))
 
-    def pipeline():
-        return ipu.pipelining_ops.pipeline(
+    def body(x, shift):
+        loss = loss_of(x, shift)
+        return optimizer.minimize(loss), outfeed.enqueue(loss)
+
+    if is_pipeline:
+        program = front.compile_pipeline(
             [lambda x, shift: (x, shift), loss_of],
             2,
             repeat_count=3,
             infeed_queue=infeed,
             outfeed_queue=outfeed,
-            outfeed_loss=True,
             device_mapping=[0, 0],
-            optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(optimizer(), loss),
+            optimizer_function=front.minimizing(optimizer),
         )
-
-    def body(x, shift):
-        loss = loss_of(x, shift)
-        return optimizer().minimize(loss), outfeed.enqueue(loss)
-
-    program = front.compile_program(pipeline if is_pipeline else lambda: loops.repeat(6, body, [], infeed))
+    else:
+        program = front.compile_program(lambda: loops.repeat(6, body, [], infeed))
     told, initializer = [], infeed.initializer
     with ipu.Session(seed=3) as session:
         session.run(initializer)

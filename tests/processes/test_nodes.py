@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from tests.processes.test_going_on import assert_same, uninterrupted  # noqa: F4
 from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left, free_address
 from tests.support import models
 from tests.support.killing import Job
-from tests.support.programs import Started
+from tests.support.programs import Started, wait_for
 
 SECRET = "a secret of more than 16 characters"  # noqa: S105
 PATIENCE = 300.0  # seconds
@@ -311,20 +310,13 @@ def ask(address):
     return report, orders
 
 
-def await_that(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_reports_and_orders_arrive_as_they_were(meeting):
     leader, address = meeting
     report, orders = ask(address)
     assert orders == leader.exchange(None)
     assert leader.reports[0] == report
     assert leader.reports[-2] == dataclasses.replace(report, has_left=True)
-    await_that(lambda: leader.lost == [report.agent])
+    wait_for(lambda: leader.lost == [report.agent])
 
 
 @pytest.mark.soak
@@ -333,10 +325,10 @@ def test_a_launcher_that_gives_no_reports_is_silent(meeting):
     """It waits for a terminal, for example; its thread does not say for it that all is as before."""
     leader, address = meeting
     remote, report = RemoteLeader(address, SECRET, 0.5), Report(1, 4, OPTIONS)
-    await_that(lambda: remote.exchange(report) is not None)
-    await_that(lambda: leader.lost == [report.agent])
+    wait_for(lambda: remote.exchange(report) is not None)
+    wait_for(lambda: leader.lost == [report.agent])
     before = len(leader.reports)
-    await_that(lambda: remote.exchange(report) and len(leader.reports) > before)
+    wait_for(lambda: remote.exchange(report) and len(leader.reports) > before)
     remote.close(report)
 
 
@@ -423,11 +415,11 @@ def test_a_node_that_cannot_listen(address, why, monkeypatch, capfd):
 class Cluster:
     """Nodes of this machine, each with a launcher and a directory in place of its memory."""
 
-    def __init__(self, tmp_path, *program, num_processes=1, options=()):
+    def __init__(self, tmp_path, *program, options=()):
         self.meet_at = free_address()
         self.tmp_path = tmp_path
         self.program = list(map(str, program))
-        self.options = ["-n", str(num_processes), "--nodes", "2", "--meet-at", self.meet_at, *options]
+        self.options = ["-n", "1", "--nodes", "2", "--meet-at", self.meet_at, *options]
         self.nodes = [self.start(rank) for rank in range(2)]
 
     def start(self, rank, **environment):
@@ -460,40 +452,6 @@ class Cluster:
 
 
 @pytest.mark.soak
-def test_launchers_of_two_nodes_start_again_together(tmp_path):
-    """Processes without JAX. Those of the other node hear what has happened from their launcher."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"""{PLAIN}
-from ipu_pipeline.processes.launched import hear_failures
-print(index, restart, os.environ["IPU_PIPELINE_NUM_PROCESSES"], flush=True)
-if restart == 0 and index == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-if restart == 0:
-    while not hear_failures():
-        time.sleep(0.01)
-    time.sleep(0.5 * (index == 0))  # meanwhile process 1 ends, too
-    sys.exit(f"heard {{hear_failures()}}" + " \u00e4" * 20000)
-time.sleep(0.3)
-sys.exit(9 * (restart == 1 and index == 1))
-"""
-    )
-    options = ("--restarts", "3", "--death-timeout", "2", "--all")
-    cluster = Cluster(tmp_path, program, num_processes=2, options=options)
-    assert cluster.statuses() == [0, 0]
-    first, second = cluster.log(0), cluster.log(1)
-    for log, numbers in ((first, (0, 1)), (second, (2, 3))):
-        for number, restart in itertools.product(numbers, range(3)):
-            assert f"[{number}] {number} {restart} 4\n" in log
-    assert "node 1: process 2 was ended by SIGKILL." in first
-    # And much more: messages are short all the same.
-    assert "[0] heard {2: 'was ended by SIGKILL'}" in first
-    assert "process 1 ended with status 9." in first
-    assert "restart 1 of at most 3 for this cause, in 1 s." in first
-    assert find_left(tmp_path) == []
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("number", "restarts", "statuses"),
     [(signal.SIGINT, 5, [130, 130]), (signal.SIGTERM, 0, [143, 143]), (signal.SIGTERM, 5, [1, 143])],
@@ -512,7 +470,7 @@ sys.exit(1)
     )
     options = ("--restarts", restarts, "--wait", "2", "--death-timeout", "2")
     cluster = Cluster(tmp_path, program, options=list(map(str, options)))
-    await_that(lambda: "ready 0" in cluster.log(0) and "ready 1" in cluster.log(1), 30)
+    wait_for(lambda: "ready 0" in cluster.log(0) and "ready 1" in cluster.log(1), 30)
     cluster.nodes[1].send_signal(number)
     assert cluster.statuses() == statuses
     assert ("node 1 did not come within 2 s (--wait)" in cluster.log(0)) == (statuses[0] == 1)
@@ -553,7 +511,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrup
     job, cluster = train_on_two_nodes(tmp_path, 400, 4, 1, "--wait", "8", "--shrink")
     job.await_runs(8)
     cluster.nodes[1].kill()
-    await_that(lambda: "the job goes on without" in cluster.log(0), 60)
+    wait_for(lambda: "the job goes on without" in cluster.log(0), 60)
     job.await_runs(20)
     cluster.nodes[1] = cluster.start(1)
     assert cluster.statuses(120) == [0, 0]
@@ -570,7 +528,7 @@ def test_a_node_with_a_replica_is_lost_and_comes_again(tmp_path, monkeypatch, un
         job, cluster = train_on_two_nodes(tmp_path, 100, 2, 2, "--wait", "6", "--shrink", "--all")
         job.await_runs(8)
         cluster.nodes[1].kill()
-        await_that(lambda: "so that they take 2 turns in each step" in cluster.log(0), 60)
+        wait_for(lambda: "so that they take 2 turns in each step" in cluster.log(0), 60)
         job.await_runs(20)
         cluster.nodes[1] = cluster.start(1)
         assert cluster.statuses(120) == [0, 0]
@@ -589,7 +547,7 @@ def test_a_node_that_is_preempted_saves_and_is_replaced(tmp_path):
     """SIGTERM comes to the launcher of one node only; all processes stop after the same update."""
     program = ("-m", "tests.support.survivor", tmp_path / "model", 800, "every=1000000")
     cluster = Cluster(tmp_path, *program, options=("--restarts", "1", "--wait", "60", "--all"))
-    await_that(lambda: "] step " in cluster.log(1), 60)
+    wait_for(lambda: "] step " in cluster.log(1), 60)
     cluster.nodes[1].terminate()
     assert cluster.nodes[1].wait(60) == 143
     (saved,) = (tmp_path / "model" / "checkpoints").iterdir()

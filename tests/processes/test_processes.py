@@ -222,32 +222,31 @@ def test_two_processes(tmp_path):
     check(["shared"], [pickle.loads((tmp_path / f"made{number}").read_bytes()) for number in range(2)])
 
 
-IN_SEVERAL = {  # names of cases, numbers of processes and devices
-    "in two": (
-        ["interleaved, offloaded", "scaled", "flattened", "inference", "shared, running mean", "around"],
-        2,
-        4,
-    ),
-    "replicas in two": (["replicas, chunks", "replicas, turns", "replicas, halves, shared out"], 2, 8),
+IN_SEVERAL = {  # numbers of processes and devices -> cases
+    (2, 4): [
+        "interleaved, offloaded",
+        "scaled",
+        "flattened",
+        "inference",
+        "shared, running mean",
+        "around",
+    ],
+    (2, 8): ["replicas, chunks", "replicas, turns", "replicas, halves, shared out"],
     # In some cases one or two of them have no device.
-    "replicas in four": (
-        [f"replicas, {name}" for name in ("normalized", "three IPUs", "inference", "shared")],
-        4,
-        8,
-    ),
+    (4, 8): ["replicas, normalized", "replicas, three IPUs", "replicas, inference", "replicas, shared"],
 }
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("num_processes", "num_devices"),
     [
-        pytest.param("in two", marks=pytest.mark.thorough),
-        pytest.param("replicas in two", marks=pytest.mark.thorough),
-        pytest.param("replicas in four", marks=pytest.mark.soak),
+        pytest.param(2, 4, marks=pytest.mark.thorough),
+        pytest.param(2, 8, marks=pytest.mark.thorough),
+        pytest.param(4, 8, marks=pytest.mark.soak),
     ],
 )
-def test_more_cases_in_several_processes(name):
-    names, num_processes, num_devices = IN_SEVERAL[name]
+def test_more_cases_in_several_processes(num_processes, num_devices):
+    names = IN_SEVERAL[num_processes, num_devices]
     made, _nothing = run(names, num_processes, num_devices)
     check(names, made)
 

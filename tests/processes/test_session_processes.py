@@ -104,7 +104,7 @@ def differ(directory):
     index = jax.process_index()
     front.ipu_config(4).configure_ipu_system()
     count, rate = ipu.placeholder(np.int32, name="count"), ipu.placeholder(np.float32, name="rate")
-    told = {}
+    fed, told = {count: 4, rate: 0.5}, {}
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
     seeds = np.random.default_rng(index)  # as an initializer of somebody's who forgot the seed
 
@@ -142,32 +142,32 @@ def differ(directory):
             told[name] = str(error)
 
     with front.session_of(infeed, seed=3) as session:
-        run = functools.partial(session.run, programs[0])
-        tell("count", lambda: run({count: 4 + index, rate: 0.5}))
-        tell("rate", lambda: run({count: 4, rate: 0.5 + index}))
-        unknown = ipu.placeholder(np.float32, [], name="unknown")
-        tell("unknown", lambda: run({count: 4, rate: 0.5, **({unknown: 1.0} if index else {})}))
-        tell("wrong", lambda: run({count: 4, rate: 0.5, unknown: 1.0}))
-        tell("first", lambda: run({count: 4, rate: 0.5}))
+        run = functools.partial(session.run, programs[0], fed)
+        tell("count", lambda: session.run(programs[0], fed | {count: 4 + index}))
+        tell("rate", lambda: session.run(programs[0], fed | {rate: 0.5 + index}))
+        unknown = {ipu.placeholder(np.float32, [], name="unknown"): 1.0}
+        tell("unknown", lambda: session.run(programs[0], fed | (unknown if index else {})))
+        tell("wrong", lambda: session.run(programs[0], fed | unknown))
+        tell("first", run)
         session.save(f"{directory}/one")
-        run({count: 4, rate: 0.5})
+        run()
         session.save(f"{directory}/two")
         tell("save", lambda: session.save(f"{directory}/own{index}"))
         tell("restore", lambda: session.restore(f"{directory}/{['one', 'two'][index]}"))
         session.load({"w": np.full(12, index, np.float32)})
-        tell("load", lambda: run({count: 4, rate: 0.5}))
-        session.load({"w": np.full(12, 0.5, np.float32)})
-        if index:
-            session.load({"w": np.full(12, 0.5, np.float32)})
-        tell("loads", lambda: run({count: 4, rate: 0.5}))
+        tell("load", run)
+        halves = {"w": np.full(12, 0.5, np.float32)}
+        for _load in range(1 + index):
+            session.load(halves)
+        tell("loads", run)
         if not index:
-            session.load({"w": np.full(12, 0.5, np.float32)})
-        tell("last", lambda: run({count: 4, rate: 0.5}))
+            session.load(halves)
+        tell("last", run)
         found = session.variables["w"]
     with ipu.Session(seed=3) as session:
-        tell("initializer", lambda: session.run([programs[1]], {count: 4, rate: 0.5}))
+        tell("initializer", lambda: session.run(programs[1], fed))
     with ipu.Session(seed=3) as session:
-        tell("failing", lambda: session.run([programs[2]], {count: 4, rate: 0.5}))
+        tell("failing", lambda: session.run(programs[2], fed))
     return told, found
 
 

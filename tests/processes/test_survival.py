@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -203,20 +204,15 @@ def compile_two():
 def test_two_threads_train_on_one_session(num_runs, tmp_path):
     """While a third one reads and saves: all is as if they had trained one after the other."""
     together, apart = compile_two(), compile_two()
-    losses, errors, saved = [[], []], [], []
-    is_done = threading.Event()
-
-    def guarded(function, *arguments):
-        try:
-            function(*arguments)
-        except BaseException as error:
-            errors.append(error)
+    saved, is_done = [], threading.Event()
 
     def work(session, number):
+        losses = []
         for _run in range(num_runs):
-            losses[number] += list(together[number].run(session, 1))
-        while len(saved) < 2 and saver.is_alive():  # a session has no queue: its turn may come late
+            losses += list(together[number].run(session, 1))
+        while len(saved) < 2 and not saving.done():  # a session has no queue: its turn may come late
             time.sleep(0.01)
+        return losses
 
     def read_and_save(session):
         while not is_done.is_set():
@@ -230,15 +226,13 @@ def test_two_threads_train_on_one_session(num_runs, tmp_path):
             for training in both:
                 training.start(one)
             one.run(ipu.global_variables_initializer())
-        threads = [threading.Thread(target=guarded, args=(work, session, number)) for number in (0, 1)]
-        saver = threading.Thread(target=guarded, args=(read_and_save, session))
-        for thread in (*threads, saver):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        is_done.set()
-        saver.join()
-        assert errors == []
+        with ThreadPoolExecutor(3) as threads:
+            saving = threads.submit(read_and_save, session)
+            try:
+                losses = list(threads.map(work, [session] * 2, range(2)))
+            finally:
+                is_done.set()
+            saving.result()
         states = {name: [plain.variables] for name in ("one", "two")}
         for training, name, found in zip(apart, states, losses, strict=True):
             expected = []

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -102,6 +103,13 @@ def begin(
         cwd=folder,
         env={**environment(as_tests), "PYTHONPATH": str(ROOT), **variables},
     )
+
+
+def wait_for(condition, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def end_what_is_left():
