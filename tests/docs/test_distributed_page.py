@@ -1,9 +1,10 @@
 """What the page about several processes says is survived: each row is held by tests."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import pages
+from tests.support.programs import ROOT
+
 MEMORY = "test_memory_is_the_launchers_own_and_goes_with_it"
 LOST = "test_nodes_are_lost_with_their_memory"
 RESIZED = "test_a_job_goes_on_with_fewer_nodes_and_with_more_again"
@@ -49,6 +50,5 @@ def test_every_row_is_held_by_tests():
     found = [next((known for known in ROWS if row.startswith(f"| {known}")), row) for row in rows]
     assert sorted(found) == sorted(ROWS)
     rooms = (ROOT / "tests" / name for name in ("processes", "checkpointing"))
-    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
-    defined = set(re.findall(r"^def (\w+)\(", source, re.MULTILINE))
+    defined = set().union(*(pages.functions_of(path) for room in rooms for path in room.glob("*.py")))
     assert [name for names in ROWS.values() for name in names if name not in defined] == []

@@ -1,14 +1,12 @@
 """docs/pipeline_arguments.md: the arguments of `pipeline` as they are, and tests that there are."""
 
-import ast
-import functools
 import inspect
 import re
-from pathlib import Path
 
 from ipu_pipeline.pipelining_ops import pipeline
+from tests.support import pages
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline_arguments.md").read_text()
 PARAMETERS = inspect.signature(pipeline).parameters
 
@@ -19,19 +17,12 @@ def rows():
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@functools.cache
-def functions_of(path):
-    tree = ast.parse((ROOT / path).read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
 def test_the_arguments_are_those_of_the_signature():
     assert [len(row) for row in rows()] == [5] * len(PARAMETERS)
     assert [row[0] for row in rows()] == [f"`{name}`" for name in PARAMETERS]
 
 
 def test_each_row_has_the_default_and_tests_that_exist():
-    missing = []
     for (name, default, effect, faults, tests), parameter in zip(rows(), PARAMETERS.values(), strict=True):
         if parameter.default is inspect.Parameter.empty:
             assert default == "required", name
@@ -42,5 +33,4 @@ def test_each_row_has_the_default_and_tests_that_exist():
         named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", tests)
         assert ", ".join(f"`{path}::{function}`" for path, function in named) == tests
         assert named, name
-        missing += [one for one in named if one[1] not in functions_of(one[0])]
-    assert missing == []
+        assert [one for one in named if one[1] not in pages.functions_of(ROOT / one[0])] == []

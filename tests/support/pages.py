@@ -116,6 +116,11 @@ def quoted(fence, text):
     return change
 
 
+def functions_of(path):
+    """The names of the functions of a file."""
+    return set(re.findall(r"^def (\w+)\(", path.read_text(), re.MULTILINE))
+
+
 def execute(path, without="\0"):
     """Runs the programs of a page in this process, but those with some text."""
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
