@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import re
 
 import numpy as np
 import torch
@@ -57,7 +58,10 @@ def seeded(make, seed=0):
 
 
 def model_of(forward, **attributes):
-    """A module with a linear layer and that forward; attributes named buffer... become its buffers."""
+    """A module with a linear layer and that forward; attributes named buffer... become its buffers.
+
+    `linear=None` leaves the layer out.
+    """
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -187,6 +191,11 @@ def infer(model, *args, **kwargs):
 def make_model(**arguments):
     """`TwoLayers` of seed 0."""
     return seeded(lambda: TwoLayers(**arguments))
+
+
+def ipus_of(executor):
+    """The IPU of each stage, as the summary says."""
+    return [int(number) for number in re.findall(r"^ *\d+ +(\d+) ", str(executor.summary()), re.M)]
 
 
 def through_file(value, **options):

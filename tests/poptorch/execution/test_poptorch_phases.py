@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import re
 
 import jax
 import pytest
@@ -14,13 +13,7 @@ from ipu_pipeline.engine import watching
 from ipu_pipeline.poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, Stage
 from tests.support import poptorch_front as front
 from tests.support import watchers
-from tests.support.poptorch_front import (
-    TrainedAlike,
-    assert_close,
-    leaves,
-    make_options,
-    seeded,
-)
+from tests.support.poptorch_front import TrainedAlike, assert_close, ipus_of, leaves, make_options, seeded
 
 # Models.
 
@@ -153,17 +146,11 @@ def compare(model, strategy, num_calls=2, counts=(2, 3), **values):
 
 def test_listing_12():
     """The loss is in C, and needs B. In inference they are parallel, and what they make is joined."""
-    strategy = ParallelPhasedExecution(
-        Phase(Stage("A").ipu(0)), Phase(Stage("B").ipu(1), Stage("C").ipu(3))
-    )
+    second = Phase(Stage("B").ipu(1), Stage("C").ipu(3))
+    strategy = ParallelPhasedExecution(Phase(Stage("A").ipu(0)), second)
     training, inference = compare(seeded(Independent), strategy, num_calls=1)
     assert ipus_of(training) == [0, 1, 3]
     assert ipus_of(inference) == [0, 1, 3, 1]
-
-
-def ipus_of(executor):
-    """The IPU of each stage, as the summary says."""
-    return [int(number) for number in re.findall(r"^ *\d+ +(\d+) ", str(executor.summary()), re.M)]
 
 
 class Matrices(torch.nn.Module):
@@ -379,16 +366,11 @@ def test_replicas_with_outputs_of_early_phases():
     compare(seeded(Layers), strategy, counts=(1, 2), replication_factor=2)
 
 
-@pytest.mark.parametrize(
-    ("make", "strategy"),
-    [
-        (Delay, make_strategy("A", "read", "end")),
-        (WritesInput, poptorch.ShardedExecution("A", "B", Stage("end").ipu(0))),
-    ],
-    ids=["phases", "no phases"],
-)
-def test_what_a_buffer_had_before(make, strategy):
-    compare(seeded(make), strategy, counts=(1, 2))
+def test_what_a_buffer_had_before():
+    """In phases and without."""
+    compare(seeded(Delay), make_strategy("A", "read", "end"), counts=(1, 2))
+    strategy = poptorch.ShardedExecution("A", "B", Stage("end").ipu(0))
+    compare(seeded(WritesInput), strategy, counts=(1, 2))
 
 
 def test_a_buffer_that_is_written_at_the_same_time():

@@ -10,9 +10,11 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 from torch._export import utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import exported_program
+from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import markers, thread_views
@@ -85,7 +87,7 @@ def what_it_was_given(self, x):
     y = self.linear(x)
     with torch.no_grad():
         y.float().contiguous()
-        torch.nn.functional.l1_loss(y, x)
+        functional.l1_loss(y, x)
         doubled = 2 * y
     return (y - doubled) ** 2
 
@@ -105,7 +107,7 @@ def in_two_stages(self, x):
     with poptorch.Block("a", ipu_id=0):
         y = self.linear(x)
     with poptorch.Block("b", ipu_id=1):
-        return torch.nn.functional.linear(x, self.tied) * y.tanh()
+        return functional.linear(x, self.tied) * y.tanh()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_inference_mode_has_no_gradient():
         poptorch.trainingModel(model, make_options(), make_sgd(model.parameters()))(x)
     plain.train((x,), 1, 1, lambda loss: loss)
     assert_close(model.state_dict().values(), plain.model.state_dict().values())
-    linear = seeded(lambda: torch.nn.Linear(3, 3))
+    linear = seeded(lambda: nn.Linear(3, 3))
     executor = poptorch.inferenceModel(linear, make_options())
     with torch.inference_mode():
         assert_close([executor(x)], [linear(x)])
@@ -143,9 +145,9 @@ def test_parameters_that_are_not_trained():
 
     def forward(self, x):
         y = self.linear(x)
-        return loss(y), torch.nn.functional.linear(x, self.other).sum()
+        return loss(y), functional.linear(x, self.other).sum()
 
-    model = model_of(forward, other=torch.nn.Parameter(torch.ones(2, 3)))
+    model = model_of(forward, other=nn.Parameter(torch.ones(2, 3)))
     model.linear.bias.requires_grad_(False)
     before = model.linear.bias.clone()
     weight = model.linear.weight.detach().clone()
@@ -221,6 +223,46 @@ def differentiate_with_respect_to_a_leaf(self, x):
     return torch.autograd.grad(self.linear(x).pow(2).sum(), x)[0]
 
 
+def assigning(name, make):
+    """A forward that assigns what is made of the model."""
+
+    def forward(self, x):
+        setattr(self, name, make(self))
+        return self.linear(x)
+
+    return forward
+
+
+def remove_buffer(self, x):
+    del self.buffer
+    return x
+
+
+def assign_data(self, x):
+    self.buffer.data = self.buffer + 1
+    return x + self.buffer
+
+
+def write_in_a_later_stage(self, x):
+    with poptorch.Block("a", ipu_id=0):
+        y = x + self.buffer
+    with poptorch.Block("b", ipu_id=1):
+        self.buffer.copy_(y.mean())
+    return y * 2
+
+
+class Boxed:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+MADE, CALLING = "is made by the model's forward", "when calling the forward method"
+NEW_BUFFER = f"Buffer mask {MADE}. Make it in __init__"
+REASSIGNED = f"Buffer buffer is reassigned within the model {CALLING}"
+REPLACED = f"Parameter weight is removed or replaced {CALLING}"
+OTHER_MODULE = r"(Module|Parameter) linear\S* is removed or replaced"
+ITEM = r"the result\[1\] of the model's forward asks for a value of a tensor"
+BOXED = r"the result\[0\] of the model's forward is an object with tensors"
 CHANGED_CONSTANT = "A tensor of a list or a closure, neither a buffer nor an input, is changed"
 REFUSED = {
     "constant": (change_constant, CHANGED_CONSTANT),
@@ -228,6 +270,16 @@ REFUSED = {
     "if": (lambda self, x: x if x.sum() > 0 else -x, r"test_poptorch_capture.py:\d+.* asks for a value"),
     "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
     "numpy": (lambda self, x: torch.from_numpy(x.numpy()), "asks for a value of a tensor"),
+    "new buffer": (assigning("mask", lambda model: nn.Buffer(x)), NEW_BUFFER),
+    "new module": (assigning("late", lambda model: nn.Linear(3, 3)), f"Module late {MADE}"),
+    "other parameter": (assigning("weight", lambda model: nn.Parameter(model.weight * 2)), REPLACED),
+    "other module": (assigning("linear", lambda model: nn.Linear(3, 3)), OTHER_MODULE),
+    "other buffer": (assigning("buffer", lambda model: model.buffer + 1), REASSIGNED),
+    "no buffer": (remove_buffer, f"Buffer buffer is removed from the model {CALLING}"),
+    "data": (assign_data, r"assigns the `.data` of a tensor"),
+    "item": (lambda self, x: (x, x.sum().item()), ITEM),
+    "written later": (write_in_a_later_stage, "Buffer buffer is read in block a and written in block b"),
+    "object returned": (lambda self, x: (Boxed(x), x), BOXED),
     "leaf": (differentiate_with_respect_to_a_leaf, "takes a tensor out of torch's sight"),
     "half complex": (lambda self, x: x.chalf().abs(), "makes or takes a tensor of torch.complex32"),
     "lowering": (
@@ -240,18 +292,24 @@ REFUSED = {
 
 def test_refusals(capfd):
     for name, (forward, message) in REFUSED.items():
-        model = model_of(forward, buffer=torch.zeros(1), table=[torch.zeros(1)])
-        before = {key: value.clone() for key, value in model.state_dict().items()}
+        weight, table = nn.Parameter(torch.ones(3, 3)), [torch.zeros(1)]
+        model = model_of(forward, buffer=torch.zeros(1), weight=weight, table=table)
+        before = {key: (value, value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
         with pytest.raises(poptorch.Error, match=message):
             poptorch.inferenceModel(model, make_options())(x)
         assert capfd.readouterr().err == "", name
-        for key, value in model.state_dict().items():
-            assert torch.equal(before[key], value), f"{key} is as before {name}"
+        after = model.state_dict(keep_vars=True)
+        assert after.keys() == before.keys()
+        for key, (tensor, value) in before.items():
+            assert after[key] is tensor, f"{key} is as before {name}"
+            assert torch.equal(tensor, value), f"{key} is as before {name}"
     options = make_options(source_location_excludes=["test_poptorch_capture", "poptorch_front"])
     with pytest.raises(poptorch.Error, match="has no lowering: in module Model.\n"):
         poptorch.inferenceModel(model_of(lambda self, x: torch.special.airy_ai(x)), options)(x)
     with pytest.raises(KeyError, match="mine"):  # the user's own
         infer(lambda self, x: {}["mine"], x)
+    with pytest.raises(poptorch.Error, match="is an object with tensors in it, which are not found"):
+        infer(lambda self, box: box.tensor, Boxed(x))
 
 
 def test_buffers_that_share_memory():
@@ -288,12 +346,12 @@ def test_hooks_on_gradients():
         executor(x)
 
 
-class LookedAt(torch.nn.Module):
+class LookedAt(nn.Module):
     """While its forward is captured, another thread does something with what is in it."""
 
     def __init__(self, look):
         super().__init__()
-        self.inner = inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        self.inner = inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         self.thread = threading.Thread(target=lambda: look(inner))
 
     def forward(self, x):
@@ -343,7 +401,7 @@ def test_other_threads_train_a_model_while_it_is_captured():
 
 def test_another_thread_replaces_a_parameter_while_a_model_is_captured():
     def change(inner):
-        inner[0].bias = torch.nn.Parameter(torch.full((3,), 7.0))
+        inner[0].bias = nn.Parameter(torch.full((3,), 7.0))
 
     model = LookedAt(change).eval()
     executor = poptorch.inferenceModel(model, make_options())
@@ -380,13 +438,13 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
 def test_one_thread_at_a_time_has_models_with_a_module_in_common():
     def enter():
         begun.set()
-        with changed_for_this_thread_alone(torch.nn.Sequential(common)):
+        with changed_for_this_thread_alone(nn.Sequential(common)):
             order.append("second")
 
-    common, begun, order = torch.nn.ReLU(), threading.Event(), []
+    common, begun, order = nn.ReLU(), threading.Event(), []
     before = vars(common)["_parameters"]
     thread = threading.Thread(target=enter)
-    with changed_for_this_thread_alone(torch.nn.Sequential(common)):
+    with changed_for_this_thread_alone(nn.Sequential(common)):
         thread.start()
         begun.wait()
         for _time in range(100):
@@ -414,7 +472,7 @@ def test_each_thread_has_the_methods_of_its_own_dictionary():
         "fromkeys": ("ab",),
     }
     for name in sorted(vars(dict).keys() - OF_CLASSES):
-        model, results = torch.nn.Module(), []
+        model, results = nn.Module(), []
         others = vars(model)["_parameters"] = {"a": 1, "b": 2}
         with changed_for_this_thread_alone(model):
             held = vars(model)["_parameters"]
@@ -433,23 +491,23 @@ def test_each_thread_has_the_methods_of_its_own_dictionary():
 
 
 def mse(self, x):
-    return torch.nn.functional.mse_loss(self.linear(x), x)
+    return functional.mse_loss(self.linear(x), x)
 
 
 def two_losses(self, x):
-    return mse(self, x), torch.nn.functional.l1_loss(self.linear(x), x)
+    return mse(self, x), functional.l1_loss(self.linear(x), x)
 
 
-class Wrong(torch.nn.Module):
+class Wrong(nn.Module):
     """Computes a loss and something of it, each on a line of its own."""
 
     def __init__(self, compute):
         super().__init__()
-        self.linear = torch.nn.Linear(3, 3)
+        self.linear = nn.Linear(3, 3)
         self.compute = compute
 
     def forward(self, x):
-        found = torch.nn.functional.mse_loss(self.linear(x), x)
+        found = functional.mse_loss(self.linear(x), x)
         return self.compute(found, self.linear.weight)
 
 
@@ -471,7 +529,7 @@ def test_what_is_computed_from_a_loss_and_returned_is_no_loss():
         assert 0 <= int(line) - compute.__code__.co_firstlineno < 4
         for part in (
             "The model returns a value that is computed from a loss",
-            "found = torch.nn.functional.mse_loss(self.linear(x), x)",
+            "found = functional.mse_loss(self.linear(x), x)",
             "wrap it in poptorch.identity_loss(loss, reduction='mean')",
         ):
             assert part in str(raised.value), part
@@ -479,13 +537,13 @@ def test_what_is_computed_from_a_loss_and_returned_is_no_loss():
 
 def hidden(self, x):
     y = self.linear(x)
-    made = torch.cond(y.sum() > 0, lambda y: torch.nn.functional.mse_loss(y, y + 1), lambda y: y.sum(), [y])
-    return made, torch.nn.functional.l1_loss(y, x)
+    made = torch.cond(y.sum() > 0, lambda y: functional.mse_loss(y, y + 1), lambda y: y.sum(), [y])
+    return made, functional.l1_loss(y, x)
 
 
 def in_a_region(self, x):
     def branch(x):
-        return torch.nn.functional.mse_loss(self.linear(x), x)
+        return functional.mse_loss(self.linear(x), x)
 
     return torch.cond(x.sum() > -100, branch, lambda x: x.sum(), (x,))
 
@@ -500,7 +558,7 @@ def test_losses_that_cannot_be_found():
     for forward, message in [
         (lambda self, x: self.linear(x).sum(), "Couldn't find a loss in graph!"),
         (two_losses, "Multiple independent losses found in graph. Graph must have one final loss"),
-        (lambda self, x: torch.nn.functional.mse_loss(self.linear(x), x, reduction="none"), wide),
+        (lambda self, x: functional.mse_loss(self.linear(x), x, reduction="none"), wide),
         (lambda self, x: (mse(self, x), self.linear(x))[1], "does not return its loss. The loss, mse"),
         (lambda self, x: (2 * mse(self, x)).detach(), "only values that are computed from it without"),
         (lambda self, x: 2 * loss(mse(self, x)), "identity_loss marks, but only what is computed from it"),
@@ -529,7 +587,7 @@ def test_what_is_returned_beside_a_loss():
 
     def forward(self, x):
         found = mse(self, x)
-        metric = torch.nn.functional.l1_loss(self.linear(x).detach(), x)
+        metric = functional.l1_loss(self.linear(x).detach(), x)
         two_losses(self, x)  # which nothing uses
         copies = [found.detach(), found.float(), found * 1.0, 0 + found, found.mean(), found.unsqueeze(0)]
         metrics = [metric, found.detach().exp(), 3 * self.linear(x).sum()]
@@ -571,7 +629,7 @@ def test_a_loss_of_ones_own():
 
 
 def test_structures_of_arguments_and_results():
-    class Model(torch.nn.Module):
+    class Model(nn.Module):
         def forward(self, pair, factor=2, *, scale=None):
             y = pair["a"] * factor + pair["b"][0]
             return {"y": y, "rest": [y if scale is None else y * scale, "text", None], "given": pair["a"]}
@@ -620,18 +678,6 @@ def test_no_tensor_at_all():
     assert executor().shape == (9, 3)
 
 
-def test_a_buffer_that_a_later_stage_writes():
-    def forward(self, x):
-        with poptorch.Block("a", ipu_id=0):
-            y = x + self.buffer
-        with poptorch.Block("b", ipu_id=1):
-            self.buffer.copy_(y.mean())
-        return y * 2
-
-    with pytest.raises(poptorch.Error, match="Buffer buffer is read in block a and written in block b"):
-        infer(forward, x, buffer=torch.zeros(()))
-
-
 def in_autocast(self, x):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         y = self.linear(x)
@@ -652,7 +698,7 @@ def test_regions_without_gradients_within_others():
     # Of a model that is wrapped already, torch would trace what watches the weights with the branches.
     inference = poptorch.inferenceModel(model, make_options())
     assert_close([inference(x)], [model(x).detach()[None]])
-    assert type(model.linear.weight) is not torch.nn.Parameter, "it is watched again"
+    assert type(model.linear.weight) is not nn.Parameter, "it is watched again"
     with pytest.raises(poptorch.Error, match="switches gradients off within a region of torch.autocast"):
         poptorch.trainingModel(model_of(in_autocast), make_options())(x)
     assert infer(in_autocast, x).shape == (1,)
@@ -671,21 +717,8 @@ def test_a_buffer_that_keeps_anothers_old_value():
     assert (model.buffer_old.item(), model.buffer_new.item()) == (2, 3)
 
 
-class Boxed:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-def test_objects_with_tensors_in_them():
-    with pytest.raises(poptorch.Error, match="is an object with tensors in it, which are not found"):
-        infer(lambda self, box: box.tensor, Boxed(x))
-    message = r"the result\[0\] of the model's forward is an object with tensors"
-    with pytest.raises(poptorch.Error, match=message):
-        infer(lambda self, x: (Boxed(x), x), x)
-
-
 def test_any_keyword_arguments_keep_their_order():
-    class Model(torch.nn.Module):
+    class Model(nn.Module):
         def forward(self, x, *, y=None, **others):
             return torch.cat([x, y, *others.values()])
 

@@ -165,14 +165,14 @@ def applied(backward, *forward):
     return lambda self, x: function.apply(self.linear(x), None)
 
 
+SHAPE = r"backward of Wrong returns a gradient of shape \(3,\) for argument 0, whose shape is \(4, 3\)"
+
+
 def test_what_cannot_be_used():
     for forward, message in [
         (applied(lambda ctx, g: g), "backward of Wrong returns 1 gradients; its forward takes 2"),
         (applied(lambda ctx, g: (g, None, g)), "backward of Wrong returns 3 gradients"),
-        (
-            applied(lambda ctx, g: (g[0], None)),
-            r"backward of Wrong returns a gradient of shape \(3,\) for argument 0, whose shape is \(4, 3\)",
-        ),
+        (applied(lambda ctx, g: (g[0], None)), SHAPE),
         (applied(lambda ctx, g: (g * float(g.sum()), None)), "asks for a value of a tensor"),
         (applied(lambda ctx, g: (g, None), dirty), "Wrong is a torch.autograd.Function that changes"),
         (applied(lambda ctx, g: (g, None), lambda ctx, v, o: 3), "forward of Wrong, .* no tensor"),
