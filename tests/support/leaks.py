@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 JOIN_SECONDS = 60
 # The watch ends by itself, a quarter of a minute after the last step that a test began.
 FOR_GOOD = ("tqdm_monitor", "ipu_pipeline step watch")
-CHANGED_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter by torch's export
+# The latter two by torch's export and by tensorboardX, when they are first used.
+CHANGED_BY_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CRC32C_SW_MODE")
 
 
 # Module or class of the package -> what is in it, and the names that nothing but a test would bind again.
