@@ -42,14 +42,24 @@ def test_nothing_takes_turns_where_there_are_enough(fewer):
         assert model.run(session).shape == (COUNT, 2)
 
 
-def test_only_if_the_environment_lets_it():
-    with pytest.raises(RuntimeError, match="16 IPUs are needed"):
-        select(16)
+VIRTUAL = devices.VIRTUAL_VARIABLE
 
 
-def test_not_with_several_groups_of_ipus(fewer):
-    with pytest.raises(RuntimeError, match="12 IPUs are needed"):
-        select([8, 4])
+@pytest.mark.parametrize(
+    ("variables", "number", "error", "message"),
+    [
+        ({}, 16, RuntimeError, "16 IPUs are needed"),
+        ({FEWER_VARIABLE: "1"}, [8, 4], RuntimeError, "12 IPUs are needed"),  # not with several groups
+        ({FEWER_VARIABLE: "yes"}, 4, ValueError, "must be 0 or 1; it is 'yes'"),
+        ({VIRTUAL: "3"}, 16, RuntimeError, f"16 IPUs are needed, .* {VIRTUAL} lets each .* have 3"),
+        ({VIRTUAL: "none"}, 4, ValueError, f"{VIRTUAL} must be a whole number from 1; it is 'none'"),
+    ],
+)
+def test_only_if_the_environment_lets_it(variables, number, error, message, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=message):
+        select(number)
 
 
 def test_ipus_share_devices_where_there_are_too_few_for_one_replica(fewer, tmp_path):
@@ -75,61 +85,30 @@ def test_ipus_share_devices_where_there_are_too_few_for_one_replica(fewer, tmp_p
 
 
 def test_not_in_loops(fewer):
-    data = np.ones([64, 2, 4], np.float32)
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(np.ones([64, 2, 4], np.float32))
 
-    def model():
-        def body(x):
-            loss = (ipu.layers.Dense(1)(x) ** 2).mean()
-            return average(optax.sgd(0.1)).minimize(loss)
+    def body(x):
+        return average(optax.sgd(0.1)).minimize((ipu.layers.Dense(1)(x) ** 2).mean())
 
-        return ipu.loops.repeat(4, body, infeed_queue=infeed)
-
-    program = front.compile_program(model)
+    program = front.compile_program(lambda: ipu.loops.repeat(4, body, infeed_queue=infeed))
     select(16)
     with ipu.Session() as session:
         session.run(infeed.initializer)
-        with pytest.raises(
-            ValueError, match="The 16 replicas of a loop cannot take turns.* needs 16 devices"
-        ):
+        message = "The 16 replicas of a loop cannot take turns.* needs 16 devices"
+        with pytest.raises(ValueError, match=message):
             session.run(program)
-
-
-def test_the_most_virtual_devices_of_a_process(monkeypatch):
-    monkeypatch.setenv(devices.VIRTUAL_VARIABLE, "3")
-    with pytest.raises(
-        RuntimeError, match="16 IPUs are needed, .* IPU_PIPELINE_VIRTUAL_IPUS lets each .* have 3"
-    ):
-        select(16)
-    monkeypatch.setenv(devices.VIRTUAL_VARIABLE, "none")
-    with pytest.raises(
-        ValueError, match="IPU_PIPELINE_VIRTUAL_IPUS must be a whole number from 1; it is 'none'"
-    ):
-        select(4)
-
-
-def test_a_variable_that_says_neither(monkeypatch):
-    monkeypatch.setenv(FEWER_VARIABLE, "yes")
-    with pytest.raises(ValueError, match="must be 0 or 1; it is 'yes'"):
-        select(4)
 
 
 def test_values_of_each_replica_go_to_it(fewer):
     """A loop with a device for each of eight replicas, and a pipeline in which they take turns."""
-    count = 3
     summed = ipu.ipu_infeed_queue.IPUInfeedQueue(np.arange(64, dtype=np.float32), replication_factor=8)
     fed = ipu.ipu_infeed_queue.IPUInfeedQueue(np.ones([64, 4], np.float32), replication_factor=8)
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    stages = [lambda total, x: (total, x * 2), lambda total, x: total + 0 * x.sum()]
 
     def model():
-        total = ipu.loops.repeat(count, lambda total, x: total + x, [np.float32(0)], infeed_queue=summed)
-        return pipeline(
-            [lambda total, x: (total, x * 2), lambda total, x: total + 0 * x.sum()],
-            gradient_accumulation_count=2,
-            inputs=[total],
-            infeed_queue=fed,
-            outfeed_queue=outfeed,
-        )
+        total = ipu.loops.repeat(3, lambda total, x: total + x, [np.float32(0)], infeed_queue=summed)
+        return pipeline(stages, 2, inputs=[total], infeed_queue=fed, outfeed_queue=outfeed)
 
     program = front.compile_program(model)
     select(16)

@@ -189,24 +189,22 @@ def test_normalization_ops(rng):
 
 def test_moving_statistics_are_never_narrow():
     dtypes = [("bfloat16", "bfloat16"), ("float16", "float32")]
+    statistics = ("moving_mean", "moving_variance")
 
     def stage(x):
         for dtype, param_dtype in dtypes:
-            layer = layers.BatchNormalization(
-                dtype=dtype, param_dtype=param_dtype, momentum=0.999, name=f"norm_{dtype}"
-            )
-            yield jnp.mean(wide(layer(x)))
+            options = {"dtype": dtype, "param_dtype": param_dtype, "momentum": 0.999}
+            yield jnp.mean(wide(layers.BatchNormalization(name=f"norm_{dtype}", **options)(x)))
 
-    pipeline = engine.Pipeline(
-        [lambda x: sum(stage(x))], num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1)
-    )
+    training = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    pipeline = engine.Pipeline([lambda x: sum(stage(x))], num_micro_batches=2, **training)
     x = np.full((4, 2), 1.5, "float32")
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
     for dtype, param_dtype in dtypes:
-        moved = state.variables[f"norm_{dtype}/moving_mean"]
-        assert state.variables[f"norm_{dtype}/gamma"].dtype == param_dtype
-        np.testing.assert_allclose(moved, 1.5 * (1 - 0.999**2), rtol=1e-3)  # in bfloat16 by 2**-9 at most
-        assert moved.dtype == np.float32
+        own = {name: state.variables[f"norm_{dtype}/{name}"] for name in ("gamma", *statistics)}
+        np.testing.assert_allclose(own["moving_mean"], 1.5 * (1 - 0.999**2), rtol=1e-3)  # 2**-9 in bfloat16
+        assert own["gamma"].dtype == param_dtype
+        assert {own[name].dtype.name for name in statistics} == {"float32"}
 
 
 def test_statistics_in_64_bits_beside_variables_in_32():

@@ -76,18 +76,12 @@ differentiate = jax.jit(jax.value_and_grad(plain_loss))
 
 
 def plain(variables, batches, every, is_mean=False, num_replicas=1):
-    """Losses, and variables after updates of as many batches each."""
-    losses, total = [], None
-    for number, batch in enumerate(batches, 1):
-        loss, gradients = differentiate(variables, *batch)
-        losses.append(loss)
-        total = gradients if total is None else jax.tree.map(jnp.add, total, gradients)
-        if number % (every * num_replicas) == 0:
-            rates = dict.fromkeys(variables, RATE / (every if is_mean else 1) / num_replicas)
-            rates["words"] = TABLE_RATE
-            variables = {name: variables[name] - rates[name] * total[name] for name in variables}
-            total = None
-    return np.asarray(losses), variables
+    """Losses, and variables after updates of as many batches each; those of all replicas move the table."""
+    rates = dict.fromkeys(variables, RATE / every if is_mean else RATE)
+    rates["words"] = TABLE_RATE * num_replicas
+    descend = optax.stateless(lambda sums, _variables: {name: -rates[name] * sums[name] for name in sums})
+    groups = list(zip(*[iter(batches)] * num_replicas, strict=True))
+    return models.plain_loop(plain_loss, variables, groups, every, descend)[:2]
 
 
 class Pipelined(front.Pipelined):
