@@ -1,5 +1,6 @@
 """Blocks: which operations are on which IPU."""
 
+import contextlib
 import functools
 
 import pytest
@@ -9,69 +10,52 @@ import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch.graphs.blocks import cut_into_sections
 from ipu_pipeline.poptorch.graphs.capture import capture
 from ipu_pipeline.poptorch.structures import flatten
-from tests.support.poptorch_front import assert_close, make_options
+from tests.support.poptorch_front import assert_close, make_options, model_of
 
 
 def sections(forward, strategy=None, module=None, **options):
     """IPU, blocks and operations of each section of a model with that forward."""
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = module
-
-        def forward(self, x):
-            return forward(self, x)
-
     tensors, structure = flatten(((torch.ones(4),), {}))
-    captured = capture(Model(), tensors, structure)
+    captured = capture(model_of(forward, linear=module), tensors, structure)
     strategy = strategy or poptorch.PipelinedExecution()
     found = cut_into_sections(captured.program.graph, strategy.place, **options)
     return [(s.ipu, s.name, [node.target._schema.name[6:] for node in s.nodes]) for s in found]
 
 
-def test_what_is_before_the_first_block_is_on_ipu_0():
-    def forward(self, x):
-        x = x.sin()
-        with poptorch.Block("a", ipu_id=1):
-            return x.cos()
+def computing(*steps):
+    """A forward that opens a block, if it has a name, for each operation."""
 
-    assert sections(forward) == [(0, "what is before the first block", ["sin"]), (1, "block a", ["cos"])]
+    def forward(_self, x):
+        for name, ipu, operation in steps:
+            with poptorch.Block(name, ipu_id=ipu) if name else contextlib.nullcontext():
+                x = getattr(torch, operation)(x) if operation else x
+        return x
+
+    return forward
+
+
+def test_what_is_before_the_first_block_is_on_ipu_0():
+    found = sections(computing((None, None, "sin"), ("a", 1, "cos")))
+    assert found == [(0, "what is before the first block", ["sin"]), (1, "block a", ["cos"])]
 
 
 def test_blocks_of_one_ipu_that_follow_each_other_are_one_stage():
     """A name again continues its block."""
-
-    def forward(self, x):
-        for name, ipu in (("a", 0), ("b", 0), ("c", 1), ("empty", 2), ("d", 1), ("e", 0)):
-            with poptorch.Block(name, ipu_id=ipu):
-                if name != "empty":
-                    x = x.sin()
-        with poptorch.Block("e"):
-            return x.tan()
-
-    assert sections(forward) == [
-        (0, "block a, block b", ["sin"] * 2),
-        (1, "block c, block d", ["sin"] * 2),
+    steps = [("a", 0, "sin"), ("b", 0, "cos"), ("c", 1, "sin"), ("empty", 2, None), ("d", 1, "cos")]
+    assert sections(computing(*steps, ("e", 0, "sin"), ("e", None, "tan"))) == [
+        (0, "block a, block b", ["sin", "cos"]),
+        (1, "block c, block d", ["sin", "cos"]),
         (0, "block e", ["sin", "tan"]),
     ]
 
 
 def test_stages_of_one_ipu_that_follow_each_other_may_stay_apart():
-    def forward(self, x):
-        x = x.cos()
-        for name in "abcd":
-            with poptorch.Block(name):
-                x = x.sin()
-        return x
-
+    forward = computing((None, None, "cos"), *((name, None, "sin") for name in "abcd"))
     stages = [poptorch.Stage(*names).ipu(ipu) for names, ipu in (("ab", 0), ("c", 1), ("d", 1))]
     found = sections(forward, poptorch.PipelinedExecution(*stages), has_several=True)
-    assert found == [
-        (0, "block a, block b", ["cos", "sin", "sin"]),
-        (1, "block c", ["sin"]),
-        (1, "block d", ["sin"]),
-    ]
+    parts = [(0, "block a, block b", ["cos", "sin", "sin"]), (1, "block c", ["sin"])]
+    assert found == [*parts, (1, "block d", ["sin"])]
 
 
 def test_nested_blocks_and_starts():
@@ -134,7 +118,7 @@ def test_modules_begin_blocks():
         (1, "block on IPU 1", ["sigmoid"]),
         (2, "block last", ["relu"]),
     ]
-    assert sections(lambda self, x: self.inner(x), module=layers) == expected
+    assert sections(lambda self, x: self.linear(x), module=layers) == expected
     with pytest.raises(poptorch.Error, match="module has already been assigned to a block."):
         poptorch.BeginBlock(layers[1], ipu_id=0)
     text = poptorch.module_repr(layers)
@@ -148,42 +132,23 @@ def test_modules_begin_blocks():
     assert repr(poptorch.inferenceModel(layers)) == f"PoplarExecutor({text})"
     poptorch.removeBlocks(layers)
     assert poptorch.module_repr(layers) == repr(layers)
-    assert sections(lambda self, x: self.inner(x), module=layers) == [
-        (0, "what is before the first block", ["tanh", "sigmoid", "relu"])
-    ]
+    every = [(0, "what is before the first block", ["tanh", "sigmoid", "relu"])]
+    assert sections(lambda self, x: self.linear(x), module=layers) == every
     poptorch.BeginBlock(layers[1], ipu_id=0)
 
 
 def test_wrong_blocks():
-    for make, error, message in [
-        (
-            lambda: poptorch.removeBlocks(3),
-            poptorch.Error,
-            "module is not an instance of torch.nn.Module. It is a int",
-        ),
-        (
-            lambda: poptorch.BeginBlock("layer"),
-            poptorch.Error,
-            "module is not an instance of torch.nn.Module or function",
-        ),
-        (
-            lambda: poptorch.Block(0.5),
-            TypeError,
-            "Block: user_id must be a string, an integer or None; got 0.5",
-        ),
-        (
-            lambda: poptorch.BlockFunction(ipu_id="0"),
-            TypeError,
-            "BlockFunction: ipu_id must be an integer or None; got '0'",
-        ),
-        (
-            lambda: poptorch.Block.start(ipu_id=-1),
-            ValueError,
-            "Block.start: ipu_id must be at least 0; got -1",
-        ),
+    no_module, integer = "module is not an instance of torch.nn.Module", "ipu_id must be an integer or None"
+    user_id, start = "user_id must be a string, an integer or None", poptorch.Block.start
+    for make, arguments, error, message in [
+        (poptorch.removeBlocks, {"module": 3}, poptorch.Error, f"{no_module}. It is a int"),
+        (poptorch.BeginBlock, {"layer_to_call": "layer"}, poptorch.Error, f"{no_module} or function"),
+        (poptorch.Block, {"user_id": 0.5}, TypeError, f"Block: {user_id}; got 0.5"),
+        (poptorch.BlockFunction, {"ipu_id": "0"}, TypeError, f"BlockFunction: {integer}; got '0'"),
+        (start, {"ipu_id": -1}, ValueError, "Block.start: ipu_id must be at least 0; got -1"),
     ]:
         with pytest.raises(error, match=message):
-            make()
+            make(**arguments)
 
     def forward(self, x):
         def branch(x):
@@ -192,9 +157,8 @@ def test_wrong_blocks():
 
         return torch.cond(x.sum() > 0, branch, branch, (x,))
 
-    with pytest.raises(
-        poptorch.Error, match=r"(?s)control flow could not be captured: .* no block begins in them"
-    ):
+    message = r"(?s)control flow could not be captured: .* no block begins in them"
+    with pytest.raises(poptorch.Error, match=message):
         sections(forward)
 
 
@@ -206,14 +170,7 @@ def test_on_the_cpu_blocks_do_nothing():
 
 
 def test_a_block_that_goes_back_to_an_earlier_ipu():
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            for name, ipu in (("0", 0), ("1", 1), ("2", 0)):
-                with poptorch.Block(name, ipu_id=ipu):
-                    x = x.sin()
-            return x
-
-    x = torch.linspace(0, 1, 8)
-    executor = poptorch.inferenceModel(Model(), make_options(4))
+    x, forward = torch.linspace(0, 1, 8), computing(("0", 0, "sin"), ("1", 1, "sin"), ("2", 0, "sin"))
+    executor = poptorch.inferenceModel(model_of(forward), make_options(4))
     assert_close([executor(x)], [x.sin().sin().sin()])
     assert "3 stages on 2 IPUs" in str(executor.summary())
