@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.config import IPUConfig, StochasticRoundingBehaviour
 from ipu_pipeline.tf1 import config_categories
+from tests.support import front
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
 
@@ -106,6 +106,8 @@ def test_ipu_model_is_a_boolean_and_a_category():
     config = IPUConfig()
     assert not config.ipu_model
     assert config.ipu_model == False  # noqa: E712  # as scripts may compare it
+    assert not copy.deepcopy(config).ipu_model  # without a warning
+    assert "optimizations." in repr(config.optimizations)
     with pytest.warns(UserWarning, match="ipu_model.tiles_per_ipu has no effect"):
         config.ipu_model.tiles_per_ipu = 4
     assert not config.ipu_model
@@ -170,8 +172,7 @@ def test_the_seed():
     def draw():
         return ipu.get_variable("w", (3,), initializer=jax.nn.initializers.normal())
 
-    with ipu.scopes.ipu_scope("/device:IPU:0"):
-        compiled = ipu.ipu_compiler.compile(draw)
+    compiled = front.compile_program(draw)
 
     def value(session):
         return session.run(compiled)
@@ -207,10 +208,3 @@ def test_kinds_of_values():
     with pytest.warns(UserWarning, match="compilation_poplar_options has no effect"):
         config.compilation_poplar_options = {"a": "b"}
     assert pickle.loads(pickle.dumps(config)).compilation_poplar_options == {"a": "b"}
-
-
-def test_nothing_warns_by_itself():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        copy.deepcopy(IPUConfig())
-        repr(IPUConfig().optimizations)

@@ -13,8 +13,8 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing.writable import check_writable
-from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs, SessionRunHook
-from tests.support.estimating import finite_input_fn, input_fn, make_small, scalars_in
+from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs
+from tests.support.estimating import finite_input_fn, hook_of, input_fn, make_small, scalars_in
 from tests.support.terminals import Screen, shown
 
 
@@ -104,26 +104,22 @@ def test_the_bar_on_a_terminal(is_disabled, tmp_path, monkeypatch):
         assert re.search(r"100%.* 16/16 .* loss \d", bar)
 
 
-class Failing(SessionRunHook):
-    """Ends training as programs do whose loss is not finite."""
+def test_a_state_whose_loss_is_not_finite_is_not_saved(tmp_path, caplog):
+    """Where training ends as programs do whose loss is not finite."""
 
-    def before_run(self, run_context):
-        del run_context
-        return SessionRunArgs("loss")
-
-    def after_run(self, run_context, run_values):
+    def fail(run_context, run_values):
         if not math.isfinite(run_values.results):
             raise FloatingPointError(f"step {run_context.global_step}")
 
+    hook = hook_of(before_run=lambda _run_context: SessionRunArgs("loss"), after_run=fail)
 
-def test_a_state_whose_loss_is_not_finite_is_not_saved(tmp_path, caplog):
     def with_a_nan():
         for number, (x, y) in enumerate(finite_input_fn(40)):
             yield (x * np.float32("nan") if number == 20 else x), y
 
     estimator = make_small(tmp_path, save_checkpoints_steps=8)
     with pytest.raises(FloatingPointError, match="step 24"):
-        estimator.train(lambda: with_a_nan, hooks=[Failing()], steps=40)
+        estimator.train(lambda: with_a_nan, hooks=[hook], steps=40)
     assert estimator.get_variable_value("global_step") == 16
     assert "The state after step 24 is not saved, since the loss is nan." in caplog.text
     assert all(np.isfinite(estimator.get_variable_value(name)).all() for name in ["w"])
