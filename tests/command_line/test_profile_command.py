@@ -11,6 +11,7 @@ import pytest
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.reports.events import EventKind
 from ipu_pipeline.reports.profile import read_profile
+from tests.reports.test_capture import COUNT
 from tests.support.programs import ROOT, environment
 
 SCRIPT = ROOT / "scripts" / "profile.sh"
@@ -126,27 +127,13 @@ def test_a_program_that_calls_the_engine(tmp_path):
     """`ipu-pipeline profile` said that it ran no pipeline or loop."""
     program = tmp_path / "plain.py"
     program.write_text(
-        """
-import jax, jax.numpy as jnp, numpy as np, optax
-from ipu_pipeline import engine, set_num_devices
-
-set_num_devices(2)
-pipeline = engine.Pipeline(
-    [lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.mean((x @ w) ** 2)],
-    parameters=[np.ones((4, 4), np.float32)] * 2,
-    num_micro_batches=4,
-    loss=lambda loss: loss,
-    optimizer=optax.sgd(0.1),
-)
-data = [np.ones((8, 4), np.float32)] * 4
-state = pipeline.init(jax.random.key(0), data[0])
-for _step in range(2):
-    state, outputs = pipeline.step(state, data)
-"""
+        "from ipu_pipeline import set_num_devices\nset_num_devices(2)\n"
+        "from tests.reports.test_capture import make_pipeline, run\n"
+        "run(*make_pipeline((0, 1), num_stages=2))\n"
     )
     done = run(SCRIPT, program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {"report.html", "trace.json"} <= {path.name for path in (tmp_path / "profile_plain").iterdir()}
     profile = read(tmp_path / "profile_plain")
     kinds = Counter(event.kind for event in profile.events)
-    assert (kinds[EventKind.FORWARD], kinds[EventKind.UPDATE]) == (16, 4)
+    assert (kinds[EventKind.FORWARD], kinds[EventKind.UPDATE]) == (2 * COUNT * 2, 4)

@@ -547,7 +547,7 @@ def test_a_node_that_is_preempted_saves_and_is_replaced(tmp_path):
     """SIGTERM comes to the launcher of one node only; all processes stop after the same update."""
     program = ("-m", "tests.support.survivor", tmp_path / "model", 800, "every=1000000")
     cluster = Cluster(tmp_path, *program, options=("--restarts", "1", "--wait", "60", "--all"))
-    wait_for(lambda: "] step " in cluster.log(1), 60)
+    wait_for(lambda: "] step " in cluster.log(1))
     cluster.nodes[1].terminate()
     assert cluster.nodes[1].wait(60) == 143
     (saved,) = (tmp_path / "model" / "checkpoints").iterdir()

@@ -1,6 +1,6 @@
 """A program that trains and may be killed.
 
-python -m tests.support.survivor DIR MAX_STEPS [option=value ...]
+python -m tests.support.survivor DIR MAX_STEPS [every=STEPS] [pause=SECONDS]
 """
 
 import logging
@@ -24,23 +24,17 @@ def main():
     from tests.support.estimating import input_fn, make_estimator
 
     class Progress(SessionRunHook):
-        """Says where training is, and does to the process what the options say."""
+        """Says where training is, and pauses if the options say so."""
 
         def after_create_session(self, _session, _coord):
             print("created", flush=True)
 
         def after_run(self, run_context, _run_values):
-            step = run_context.global_step
-            print("step", step, flush=True)
-            if "pause" in options:
-                time.sleep(float(options["pause"]))
+            print("step", run_context.global_step, flush=True)
+            time.sleep(float(options.get("pause", 0)))
 
-    estimator = make_estimator(
-        directory,
-        save_checkpoints_steps=int(options.get("every", 4)),
-        keep_checkpoint_max=int(options.get("keep", 2)),
-        iterations_per_loop=int(options.get("loop", 8)),
-    )
+    every = int(options.get("every", 4))
+    estimator = make_estimator(directory, save_checkpoints_steps=every, keep_checkpoint_max=2)
     estimator.train(input_fn, hooks=[Progress()], max_steps=int(max_steps))
     print("done", flush=True)
 
