@@ -142,14 +142,6 @@ def test_a_state_that_changes_afterwards_is_kept_as_it_was():
     assert next(DataPass(Stateful(50), data.position(3))) == 3
 
 
-def test_a_data_set_that_ends_before_the_position():
-    data = DataPass([1, 2, 3], Position(5))
-    with pytest.raises(StopIteration):
-        next(data)
-    assert data.is_skipping
-    assert data.count == 3
-
-
 def test_an_infeeds_position_is_what_was_used():
     infeed = IPUInfeedQueue(Sequence(50), prefetch_depth=8)
     assert infeed.position is None

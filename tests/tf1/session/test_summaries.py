@@ -10,7 +10,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
 from tests.engine.tracing.test_metrics import UPDATES, Model, expected
-from tests.support.estimating import input_fn, make_config, model_fn, read_events
+from tests.support.estimating import input_fn, make_config, model_fn
 from tests.support.resumable import MICRO_BATCHES
 
 
@@ -39,14 +39,6 @@ def test_metrics_of_a_session_are_written_and_go_on_after_a_restore(tmp_path):
         with ipu.SummaryWriter(logs, step=session.update_count()) as writer:
             writer.write(4, {"accuracy": np.ones((1, 1))})
     assert [line["step"] for line in lines(logs)][-2:] == [UPDATES, 4]
-
-
-def test_an_event_file_has_the_same(tmp_path):
-    with ipu.SummaryWriter(tmp_path) as writer:
-        writer.write_metrics({"update": [7, 8], "loss": [0.5, 0.25]})
-    (path,) = tmp_path.glob("events*")
-    assert read_events(path) == [(7, "loss", 0.5), (8, "loss", 0.25)]
-    assert [(line["step"], line["name"], line["value"]) for line in lines(tmp_path)] == read_events(path)
 
 
 @pytest.mark.thorough
