@@ -1,9 +1,9 @@
 """A step as a list of actions, and running several steps."""
 
 import contextlib
+import itertools
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -15,26 +15,19 @@ from ipu_pipeline.engine.schedules import ActionKind
 from ipu_pipeline.ground.errors import OutOfRangeError
 from tests.support import beside, models, watchers
 
-NAMES = {
-    steps.feed: "feed",
-    steps.end_phase: "end of a phase",
-    steps.wait: "wait",
-}
+NAMES = {steps.feed: "feed", steps.end_phase: "end of a phase", steps.wait: "wait"}
 
 
-def make(num_stages=2, num_micro_batches=2, **options):
-    return engine.Pipeline(
-        models.mlp_stages(num_stages),
-        num_micro_batches=num_micro_batches,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        **options,
-    )
+def make(stages=2, num_micro_batches=2, **options):
+    """A pipeline of its own stages, or of so many."""
+    stages = models.mlp_stages(stages) if isinstance(stages, int) else stages
+    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), **options}
+    return engine.Pipeline(stages, num_micro_batches=num_micro_batches, **options)
 
 
 def lower(pipeline, num_micro_batches=2):
     """The actions of a step, as text."""
-    pipeline.trace(models.mlp_batches(np.random.default_rng(0), 1)[0])
+    pipeline.trace(models.elements_of(1)[0])
     return [describe(action, chunk) for action, chunk in pipeline.prepare().order(num_micro_batches)]
 
 
@@ -69,15 +62,16 @@ def test_what_a_pipeline_uses_has_actions():
     assert phased == ["feed 0", "F0.0", "send to 1", ended, "F1.0", "send to 0", ended, "B0.0", ended]
 
 
+def last_stage(x, labels):
+    return models.cross_entropy(models.dense("last", 10, x), labels)
+
+
 def test_programs_that_call_python_are_waited_for_before_anything_is_joined():
     def stage(x, labels):
         jax.debug.callback(lambda _value: None, x[0, 0])
-        return models.cross_entropy(models.dense("only", 10, x), labels)
+        return last_stage(x, labels)
 
-    pipeline = engine.Pipeline(
-        [stage], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
-    )
-    assert lower(pipeline, 1)[-2:] == ["wait -1", "reduce 0"]
+    assert lower(make([stage], 1, num_replicas=2), 1)[-2:] == ["wait -1", "reduce 0"]
 
 
 def test_where_rows_are_joined_last(monkeypatch):
@@ -99,17 +93,7 @@ def test_a_row_without_gradients_is_joined_too(is_used):
         weight = engine.get_variable("first", (12, 12))
         return jax.lax.stop_gradient(x @ weight) if is_used else x, labels
 
-    def last(x, labels):
-        return models.cross_entropy(models.dense("last", 10, x), labels)
-
-    pipeline = engine.Pipeline(
-        [first, last],
-        num_micro_batches=1,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        num_replicas=2,
-    )
-    beside.train(pipeline, [models.mlp_batches(np.random.default_rng(0), 2)])
+    beside.train(make([first, last_stage], 1, num_replicas=2), [models.elements_of(2)])
 
 
 class Moves(watchers.Watcher):
@@ -123,16 +107,15 @@ class Moves(watchers.Watcher):
 
 
 def test_what_a_program_of_all_replicas_sends_is_told_of_no_other():
+    def first(x, labels):
+        return models.dense("first", 8, x), labels
+
     def middle(x, labels):
         x = models.dense("middle", 8, x)
         return x - engine.cross_replica_sum(x) / 2, labels
 
-    stages = [lambda x, labels: (models.dense("first", 8, x), labels), middle]
-    stages.append(lambda x, labels: models.cross_entropy(models.dense("last", 10, x), labels))
-    pipeline = engine.Pipeline(
-        stages, num_micro_batches=2, loss=lambda loss: loss, optimizer=optax.sgd(0.1), num_replicas=2
-    )
-    data, moves = models.mlp_batches(np.random.default_rng(0), 4), Moves()
+    pipeline = make([first, middle, last_stage], num_replicas=2)
+    data, moves = models.elements_of(4), Moves()
     state = pipeline.init(jax.random.key(0), data[0])
     with watching.watching(moves):
         pipeline.step(state, data)
@@ -144,15 +127,13 @@ def test_what_a_program_of_all_replicas_sends_is_told_of_no_other():
 
 def run(pipeline, num_updates, **options):
     """What was told, and the state after; of `Pipeline.run` with data that ends after five updates."""
-    data = models.mlp_batches(np.random.default_rng(0), 10)
+    data = models.elements_of(10)
     state = pipeline.init(jax.random.key(0), data[0])
     runner, told = pipeline.prepare(), []
     left = iter(data)
 
     def take(wanted):
-        elements = [
-            runner.place_element(jax.tree.leaves(one)) for _n, one in zip(range(wanted), left, strict=False)
-        ]
+        elements = [runner.place_element(jax.tree.leaves(one)) for one in itertools.islice(left, wanted)]
         if not elements:
             raise OutOfRangeError("The data ended.")
         return elements
@@ -170,8 +151,7 @@ def test_steps_are_run_one_after_another():
     told, state = run(make(), 4)
     assert sum(count for count, _updates in told) == 4
     assert told[-1][1] == 4
-    other = make()
-    data = models.mlp_batches(np.random.default_rng(0), 10)
+    other, data = make(), models.elements_of(8)
     expected = other.init(jax.random.key(0), data[0])
     for first in range(0, 8, 2):
         expected, _outputs = other.step(expected, data[first : first + 2])
@@ -186,10 +166,8 @@ def test_steps_are_stopped_between_two():
         yield
         entered.append(None)
 
-    told, _state = run(
-        make(), 4, one_by_one=True, should_stop=lambda: len(entered) == 2, replacing=replacing
-    )
-    assert told == [(1, 1), (1, 2)]
+    options = {"should_stop": lambda: len(entered) == 2, "replacing": replacing}
+    assert run(make(), 4, one_by_one=True, **options)[0] == [(1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("one_by_one", [True, pytest.param(False, marks=pytest.mark.thorough)])

@@ -77,8 +77,7 @@ def _bytes_by_device():
 
 def make_stage(index, num_stages):
     def stage(x, target):
-        with engine.variable_scope(f"stage{index}"):
-            x = jnp.tanh(x @ engine.get_variable("kernel", (x.shape[-1], WIDTH)))
+        x = jnp.tanh(x @ engine.get_variable(f"kernel{index}", (x.shape[-1], WIDTH)))
         return jnp.mean((x - target[:, None]) ** 2) if index == num_stages - 1 else (x, target)
 
     return stage
@@ -137,29 +136,31 @@ def rarely(*values):
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-SERIAL, GROUPED, PARALLEL = (0, 0, 0, 0), (0, 0, 0, 0), (0, 1, 0, 1)
+def phases_of(num_ahead, **fields):
+    """Phases of a stage each, unless told otherwise."""
+    return engine.ExecutionPhases(**{"of_levels": range(4), "num_ahead": num_ahead, **fields})
+
+
+SERIAL, PARALLEL = (0, 0, 0, 0), (0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("mapping", "phases", "offload", "most"),
     [
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ALL, 1.02),
-        (SERIAL[:3], {"of_levels": range(3), "num_ahead": 1}, ALL, 1.02),
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 2}, ALL, 1.1),
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0, "keeps_values": False}, ALL, 1.02),
-        rarely(GROUPED, {"of_levels": (0, 0, 1, 1), "num_ahead": 0}, ALL, 1.02),
-        rarely(GROUPED, {"of_levels": (0, 0, 1, 1), "num_ahead": 0, "shares_last": False}, ALL, 1.02),
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["weights"], 1.02),
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["weight_update_variables"], 1.02),
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["gradient_accumulation_buffers"], 1.02),
-        rarely(SERIAL, {"of_levels": range(4), "num_ahead": 0}, ["activations"], 1.02),
-        rarely(PARALLEL, {"of_levels": range(4), "num_ahead": 1}, ALL, 1.15),
+        rarely(SERIAL, phases_of(0), ALL, 1.02),
+        (SERIAL[:3], phases_of(1, of_levels=range(3)), ALL, 1.02),
+        rarely(SERIAL, phases_of(2), ALL, 1.1),
+        rarely(SERIAL, phases_of(0, keeps_values=False), ALL, 1.02),
+        rarely(SERIAL, phases_of(0, of_levels=(0, 0, 1, 1)), ALL, 1.02),
+        rarely(SERIAL, phases_of(0, of_levels=(0, 0, 1, 1), shares_last=False), ALL, 1.02),
+        *(rarely(SERIAL, phases_of(0), [kind], 1.02) for kind in ALL),
+        rarely(PARALLEL, phases_of(1), ALL, 1.15),
     ],
     ids=str,
 )
 def test_the_plan_has_what_is_there_at_most(mapping, phases, offload, most, monkeypatch):
     """At least what is measured, but for scalars and what is collected; and not much more."""
-    pipeline = make(mapping, engine.ExecutionPhases(**phases), offload)
+    pipeline = make(mapping, phases, offload)
     for planned, measured in compare(pipeline, monkeypatch).values():
         assert 0.98 * measured <= planned <= most * measured
 
@@ -169,28 +170,26 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("options", "offload", "num_replicas"),
+    "options",
     [
-        ({"donate": False}, ALL, 1),
-        ({"optimizer": CLIPPED}, ALL, 1),  # all gradients are needed twice, and stay between
-        ({"num_replicas": 2}, ALL, 2),
-        ({"num_replicas": 2, "shard": ["weights"]}, ALL, 2),
-        ({"num_replicas": 2, "shard": ["optimizer_state"]}, ALL, 2),
+        {"donate": False},
+        {"optimizer": CLIPPED},  # all gradients are needed twice, and stay between
+        {"num_replicas": 2},
+        {"num_replicas": 2, "shard": ["weights"]},
+        {"num_replicas": 2, "shard": ["optimizer_state"]},
     ],
     ids=["not_donated", "clipped", "replicas", "sharded_weights", "sharded_state"],
 )
-def test_updates_of_other_kinds(options, offload, num_replicas, monkeypatch):
-    phases = engine.ExecutionPhases(of_levels=range(4), num_ahead=0)
-    pipeline = make(SERIAL, phases, offload, **options)
+def test_updates_of_other_kinds(options, monkeypatch):
+    num_replicas = options.get("num_replicas", 1)
+    pipeline = make(SERIAL, phases_of(0), **options)
     for planned, measured in compare(pipeline, monkeypatch, num_replicas).values():
         # Over replicas all gradients are on the devices at once, and as many zeros on their way from there.
         assert 0.98 * measured <= planned <= (1.1 if num_replicas == 1 else 1.4) * measured
 
 
 def test_reports_have_the_fullest_moment_all_the_time():
-    phases = engine.ExecutionPhases(of_levels=range(4), num_ahead=0)
-    pipeline = make(SERIAL, phases)
-    pipeline.trace(make_step(1)[0])
+    pipeline = traced(phases_of(0))
     (plan,) = pipeline.plan_ipu_memory()
     assert plan.num_brought_bytes > 0
     assert plan.num_variable_bytes == plan.num_optimizer_bytes == plan.num_accumulator_bytes == 0
@@ -202,36 +201,29 @@ def test_reports_have_the_fullest_moment_all_the_time():
 
 
 def traced(phases, offload=ALL, **options):
-    pipeline = make(
-        SERIAL, phases and engine.ExecutionPhases(of_levels=range(4), **phases), offload, **options
-    )
+    pipeline = make(SERIAL, phases, offload, **options)
     pipeline.trace(make_step(1)[0])
     return pipeline
 
 
 def test_nothing_is_moved_where_all_stays_on_the_devices():
-    for phases in (None, {"num_ahead": None}):
+    for phases in (None, phases_of(None)):
         pipeline = traced(phases, ())
         assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
     (plan,) = pipeline.plan_ipu_memory()
     assert plan.num_brought_bytes == 0
     assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in pipeline.plan_memory()) > 0
-    (few,), (all_,) = (traced({"num_ahead": ahead}).plan_ipu_memory() for ahead in (0, None))
+    (few,), (all_,) = (traced(phases_of(ahead)).plan_ipu_memory() for ahead in (0, None))
     assert few.num_brought_bytes < all_.num_brought_bytes  # nobody waits, so all of a step may be there
     with pytest.raises(ValueError, match="plan_host_memory goes with one replica.* num_replicas is 2"):
-        traced({"num_ahead": 0}, num_replicas=2).plan_host_memory(engine.LinkSpeed())
+        traced(phases_of(0), num_replicas=2).plan_host_memory(engine.LinkSpeed())
 
 
 @pytest.mark.parametrize(
-    "phases",
-    [
-        {"of_levels": range(4), "num_ahead": 0},
-        {"of_levels": (0, 0, 1, 2), "num_ahead": 1, "keeps_values": False},
-    ],
-    ids=str,
+    "phases", [phases_of(0), phases_of(1, of_levels=(0, 0, 1, 2), keeps_values=False)], ids=str
 )
 def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
-    pipeline = make(SERIAL, engine.ExecutionPhases(**phases))
+    pipeline = make(SERIAL, phases)
     step = make_step()
     state = pipeline.init(jax.random.key(0), step[0])
     state, _outputs = pipeline.step(state, step)
@@ -256,29 +248,11 @@ def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
 @pytest.mark.parametrize("of_levels", [(0, 1, 1), (0, 0, 1)])
 def test_what_each_program_is_brought_and_leaves(of_levels):
     """In the same phase weights are brought once; what a backward reads, its own forward has left."""
-
-    def first(x, y):
-        return jnp.tanh(x @ engine.get_variable("first", (4, WIDTH))), y
-
-    def second(h, y):
-        return jnp.tanh(h @ engine.get_variable("second", (WIDTH, WIDTH))), y
-
-    def last(h, y):
-        return jnp.mean((h @ engine.get_variable("last", (WIDTH,)) - y) ** 2)
-
-    pipeline = engine.Pipeline(
-        [first, second, last],
-        num_micro_batches=2,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.01),
-        schedule="sequential",
-        device_mapping=(0, 0, 0),
-        execution_phases=engine.ExecutionPhases(of_levels=of_levels, num_ahead=0),
-        offload=["weights", "activations"],
-    )
+    options = {"offload": ["weights", "activations"], "optimizer": optax.sgd(0.01)}
+    pipeline = make((0, 0, 0), phases_of(0, of_levels=of_levels), **options)
     pipeline.trace(make_step(1)[0])
     found = pipeline.plan_host_memory(engine.LinkSpeed())
-    weights, hidden = (4 * 4 * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH), 4 * ROWS * WIDTH
+    weights, hidden = (4 * 4 * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH * WIDTH), 4 * ROWS * WIDTH
     assert found.num_bytes_to_forward == weights
     assert found.num_bytes_from_backward == (0, 0, 0)
     kept = found.num_bytes_from_forward

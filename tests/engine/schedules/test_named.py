@@ -8,37 +8,23 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.tf1.program.pipeline_arguments import PipelineSchedule
 
 FOUND = {
-    "Grouped": "grouped",
-    "1f1b": "interleaved",
-    "1F1B": "interleaved",
-    "OneForwardOneBackward": "interleaved",
-    "gpipe": "all_forwards",
-    "GPipe": "all_forwards",
-    "LoopedBFS": "all_forwards",
-    "interleaved_1f1b": "looped",
-    "Interleaved1F1B": "looped",
-    "zero bubble": "zero_bubble",
-    "ZB-H1": "zero_bubble",
-    "ZeroBubbleH2": "zero_bubble_h2",
-    "InterleavedZeroBubble": "looped_zero_bubble",
-    "zbv": "zero_bubble_v",
-    "ZBVZeroBubble": "zero_bubble_v",
-    "v-half": "v_half",
-    "VMIN": "v_min",
-    "DualPipeV": "dual_pipe_v",
-    "ScheduleInterleaved1F1B": "looped",
-    "ScheduleGPipe": "all_forwards",
-    "AFAB": "all_forwards",
-    "F-then-B": "all_forwards",
-    "VPP": "looped",
-    "DAPPLE": "interleaved",
-    "Non-interleaved": "interleaved",
-    "interleaved": "interleaved",
+    "grouped": ["Grouped"],
+    "interleaved": ["1f1b", "1F1B", "OneForwardOneBackward", "DAPPLE", "Non-interleaved", "interleaved"],
+    "all_forwards": ["gpipe", "GPipe", "LoopedBFS", "ScheduleGPipe", "AFAB", "F-then-B"],
+    "looped": ["interleaved_1f1b", "Interleaved1F1B", "ScheduleInterleaved1F1B", "VPP"],
+    "zero_bubble": ["zero bubble", "ZB-H1"],
+    "zero_bubble_h2": ["ZeroBubbleH2"],
+    "looped_zero_bubble": ["InterleavedZeroBubble"],
+    "zero_bubble_v": ["zbv", "ZBVZeroBubble"],
+    "v_half": ["v-half"],
+    "v_min": ["VMIN"],
+    "dual_pipe_v": ["DualPipeV"],
 }
 
 
 def test_names_of_other_libraries():
-    assert {name: schedules.find_schedule(name) for name in FOUND} == FOUND
+    found = {name: [schedules.find_schedule(other) for other in FOUND[name]] for name in FOUND}
+    assert found == {name: [name] * len(others) for name, others in FOUND.items()}
 
 
 def test_a_name_means_one_schedule():

@@ -22,14 +22,8 @@ STAGES_ON_A_RANK = {
 
 def make_stage(rank, num_stages, num_ranks):
     """What PyTorch's schedules ask of a stage before they run."""
-    return types.SimpleNamespace(
-        stage_index=rank,
-        num_stages=num_stages,
-        group_size=num_ranks,
-        group_rank=rank,
-        is_last=False,
-        submod=None,
-    )
+    ranks = {"stage_index": rank, "num_stages": num_stages, "group_size": num_ranks, "group_rank": rank}
+    return types.SimpleNamespace(**ranks, is_last=False, submod=None)
 
 
 def generate(name, num_ranks, num_turns, num_micro_batches):

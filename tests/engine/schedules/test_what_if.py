@@ -17,14 +17,15 @@ from ipu_pipeline.engine.schedules import (
     variants,
     what_if,
 )
+from tests.engine.schedules import test_simulator
 
 
-def scenario(schedule="grouped", count=16, *, of=None, **costs):
-    return Scenario(Costs.of(4, **costs), schedule, count, **(of or {}))
+def scenario(schedule="grouped", count=16, **given):
+    return test_simulator.scenario(4, count, schedule, **given)
 
 
 def test_rows():
-    case = scenario(forward=[1, 1, 2, 1], backward=2, of={"micro_batch_size": 8})
+    case = scenario(forward=[1, 1, 2, 1], backward=2, micro_batch_size=8)
     rows = what_if(case)
     expected = []
     for name in ("grouped", "interleaved", "sequential", "all_forwards", "zero_bubble", "zero_bubble_h2"):
@@ -53,9 +54,8 @@ def test_rows():
 
 
 def test_layers_move_with_what_they_hold():
-    case = scenario(
-        count=8, forward=[1, 1, 3, 1], backward=[2, 2, 6, 2], of={"memory": Memory((10,) * 4, (1, 2, 3, 0))}
-    )
+    memory = Memory((10,) * 4, (1, 2, 3, 0))
+    case = scenario(count=8, forward=[1, 1, 3, 1], backward=[2, 2, 6, 2], memory=memory)
     layers = [
         [Layer("a", 1, 2)],
         [Layer("b", 1, 2)],
@@ -82,7 +82,7 @@ def test_layers_move_with_what_they_hold():
 
 
 def test_stages_on_one_ipu_exchange_nothing():
-    rows = what_if(scenario(forward=1, backward=2, of={"device_mapping": (0, 0, 1, 1)}), counts=[])
+    rows = what_if(scenario(forward=1, backward=2, device_mapping=(0, 0, 1, 1)), counts=[])
     ways = [row.split.removeprefix("10% of a mean stage from ") for row in rows if row.change == "split"]
     assert ways == ["stage 1 to 2", "stage 2 to 1"]
 
@@ -123,7 +123,7 @@ def test_what_has_too_many_actions_is_left_out(monkeypatch):
 
 
 def test_looped_is_simulated_where_stages_go_around_the_ipus():
-    case = scenario(forward=1, backward=2, of={"device_mapping": (0, 1, 0, 1)})
+    case = scenario(forward=1, backward=2, device_mapping=(0, 1, 0, 1))
     assert "looped" in {row.schedule for row in what_if(case)}
 
 
@@ -178,7 +178,7 @@ BLOCKS = [[Layer(f"block_{n}", 1, 2) for n in own] for own in (range(4), [4], [5
 
 
 def test_the_best_split_moves_whole_layers_over_several_stages():
-    case = scenario(forward=[4, 1, 1, 1], backward=[8, 2, 2, 2], of={"layers": BLOCKS})
+    case = scenario(forward=[4, 1, 1, 1], backward=[8, 2, 2, 2], layers=BLOCKS)
     advice = advise(case)
     best = "block_2 and block_3 from stage 0 to 1, and block_4 from stage 1 to 2"
     rows = {row.split: row for row in what_if(case) if row.split}
@@ -208,7 +208,7 @@ def test_the_headline_does_not_contradict_an_even_split():
 
 
 def test_what_shared_cores_do_not_show_is_said_beside_the_gain():
-    case = scenario(count=8, forward=[4, 1, 1, 1], backward=[8, 2, 2, 2], of={"layers": BLOCKS})
+    case = scenario(count=8, forward=[4, 1, 1, 1], backward=[8, 2, 2, 2], layers=BLOCKS)
     alone = advise(case)
     beside = advise(case, shared_cores=1)
     assert beside.variant == alone.variant
