@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support.poptorch_front import assert_same_state, make_options, seeded
+from tests.support.poptorch_front import assert_same_state, make_options, reference, seeded
 
 RIGHT = {
     "rows": [[0], [4]],
@@ -53,14 +53,12 @@ def training():
 
 
 def test_right_indices_train_as_without(training):
-    plain = Model()
-    plain.load_state_dict(training.model.state_dict())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    micro_batches = zip(*(tensor.chunk(2) for tensor in make_inputs()), strict=True)
-    (sum(plain(*inputs) for inputs in micro_batches) / 2).backward()
-    optimizer.step()
+    model = training.model
+    plain = reference(seeded(Model), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    plain.model.load_state_dict(model.state_dict())
+    plain.train(make_inputs(), 1, 2, lambda loss: loss)
     training(*make_inputs())
-    assert_same_state(training.model, plain)
+    assert_same_state(model, plain.model)
 
 
 @pytest.mark.parametrize(
