@@ -216,9 +216,8 @@ def test_wrong_settings():
     for depth in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="integer of at least 1"):
             IPUOutfeedQueue(buffer_depth=depth)
-    with pytest.raises(
-        TypeError, match="must be one of IPUOutfeedMode.ALL, IPUOutfeedMode.LAST; got 'all'"
-    ):
+    message = "must be one of IPUOutfeedMode.ALL, IPUOutfeedMode.LAST; got 'all'"
+    with pytest.raises(TypeError, match=message):
         IPUOutfeedQueue(outfeed_mode="all")
 
 

@@ -108,11 +108,6 @@ def run_cases(cases):
     ]
 
 
-def outputs_and_gradients(layer, x, training=None):
-    """`run_cases` of one layer."""
-    return run_cases([Case(layer, x, training=training)])[0]
-
-
 def check_all(cases):
     """Compares outputs and all gradients with those of references, in one program for all.
 
@@ -143,11 +138,6 @@ def check_all(cases):
             case.tolerance,
         )
     return [one[0] for one in found]
-
-
-def check(*case, **options):
-    """`check_all` of one case."""
-    return check_all([Case(*case, **options)])[0]
 
 
 def flax_convolution(layer, features, groups):

@@ -211,7 +211,7 @@ def test_statistics_in_64_bits_beside_variables_in_32():
     with jax.enable_x64(True):
         layer = layers.BatchNormalization(dtype="float64", param_dtype="float32")
         x = np.arange(8.0).reshape(4, 2)
-        outputs, variables, _gradients = layer_cases.outputs_and_gradients(layer, x)
+        ((outputs, variables, _gradients),) = layer_cases.run_cases([layer_cases.Case(layer, x)])
         assert outputs.dtype == np.float64
         assert {variables[name].dtype.name for name in ("gamma", "moving_mean")} == {"float32"}
         expected = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3)
