@@ -23,8 +23,7 @@ OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": O
 
 def make_batches(number=COUNT):
     rng = np.random.default_rng(1)
-    shape = (6, WIDTH)
-    return [tuple(rng.normal(size=shape).astype(np.float32) for _value in range(2)) for _ in range(number)]
+    return [tuple(rng.normal(size=(2, 6, WIDTH)).astype(np.float32)) for _ in range(number)]
 
 
 def make_layers(number=4):
@@ -45,12 +44,6 @@ def run_list(parameters, x, targets):
     return x, targets
 
 
-def run_named(parameters, x, targets):
-    for name in sorted(parameters):
-        x = dense(parameters[name], x)
-    return x, targets
-
-
 def run_stacked(parameters, x, targets):
     return jax.lax.scan(lambda x, own: (dense(own, x), None), x, parameters)[0], targets
 
@@ -64,26 +57,25 @@ def cut(layers, sizes):
     return [layers[first:end] for first, end in itertools.pairwise(ends)]
 
 
+def make(stages, parameters=None, **options):
+    """A pipeline that is traced."""
+    pipeline = engine.Pipeline(stages, parameters=parameters, **{**OPTIONS, **options})
+    pipeline.trace(make_batches()[0])
+    return pipeline
+
+
 def as_lists(sizes, **options):
     """Stages with lists of layers."""
-    parts = cut(make_layers(), sizes)
-    return engine.Pipeline(
-        [run_list] * len(sizes), parameters=parts, **{**OPTIONS, "loss": error, **options}
-    )
+    return make([run_list] * len(sizes), cut(make_layers(), sizes), **{"loss": error, **options})
 
 
-def as_names(sizes):
-    """Stages with dicts of layers, by names that are the layers' own."""
-    parts = [
-        {f"l{'abcd'[n]}": own for n, own in part} for part in cut(list(enumerate(make_layers())), sizes)
-    ]
-    return engine.Pipeline([run_named] * len(sizes), parameters=parts, **{**OPTIONS, "loss": error})
+def stack(layers):
+    return jax.tree.map(lambda *own: np.stack(own), *layers)
 
 
 def as_stacks(sizes):
     """Stages with layers stacked on a first axis."""
-    parts = [jax.tree.map(lambda *own: np.stack(own), *part) for part in cut(make_layers(), sizes)]
-    return engine.Pipeline([run_stacked] * len(sizes), parameters=parts, **{**OPTIONS, "loss": error})
+    return make([run_stacked] * len(sizes), list(map(stack, cut(make_layers(), sizes))), loss=error)
 
 
 def as_model(num_stages):
@@ -92,28 +84,21 @@ def as_model(num_stages):
     def model(parameters, x, targets):
         return error(*run_stacked(parameters, x, targets))
 
-    stacked = jax.tree.map(lambda *own: np.stack(own), *make_layers())
-    stages = engine.split(
-        model, num_stages, make_batches()[0], parameters=stacked, measure=False, **OPTIONS
-    )
-    return engine.Pipeline(stages, **OPTIONS)
+    options = {"parameters": stack(make_layers()), "measure": False, **OPTIONS}
+    return make(engine.split(model, num_stages, make_batches()[0], **options))
 
 
 def as_auto(num_stages):
     """Layers that the engine groups."""
     layers = [lambda own, x, targets: (dense(own, x), targets)] * 3
     layers.append(lambda own, x, targets: error(dense(own, x), targets))
-    stages = engine.auto_stages(
-        layers, num_stages, make_batches()[0], parameters=make_layers(), measure=False, **OPTIONS
-    )
-    return engine.Pipeline(stages, **OPTIONS)
+    options = {"parameters": make_layers(), "measure": False, **OPTIONS}
+    return make(engine.auto_stages(layers, num_stages, make_batches()[0], **options))
 
 
-def begin(pipeline, updates=2, seed=3):
+def begin(pipeline, updates=2):
     """A state after some updates."""
-    batches = make_batches()
-    state = pipeline.init(jax.random.key(seed), batches[0])
-    return go_on(pipeline, state, updates)[0]
+    return go_on(pipeline, pipeline.init(jax.random.key(3), make_batches()[0]), updates)[0]
 
 
 def go_on(pipeline, state, updates=2):
@@ -136,9 +121,7 @@ SPLITS = {
 
 @functools.cache
 def pipeline_of(name):
-    pipeline = SPLITS[name]()
-    pipeline.trace(make_batches()[0])
-    return pipeline
+    return SPLITS[name]()
 
 
 @functools.cache
@@ -179,22 +162,9 @@ def test_training_goes_on_in_another_split(before, after, is_saved, tmp_path):
     models.assert_trees_close(back.optimizer_state, expected.optimizer_state)
 
 
-def test_names_of_layers_count_before_their_order():
-    old, new = as_names([1, 3]), as_names([3, 1])
-    state = old.init(jax.random.key(0), make_batches()[0])
-    new.trace(make_batches()[0])
-    moved = engine.resplit(state, new)
-    places = {"a": (0, 0), "b": (1, 0), "c": (1, 0), "d": (1, 1)}
-    for name, (before, after) in places.items():
-        np.testing.assert_array_equal(
-            moved.variables[f"stage{after}/l{name}/w"], state.variables[f"stage{before}/l{name}/w"]
-        )
-
-
 def test_replicas_and_what_they_share_out():
     old, state, _later, _losses = begun("lists 2 2")
     new = as_lists([4], num_replicas=2, shard=["optimizer_state", "weights"])
-    new.trace(make_batches()[0])
     moved = engine.resplit(state, new)
     sharded = moved.variables["stage0/2/w"]
     assert not sharded.sharding.is_fully_replicated
@@ -211,21 +181,17 @@ def test_random_numbers_go_on():
             keep = jax.random.bernoulli(engine.next_rng_key(), 0.7, x.shape)
         return run_list(parameters, jnp.where(keep, x, 0), targets)
 
-    def make(sizes):
-        parts = cut(make_layers(2), sizes)
-        stages = [dropping] + [run_list] * (len(sizes) - 1)
-        return engine.Pipeline(stages, parameters=parts, **{**OPTIONS, "loss": error})
-
-    old, new = make([1, 1]), make([2])
+    old, new = (
+        make([dropping, *[run_list] * (len(sizes) - 1)], cut(make_layers(2), sizes), loss=error)
+        for sizes in ([1, 1], [2])
+    )
     state = begin(old, 1)
-    new.trace(make_batches()[0])
     np.testing.assert_allclose(go_on(new, engine.resplit(state, new))[1], go_on(old, state)[1], rtol=1e-5)
 
 
 def test_inference_takes_variables_only():
     state = begun("lists 2 2")[1]
     evaluator = as_lists([1, 3], loss=None, optimizer=None)
-    evaluator.trace(make_batches()[0])
     moved = engine.resplit(state, evaluator)
     assert moved.optimizer_state is None
     trainer = pipeline_of("lists 1 3")
@@ -267,19 +233,15 @@ def test_variables_that_do_not_belong_together(known, wanted):
 def resplit(known, wanted):
     """What `engine.resplit` makes of variables by these names and shapes: those of before, and of after."""
     rng = np.random.default_rng(4)
-    old, new = (
-        engine.Pipeline(
-            [lambda _own, x: x],
-            parameters=[
-                [engine.Shared(name, rng.normal(size=size).astype("f4")) for name, size in own.items()]
-            ],
-            num_micro_batches=1,
-        )
-        for own in (known, wanted)
-    )
-    state = old.init(jax.random.key(0), np.float32(0))
-    new.trace(np.float32(0))
-    return state.variables, engine.resplit(state, new).variables
+
+    def pipeline_of(shapes):
+        own = [engine.Shared(name, rng.normal(size=size).astype("f4")) for name, size in shapes.items()]
+        pipeline = engine.Pipeline([lambda _own, x: x], parameters=[own], num_micro_batches=1)
+        pipeline.trace(np.float32(0))
+        return pipeline
+
+    state = pipeline_of(known).init(jax.random.key(0), np.float32(0))
+    return state.variables, engine.resplit(state, pipeline_of(wanted)).variables
 
 
 M = (8, 8)
@@ -311,8 +273,10 @@ M = (8, 8)
             " ".join(f"stage{n // 2}/{n % 2}/w" for n in range(12)),
         ),
         ("stage0/0/w stage0/1/w", "layer0/w layer1/w"),
+        # Names of layers count before their order.
+        ("stage0/lb/w stage1/la/w", "stage1/lb/w stage0/la/w"),
     ],
-    ids=["words", "gaps", "kinds first", "kinds last", "many", "layers"],
+    ids=["words", "gaps", "kinds first", "kinds last", "many", "layers", "names"],
 )
 def test_which_layer_is_which(known, expected):
     before, after = resplit(dict.fromkeys(known.split(), M), dict.fromkeys(expected.split(), M))
@@ -362,48 +326,38 @@ def test_modules_of_flax_in_stages():
                 x = jnp.tanh(linen.Dense(WIDTH)(x))
             return x
 
-    def make(sizes):
-        modules = [Layers(size) for size in sizes]
-        x = make_batches()[0][0]
+    def of_sizes(*sizes):
+        modules, x = [Layers(size) for size in sizes], make_batches()[0][0]
         parameters = [jax.device_get(module.init(jax.random.key(n), x)) for n, module in enumerate(modules)]
         stages = [lambda own, x, t, module=module: (module.apply(own, x), t) for module in modules]
-        pipeline = engine.Pipeline(stages, parameters=parameters, **{**OPTIONS, "loss": error})
-        pipeline.trace(make_batches()[0])
-        return pipeline
+        return make(stages, parameters, loss=error)
 
-    old, new = make([2, 1]), make([1, 2])
+    old, new = of_sizes(2, 1), of_sizes(1, 2)
     state = begin(old, 1)
-    np.testing.assert_allclose(
-        go_on(new, engine.resplit(state, new), 1)[1], go_on(old, state, 1)[1], rtol=1e-5
-    )
+    moved = engine.resplit(state, new)
+    np.testing.assert_allclose(go_on(new, moved, 1)[1], go_on(old, state, 1)[1], rtol=1e-5)
 
 
 def test_other_optimizers():
     state, clip = begun("lists 2 2")[1], optax.clip_by_global_norm(1.0)
+    narrow = optax.adamw(1e-2, mu_dtype=jnp.bfloat16)
     for optimizer, message in (
         (optax.chain(clip, optax.sgd(0.1)), r"of another optimizer.*it has no .*mu"),
         (optax.adamw(1e-2), r"of another optimizer.*count is missing there"),
         (optax.chain(OPTIMIZER, optax.trace(0.9)), "of another optimizer.*is missing there"),
-        (
-            optax.chain(clip, optax.adamw(1e-2, mu_dtype=jnp.bfloat16)),
-            r"mu.* is float32\[8\] there, not bfloat16",
-        ),
+        (optax.chain(clip, narrow), r"mu.* is float32\[8\] there, not bfloat16"),
     ):
-        other = as_lists([1, 3], optimizer=optimizer)
-        other.trace(make_batches()[0])
         with pytest.raises(ValueError, match=message):
-            engine.resplit(state, other)
+            engine.resplit(state, as_lists([1, 3], optimizer=optimizer))
 
 
 def test_optimizer_state_of_all_variables_together():
-    flattened = {"optimizer": optax.flatten(optax.adam(1e-2))}
-    state = begin(as_lists([2, 2], **flattened), 1)
-    other = as_lists([1, 3], **flattened)
-    other.trace(make_batches()[0])
+    one, other, same = (
+        as_lists(sizes, optimizer=optax.flatten(optax.adam(1e-2))) for sizes in ([2, 2], [1, 3], [2, 2])
+    )
+    state = begin(one, 1)
     with pytest.raises(ValueError, match=r"shape \(288,\) and belongs to no single variable"):
         engine.resplit(state, other)
-    same = as_lists([2, 2], **flattened)
-    same.trace(make_batches()[0])
     moved = engine.resplit(state, same)
     jax.tree.map(np.testing.assert_array_equal, moved.optimizer_state, state.optimizer_state)
 
@@ -432,8 +386,9 @@ def test_arguments_of_other_types(tmp_path):
 
 
 def test_an_untraced_pipeline():
+    untraced = engine.Pipeline([run_list], parameters=[make_layers()], **{**OPTIONS, "loss": error})
     with pytest.raises(RuntimeError, match="has not been traced"):
-        engine.resplit(begun("lists 2 2")[1], as_lists([1, 3]))
+        engine.resplit(begun("lists 2 2")[1], untraced)
 
 
 def test_saved_states_are_exact_and_whole(tmp_path):
@@ -462,7 +417,7 @@ def test_half_precision_and_empty_variables_are_saved(tmp_path):
         return error(x @ parameters["w"].astype(np.float32), targets) + jnp.sum(parameters["none"])
 
     parameters = {"w": np.eye(WIDTH, dtype=jnp.bfloat16), "none": np.zeros((0, 3), np.float32)}
-    pipeline = engine.Pipeline([stage], parameters=[parameters], **OPTIONS)
+    pipeline = make([stage], [parameters])
     state = begin(pipeline, 1)
     engine.save(tmp_path / "state", state)
     restored = engine.restore(tmp_path / "state", pipeline)
@@ -492,10 +447,7 @@ def test_a_checkpoint_of_a_session_can_be_restored(tmp_path):
         session.run(program)
         session.save(tmp_path / "session")
         variables = {name: np.asarray(value) for name, value in session.variables.items()}
-    pipeline = engine.Pipeline(
-        [lambda *own: stages[1](*stages[0](*own))], **{**OPTIONS, "optimizer": optax.adam(1e-2)}
-    )
-    pipeline.trace(make_batches()[0])
+    pipeline = make([lambda *own: stages[1](*stages[0](*own))], optimizer=optax.adam(1e-2))
     state = engine.restore(tmp_path / "session", pipeline)
     assert state.update_count == 1
     jax.tree.map(np.testing.assert_array_equal, dict(state.variables), variables)
@@ -506,12 +458,9 @@ def go_on_in_processes(saved, moved, target):
     """In each process: restores what one process saved, and what is moved goes on in another split."""
     ipu.set_num_devices(4)  # of both processes, which it joins
     pipeline = as_lists([1, 1, 1, 1])
-    batches = make_batches()
-    pipeline.trace(batches[0])
     state, losses = go_on(pipeline, engine.restore(saved, pipeline))
     engine.save(target, state)
     other = as_lists([1, 3], devices=[jax.devices()[0], jax.devices()[-1]], num_micro_batches=COUNT)
-    other.trace(batches[0])
     _state, others = go_on(other, engine.resplit(state, other), 1)
     engine.save(moved, engine.resplit(state, other))
     model = as_model(4)
@@ -521,7 +470,6 @@ def go_on_in_processes(saved, moved, target):
     removed = without.popitem()[0]  # of the last stage, so of the last process
     _state, adoption = pipeline.adopt(dataclasses.replace(again, variables=without))
     assert (adoption.new, adoption.takes_optimizer_state) == ((removed,), True)
-    model.trace(batches[0])
     model_losses = go_on(model, engine.restore(target, model), 1)[1]
     return losses, others, model_losses, jax.tree.map(np.asarray, known)
 
@@ -559,7 +507,6 @@ def test_several_processes(tmp_path):
     np.testing.assert_allclose(found[1][1], later, rtol=1e-5)
     np.testing.assert_allclose(found[1][2], later, rtol=1e-5)
     others = as_lists([1, 1, 1, 1])
-    others.trace(make_batches()[0])
     exact = engine.restore(target, others).variables
     for own in found:
         jax.tree.map(np.testing.assert_array_equal, own[3], dict(exact))

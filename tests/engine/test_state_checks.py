@@ -35,22 +35,20 @@ def test_a_state_that_a_step_has_destroyed(mapping, tmp_path):
     old = init(pipeline)
     evaluator.step(old, MICRO_BATCHES)  # which knows the state from here on
     state, _outputs = pipeline.step(old, MICRO_BATCHES)
-    uses = {
-        "Pipeline.step": lambda: pipeline.step(old, MICRO_BATCHES),
-        "Pipeline.parameters": lambda: pipeline.parameters(old),
-        "Pipeline.with_parameters": lambda: pipeline.with_parameters(old, PARAMETERS),
-        "Pipeline.compile": lambda: pipeline.compile(old),
-        "engine.save": lambda: engine.save(tmp_path / "a", old),
-        "engine.resplit": lambda: engine.resplit(old, pipeline),
-    }
-    for caller, use in uses.items():
-        with pytest.raises(ValueError, match=f"{caller}: the state's variable stage0/w has been deleted"):
+    mixed, text = dataclasses.replace(old, variables=state.variables), "the state's variable stage0/w"
+    for use, message in (
+        (lambda: pipeline.step(old, MICRO_BATCHES), f"Pipeline.step: {text}"),
+        (lambda: pipeline.parameters(old), f"Pipeline.parameters: {text}"),
+        (lambda: pipeline.with_parameters(old, PARAMETERS), f"Pipeline.with_parameters: {text}"),
+        (lambda: pipeline.compile(old), f"Pipeline.compile: {text}"),
+        (lambda: engine.save(tmp_path / "a", old), f"engine.save: {text}"),
+        (lambda: engine.resplit(old, pipeline), f"engine.resplit: {text}"),
+        (lambda: pipeline.step(mixed, MICRO_BATCHES), r"the state's optimizer_state\[0\].*"),
+    ):
+        with pytest.raises(ValueError, match=f"{message} has been deleted"):
             use()
     with pytest.raises(ValueError, match="stage0/w has been deleted. With donate=True .*state, outputs ="):
         evaluator.step(old, MICRO_BATCHES)
-    mixed = dataclasses.replace(old, variables=state.variables)
-    with pytest.raises(ValueError, match=r"the state's optimizer_state\[0\].* has been deleted"):
-        pipeline.step(mixed, MICRO_BATCHES)
     pipeline.step(state, MICRO_BATCHES)  # the state that it returned goes on
 
 
@@ -83,20 +81,19 @@ def test_calls_in_functions_that_are_traced():
     def of_variables(variables):
         return loss_of(pipeline, dataclasses.replace(state, variables=variables))
 
-    def of_micro_batch(x):
-        return loss_of(pipeline, state, (x for _number in range(2)))
-
-    for call in (
-        lambda: jax.jit(lambda: loss_of(pipeline, state))(),
-        lambda: jax.grad(of_variables)(state.variables),
-        lambda: jax.vmap(of_micro_batch)(np.ones((4, 2, 3), "float32")),
+    step = "Pipeline.step was called in a function .*by itself"
+    for call, message in (
+        (jax.jit(lambda: loss_of(pipeline, state)), step),
+        (lambda: jax.grad(of_variables)(state.variables), step),
+        (lambda: jax.vmap(lambda x: loss_of(pipeline, state, [x, x]))(np.ones((4, 2, 3), "float32")), step),
+        (lambda: jax.eval_shape(lambda: init(pipeline)), r"Pipeline.init was called in .*Pipeline.trace\("),
+        (
+            lambda: jax.jit(pipeline.place_micro_batches)(MICRO_BATCHES),
+            "Pipeline.place_micro_batches was called in a function",
+        ),
     ):
-        with pytest.raises(TypeError, match="Pipeline.step was called in a function .*by itself"):
+        with pytest.raises(TypeError, match=message):
             call()
-    with pytest.raises(TypeError, match=r"Pipeline.init was called in .*Pipeline.trace\("):
-        jax.eval_shape(lambda: init(pipeline))
-    with pytest.raises(TypeError, match="Pipeline.place_micro_batches was called in a function"):
-        jax.jit(pipeline.place_micro_batches)(MICRO_BATCHES)
 
 
 def test_calls_that_only_look_at_a_state_may_be_traced():
