@@ -299,6 +299,19 @@ def test_replicas():
     assert sent == {(2 * r + source, 2 * r + 1 - source) for r in range(3) for source in range(2)}
 
 
+def write(tmp_path, profile=None):
+    directory = tmp_path / "reports"
+    directory.mkdir()
+    write_reports(directory, {"profile.json": (profile or make_profile(num_steps=2)).to_json()})
+    return directory
+
+
+def report(capsys, *arguments):
+    """What the command prints."""
+    assert main.main(["report", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
 def test_the_page_of_replicas(tmp_path, capsys):
     profile = make_replicas(2)
     held = profile_memory_over_time(profile, 0)
@@ -308,8 +321,7 @@ def test_the_page_of_replicas(tmp_path, capsys):
         assert one.peak.num_bytes == other.peak.num_bytes
         assert one.times.tolist() == other.times.tolist()
     directory = write(tmp_path, profile)
-    assert main.main(["report", str(directory)]) == 0
-    printed = capsys.readouterr().out
+    printed = report(capsys, directory)
     assert "8 micro-batches a step of 2 replicas)" in printed
     assert re.findall(r"IPU \d  ", printed) == [f"IPU {ipu}  " for ipu in range(4)]
     table = table_of_ipus(profile, profile.pipelines[0], analyse_one(profile))
@@ -546,17 +558,9 @@ def test_no_older_page_is_left_where_none_can_be_written(monkeypatch, tmp_path, 
 # --- ipu-pipeline report
 
 
-def write(tmp_path, profile=None):
-    directory = tmp_path / "reports"
-    directory.mkdir()
-    write_reports(directory, {"profile.json": (profile or make_profile(num_steps=2)).to_json()})
-    return directory
-
-
 def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys, page):
     directory = write(tmp_path)
-    assert main.main(["report", str(directory)]) == 0
-    printed = capsys.readouterr().out
+    printed = report(capsys, directory)
     assert f"The page is {directory / 'report.html'}" in printed
     assert re.search(r"utilisation +65\.9% \(72\.7% if all stages took equally long\)", printed)
     assert re.search(r"limiting stage +none: all IPUs are about equally busy", printed)
@@ -571,8 +575,7 @@ def test_report_rebuilds_the_page_and_tells_the_summary(tmp_path, capsys, page):
 def test_report_names_the_limiting_stage(tmp_path, capsys):
     facts = make_facts(2, 4)
     events = [moved(event, end=50.0 * (event.stage == 1)) for event in make_events(facts)]
-    assert main.main(["report", str(write(tmp_path, make_profile(facts, tuple(events))))]) == 0
-    printed = capsys.readouterr().out
+    printed = report(capsys, write(tmp_path, make_profile(facts, tuple(events))))
     assert re.search(r"limiting stage +stage 1 on IPU 1, 1\.90 ms for a micro-batch", printed)
 
 
@@ -584,19 +587,16 @@ def test_report_says_the_process_of_each_ipu(tmp_path, capsys):
     devices = tuple(DeviceFacts(ipu, 7 + ipu, "cpu", "cpu", ipu // 2) for ipu in range(4))
     profile = make_profile(two, (*events, *later))
     directory = write(tmp_path, dataclasses.replace(profile, devices=devices))
-    assert main.main(["report", str(directory)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = report(capsys, directory).splitlines()
     found = [re.fullmatch(r"  IPU (\d) +busy [\d.]+% +process (\d)", line) for line in lines]
     told = [match.groups() for match in found if match]
     assert told == [(str(ipu), str(ipu // 2)) for ipu in range(4)]
     assert len({line.index("process") for line in lines if line.startswith("  IPU ")}) == 1
-    assert main.main(["report", "--json", str(directory)]) == 0
-    (pipeline,) = json.loads(capsys.readouterr().out)["pipelines"]
+    (pipeline,) = json.loads(report(capsys, "--json", directory))["pipelines"]
     assert [(one["ipu"], one["process"]) for one in pipeline["ipus"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     alone = dataclasses.replace(profile, devices=devices[:2])
     (directory / "profile.json").write_text(alone.to_json())
-    assert main.main(["report", str(directory)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  IPU ")]
+    lines = [line for line in report(capsys, directory).splitlines() if line.startswith("  IPU ")]
     assert len(lines) == 4
     assert not any("process" in line for line in lines)
 
@@ -635,8 +635,7 @@ def test_simulate_writes_a_page(tmp_path, capsys, monkeypatch):
 
 def test_report_does_not_obey_names(tmp_path, capsys):
     facts = make_facts(2, 4, name="a\x1b[2Jb")
-    assert main.main(["report", str(write(tmp_path, make_profile(facts)))]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in report(capsys, write(tmp_path, make_profile(facts)))
 
 
 @pytest.mark.parametrize(
@@ -678,8 +677,7 @@ def test_report_as_json_writes_neither_over_strange_files_nor_through_links(tmp_
     write_reports(directory, {"report.html": "older"})
     (directory / "report.html").unlink()
     os.symlink(mine, directory / "report.html")  # the manifest lists it, so it is replaced, not followed
-    assert main.main(["report", "--json", str(directory)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(report(capsys, "--json", directory))
     assert found["page"] == str(directory / "report.html")
     (pipeline,) = found["pipelines"]
     assert pipeline["limiting_stage"] == 0
