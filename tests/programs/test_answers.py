@@ -2,18 +2,18 @@
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from ipu_pipeline import datasets, tutorial_support
-from tests.support import forked
+from tests.support import forked, models
 from tests.support.programs import (
     ESTIMATOR,
     STEP1,
@@ -167,27 +167,10 @@ def plain_losses(start, mnist, seed):
             x = x if name == "logits" else jax.nn.relu(x)
         return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
 
-    @jax.jit
-    def step(variables, images, labels):
-        def update(variables, batches):
-            def accumulate(total, batch):
-                value, gradient = jax.value_and_grad(loss)(variables, *batch)
-                return jax.tree.map(jnp.add, total, gradient), value
-
-            zeros = jax.tree.map(jnp.zeros_like, variables)
-            total, values = jax.lax.scan(accumulate, zeros, batches)
-            return jax.tree.map(lambda v, g: v - jnp.float32(0.01) * g, variables, total), values
-
-        return jax.lax.scan(update, variables, (images, labels))
-
-    batches = iter(datasets.TrainingBatches(mnist.train_images, mnist.train_labels, 32, seed))
-    variables, found = start, []
-    for _step in range(MNIST_STEPS):
-        images, labels = zip(*(next(batches) for _ in range(160)), strict=True)
-        shape = (10, 16, 32)
-        variables, values = step(variables, np.reshape(images, (*shape, 28, 28)), np.reshape(labels, shape))
-        found.append(np.ravel(values))
-    return np.stack(found)
+    batches = datasets.TrainingBatches(mnist.train_images, mnist.train_labels, 32, seed)
+    elements = ([batch] for batch in itertools.islice(batches, MNIST_STEPS * 160))
+    losses, _variables, _left = models.plain_loop(loss, start, elements, 16, optax.sgd(0.01))
+    return losses.reshape(MNIST_STEPS, 160)
 
 
 @pytest.mark.thorough
