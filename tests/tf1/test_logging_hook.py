@@ -134,29 +134,19 @@ def test_every_n_secs_and_losses_of_low_precision_that_do_not_overflow(tmp_path,
     assert len(logged(caplog, "tensor_0 = ")) == 2
 
 
-def test_a_hook_that_logs_nothing(tmp_path):
-    hook = IPULoggingTensorHook(at_end=True)
-    with pytest.raises(
-        RuntimeError, match="outfeed was not enqueued. Did you forget to call the log function"
-    ):
-        IPUPipelineEstimator(logging_model([hook], {}), tmp_path, make_config(2)).train(input_fn, steps=8)
-
-
 def test_wrong_uses(tmp_path):
     hook, other = IPULoggingTensorHook(at_end=True), IPULoggingTensorHook(at_end=True)
-
-    def train(logs, hooks=(hook,)):
+    mean, listed = (hook, jnp.mean), "must be in the specification's training_hooks"
+    for logs, hooks, error, message in (
+        ({}, (hook,), RuntimeError, "outfeed was not enqueued. Did you forget to call the log function"),
+        ({0: mean, 1: mean}, (hook,), RuntimeError, "log function more than once"),
+        ({0: (hook, lambda _x: {"a": "text"})}, (hook,), TypeError, "log: a must be an array; got str"),
+        ({0: mean}, (), RuntimeError, listed),
+        ({0: mean, 1: (other, jnp.mean)}, (hook,), RuntimeError, listed),
+    ):
         estimator = IPUPipelineEstimator(logging_model(hooks, logs), tmp_path, make_config(2))
-        estimator.train(input_fn, steps=8)
-
-    with pytest.raises(RuntimeError, match="log function more than once"):
-        train({0: (hook, jnp.mean), 1: (hook, jnp.mean)})
-    with pytest.raises(TypeError, match="log: a must be an array; got str"):
-        train({0: (hook, lambda _x: {"a": "text"})})
-    with pytest.raises(RuntimeError, match="must be in the specification's training_hooks"):
-        train({0: (hook, jnp.mean)}, hooks=())
-    with pytest.raises(RuntimeError, match="must be in the specification's training_hooks"):
-        train({0: (hook, jnp.mean), 1: (other, jnp.mean)})
+        with pytest.raises(error, match=message):
+            estimator.train(input_fn, steps=8)
     with pytest.raises(RuntimeError, match="must be called in a stage"):
         hook.log(jnp.ones(2))
 

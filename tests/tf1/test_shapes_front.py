@@ -141,16 +141,6 @@ def test_one_infeed_of_programs_with_one_shape_and_with_several():
         assert infeed.position.count == 1
 
 
-def test_an_end_of_the_data_within_an_update():
-    """What an update has begun with stays in front of the run, on one device as on several."""
-    for mapping in ([0, 1], [0, 0]):
-        model = front.Model(batches([4] * 5), repeat_count=3, device_mapping=mapping)
-        with front.session_of(model) as session:
-            with pytest.raises(ipu.errors.OutOfRangeError, match="ended after 5 elements"):
-                model.run(session)
-            assert model.infeed.position.count == 3
-
-
 def test_estimators(tmp_path, monkeypatch):
     """Evaluation of a last, smaller batch: the metrics of all examples. Predictions have its rows."""
     data = batches([4, 4, 4, 2])

@@ -144,9 +144,11 @@ def test_load_and_variables_are_copies():
             session.load({"first/dense/bias": np.zeros(3)})
 
 
-def test_end_of_data_in_a_run_keeps_completed_updates():
+@pytest.mark.parametrize("mapping", [[0, 1], [0, 0]])
+def test_end_of_data_in_a_run_keeps_completed_updates(mapping):
+    """What an update has begun with stays in front of the run."""
     dataset = front.data(3 * 2 + 2)  # two updates and two of three micro-batches
-    model = front.Model(dataset, repeat_count=5)
+    model = front.Model(dataset, repeat_count=5, device_mapping=mapping)
     with ipu.Session() as session:
         session.run(ipu.global_variables_initializer())
         start = session.variables
@@ -154,6 +156,7 @@ def test_end_of_data_in_a_run_keeps_completed_updates():
         with pytest.raises(OutOfRangeError, match="ended after 8 elements"):
             session.run(model.program, {model.rate: 0.1})
         assert front.no_infeed_runs()
+        assert model.infeed.position.count == 6
         expected_losses, expected_variables = expected_run(model, start, 2, dataset=dataset)
         models.assert_trees_close(session.variables, dict(sorted(expected_variables.items())))
         models.assert_trees_close(session.run(model.outfeed.dequeue()), expected_losses)
