@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import engine, layers
-from ipu_pipeline.tf1.layers import arguments, base
 
 LAYERS = [
     kind for name, kind in vars(layers).items() if name in layers.__all__ and kind is not layers.Layer
@@ -148,28 +147,12 @@ def test_classes_of_a_user_take_arguments_of_their_own():
 
 
 def test_arguments_are_inherited_and_said_anew():
-    @arguments.with_arguments
-    class First(base.PlainLayer):
-        size: int = arguments.argument("the size.", arguments.check_positive_integer)
-        rate: float = arguments.argument("the rate.", default=0.5, attribute="_{}")
-
-        def _apply(self, inputs):
-            return inputs
-
-    @arguments.with_arguments
-    class Second(First):
-        rate: float = arguments.argument("another rate.", default=1.5, attribute="_{}")
-        more: int = arguments.argument("more.", default=2)
-
-        def _complete(self, given):
-            self.sum = given["size"] + given["more"]
-
-    assert str(inspect.signature(Second)) == (
-        "(size: 'int', rate: 'float' = 1.5, more: 'int' = 2, *, name: 'str | None' = None) -> None"
-    )
-    second = Second(3, name="b")
-    assert (second.size, second._rate, second.sum, second.name) == (3, 1.5, 5, "b")
-    assert First(3)._rate == 0.5
-    assert "rate: another rate." in Second.__init__.__doc__
-    with pytest.raises(ValueError, match="Second: size must be a positive integer; got 0"):
-        Second(0)
+    """Those of Conv1D that are numbers, in their places among those of Conv2D."""
+    one, two = (inspect.signature(kind).parameters for kind in (layers.Conv1D, layers.Conv2D))
+    assert list(one) == list(two)
+    changed = {name for name in one if one[name] != two[name]}
+    assert changed == {"kernel_size", "strides", "dilation_rate"}
+    assert {one[name].annotation for name in changed} == {"int"}
+    assert one["strides"].default == one["dilation_rate"].default == 1
+    assert "causal" in layers.Conv1D.__init__.__doc__
+    assert "causal" not in layers.Conv2D.__init__.__doc__
