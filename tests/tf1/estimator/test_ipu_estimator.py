@@ -12,10 +12,10 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_estimator import IPUEstimator, IPUEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
-from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
+from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, tf1
 from tests.support import front, models
-from tests.support.estimating import scalars_in
+from tests.support.estimating import hook_of, scalars_in
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(24, 4, 5)).astype(np.float32)
@@ -107,27 +107,16 @@ def momentum(rate):
     return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(rate))
 
 
-class Initial(SessionRunHook):
-    """Notes the variables before training."""
-
-    def after_create_session(self, session, _coord):
-        self.variables = dict(session.variables)
+@pytest.fixture(scope="module")
+def initial():
+    """The variables before training, which the seed gives, once something was trained."""
+    return {}
 
 
 @pytest.fixture(scope="module")
-def hook():
-    return Initial()
-
-
-@pytest.fixture(scope="module")
-def trained(hook, tmp_path_factory):
+def trained(initial, tmp_path_factory):
+    hook = hook_of(after_create_session=lambda session, _coord: initial.update(session.variables))
     return make_estimator(tmp_path_factory.mktemp("trained")).train(dataset(), hooks=[hook], steps=12)
-
-
-@pytest.fixture(scope="module")
-def initial(trained, hook):
-    """The variables before training, which the seed gives."""
-    return hook.variables
 
 
 def test_training_equals_a_plain_loop(initial, trained, tmp_path):
@@ -141,7 +130,7 @@ def test_training_equals_a_plain_loop(initial, trained, tmp_path):
     models.assert_values_close(variables_of(estimator), plain_loop(initial, rates, 3))
 
 
-def test_replicas_are_one_larger_batch(initial, tmp_path):
+def test_replicas_are_one_larger_batch(initial, trained, tmp_path):
     params = {"count": 2, "reduction": "MEAN"}
     estimator = make_estimator(tmp_path, params=params, num_replicas=2)
     estimator.train(dataset(), steps=6)  # of each replica
@@ -197,43 +186,24 @@ def test_metrics_on_the_host(kind, trained):
     assert found.keys() == {"loss", "recall", "largest", "global_step"}
 
 
-class Values(SessionRunHook):
-    def __init__(self):
-        self.losses = []
-
-    def before_run(self, _run_context):
-        return ipu.ipu_session_run_hooks.SessionRunArgs("loss")
-
-    def after_run(self, _run_context, run_values):
-        self.losses.append(run_values.results)
-
-
-class Runs(SessionRunHook):
-    count = 0
-
-    def after_run(self, *_arguments):
-        self.count += 1
-
-
 def test_losses_are_averaged_over_a_run_and_hooks_of_the_model_are_called(tmp_path):
     """As Graphcore's own tests ask it. Another loss is minimized than is told, by one of two variables."""
-    counters = {f"{kind}_hooks": Runs() for kind in ("training", "evaluation", "prediction")}
+    kinds = ("training", "evaluation", "prediction")
+    runs = {f"{kind}_hooks": [] for kind in kinds}
 
     def model(features, labels, mode):
         # Where there are no labels, only predictions are made.
         total = features["x"] + (0 if labels is None else labels["y"])
         w, v = ipu.get_variable("w", initializer=1.0), ipu.get_variable("v", initializer=2.0)
-        return IPUEstimatorSpec(
-            mode,
-            loss=total,
-            predictions=features["x"],
-            train_op=tf1.GradientDescentOptimizer(0.1).minimize(w * v, var_list=["w"]),
-            eval_metric_ops=mean(total),
-            **{name: [counter] for name, counter in counters.items()},
-        )
+        minimized = tf1.GradientDescentOptimizer(0.1).minimize(w * v, var_list=["w"])
+        hooks = {
+            name: [hook_of(after_run=lambda *given, own=own: own.append(given))]
+            for name, own in runs.items()
+        }
+        return IPUEstimatorSpec(mode, features["x"], total, minimized, eval_metric_ops=mean(total), **hooks)
 
     def counts():
-        return [counter.count for counter in counters.values()]
+        return list(map(len, runs.values()))
 
     def increasing():
         return [({"x": x}, {"y": x}) for x in np.arange(4, dtype=np.float32)]
@@ -256,7 +226,11 @@ def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
     """The optimizer's trace of the model_fn logs nothing more."""
     caplog.set_level(logging.INFO, "ipu_pipeline")
     hook = IPULoggingTensorHook(every_n_iter=1, formatter=lambda values: f"mean is {values['mean']:.6f}")
-    seen = Values()
+    losses = []
+    args = ipu.ipu_session_run_hooks.SessionRunArgs("loss")
+    seen = hook_of(
+        before_run=lambda _context: args, after_run=lambda _context, values: losses.append(values)
+    )
 
     def model(features, labels, mode, params):
         own = IPULoggingTensorHook(every_n_iter=1)
@@ -273,7 +247,7 @@ def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
     for word in ("is", "="):
         logged = re.findall(rf"mean {word} (\S+)", caplog.text)
         np.testing.assert_allclose([float(text) for text in logged], [X[3].mean(), X[7].mean()], atol=1e-6)
-    assert len(seen.losses) == 2
+    assert len(losses) == 2
     moving = estimator.get_variable_value("batch_normalization/moving_mean")
     assert np.abs(moving).max() > 0
 
@@ -282,14 +256,8 @@ def test_features_without_labels_and_batch_sizes(tmp_path):
     def model(features, mode, config):
         assert config.tf_random_seed == 3
         loss = jnp.mean((features["a"] * ipu.get_variable("w", [5]) - features["b"]) ** 2)
-        optimizer = tf1.GradientDescentOptimizer(0.1)
-        return IPUEstimatorSpec(
-            mode,
-            predictions=loss,
-            loss=loss,
-            train_op=optimizer.minimize(loss),
-            eval_metric_ops={"again": ipu.metrics.mean(loss)},
-        )
+        metrics = {"again": ipu.metrics.mean(loss)}
+        return IPUEstimatorSpec(mode, loss, loss, step(loss), eval_metric_ops=metrics)
 
     seen = []
 
@@ -303,12 +271,8 @@ def test_features_without_labels_and_batch_sizes(tmp_path):
     found = estimator.evaluate(features)
     np.testing.assert_allclose(found["loss"], found["again"], rtol=1e-6)
     assert len(list(estimator.predict(features))) == 12
-    given = {"rate": 0.1}
-    assert seen == [
-        ("train", given | {"batch_size": 4}),
-        ("eval", given),
-        ("infer", given | {"batch_size": 8}),
-    ]
+    sizes = {"train": {"batch_size": 4}, "eval": {}, "infer": {"batch_size": 8}}
+    assert seen == [(mode, {"rate": 0.1, **size}) for mode, size in sizes.items()]
     for options, message in (
         ({"params": {"batch_size": 1}, "eval_batch_size": 4}, "eval_batch_size is given, and so is params"),
         ({"train_batch_size": 0}, "train_batch_size must be a multiple of num_replicas .1. above 0"),
@@ -356,6 +320,10 @@ def same(loss):
     return loss
 
 
+def twofold(loss):
+    return loss[None].repeat(2)
+
+
 REFUSED = NotImplementedError
 
 
@@ -367,11 +335,7 @@ REFUSED = NotImplementedError
         (spec_of(loss=same, train_op=same), TypeError, "train_op must be what the"),
         (spec_of(loss=same, train_op=twice), REFUSED, "called `minimize` 2 times"),
         (spec_of(loss=same, train_op=counted), ValueError, "global_step must be None in the"),
-        (
-            spec_of(loss=lambda v: v[None].repeat(2), train_op=step),
-            ValueError,
-            "a .*scalar; got float32.2.",
-        ),
+        (spec_of(loss=twofold, train_op=step), ValueError, "a .*scalar; got float32.2."),
         (spec_of(loss=same, host_call=lambda loss: (print, [loss])), REFUSED, "host_call is not there"),
         (lambda features, labels: labels, TypeError, "`model_fn` must return IPUEstimatorSpec; got"),
         (lambda features: features, ValueError, "does not take labels, but input_fn returns labels"),
@@ -384,6 +348,9 @@ def test_wrong_models(model, error, message, tmp_path):
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+OPS, HOST = "eval_metric_ops", "eval_metrics"
+
+
 def ratio(loss):
     return {"ratio": (loss, loss)}
 
@@ -393,20 +360,12 @@ def ratio(loss):
     ("given", "error", "message"),
     [
         ({}, ValueError, "either eval_metric_ops or eval_metrics when evaluating"),
-        (
-            {"eval_metric_ops": mean, "eval_metrics": lambda v: (dict, [v])},
-            ValueError,
-            "cannot contain both",
-        ),
-        ({"eval_metric_ops": ratio}, TypeError, "pairs .value, update. of ipu.metrics; 'ratio' is"),
-        (
-            {"eval_metrics": lambda v: [dict, v]},
-            TypeError,
-            "must be a tuple of a function and a list or dict",
-        ),
-        ({"eval_metrics": lambda v: (lambda x: x, [v])}, TypeError, "must return a dict, but got"),
-        ({"eval_metrics": lambda v: (lambda x: {"loss": x}, [v])}, ValueError, "must not return 'loss'"),
-        ({"eval_metric_ops": lambda v: {"loss": mean(v)["a"]}}, ValueError, "must not have 'loss'"),
+        ({OPS: mean, HOST: lambda v: (dict, [v])}, ValueError, "cannot contain both"),
+        ({OPS: ratio}, TypeError, "pairs .value, update. of ipu.metrics; 'ratio' is"),
+        ({HOST: lambda v: [dict, v]}, TypeError, "must be a tuple of a function and a list or dict"),
+        ({HOST: lambda v: (lambda x: x, [v])}, TypeError, "must return a dict, but got"),
+        ({HOST: lambda v: (lambda x: {"loss": x}, [v])}, ValueError, "must not return 'loss'"),
+        ({OPS: lambda v: {"loss": mean(v)["a"]}}, ValueError, "must not have 'loss'"),
     ],
 )
 def test_wrong_metrics(given, error, message, tmp_path):
