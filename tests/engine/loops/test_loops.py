@@ -247,11 +247,9 @@ def test_while_loop(sharded):
     limit = ipu.placeholder(np.float32)
     program = front.compile_program(function, inputs=[limit])
     with front.session_of(infeed) as session:
-        assert session.run(program, {limit: 5.0}) == [6]
-        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [1, 2, 3])
-        assert session.run(program, {limit: 0.0}) == [0]
-        assert session.run(program, {limit: 21.5}) == [22]
-        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [4, 5, 6, 7])
+        for bound, elements in ((5.0, [1, 2, 3]), (0.0, []), (21.5, [4, 5, 6, 7])):
+            assert session.run(program, {limit: bound}) == [sum(elements)]
+            np.testing.assert_array_equal(session.run(outfeed.dequeue()), elements)
         assert session.run(program, {limit: 8.0}) == [8]  # the last element, and no look beyond it
         with pytest.raises(OutOfRangeError):
             session.run(program, {limit: 1.0})
@@ -270,6 +268,14 @@ def test_a_while_loop_that_trains_and_has_no_feed():
             assert session.variables["w"] == 1 - updates
 
 
+def variables_after(*programs):
+    """What there is after programs have run in a session of their own."""
+    with ipu.Session() as session:
+        for program in programs:
+            session.run(program)
+        return session.variables
+
+
 def run_once(optimizer, count=4):
     """A loop of `w * 3` and `v * w` over two variables; the variables after it."""
 
@@ -279,10 +285,7 @@ def run_once(optimizer, count=4):
         ipu.get_variable("unused", (), initializer=5.0)
         optimizer.minimize(w * 3.0 + jnp.sum(v) * w)
 
-    program = front.compile_program(lambda: loops.repeat(count, body))
-    with ipu.Session() as session:
-        session.run(program)
-        return session.variables
+    return variables_after(front.compile_program(lambda: loops.repeat(count, body)))
 
 
 def test_map_gradient():
@@ -317,10 +320,8 @@ def test_accumulator_dtypes():
         assert variables["w"].dtype == np.float32
         assert variables["w"] == 2 - 4 * 5
     assert seen == {"w": (), "v": (2,), "unused": ()}
-    program = train_on("w", 300, 300, dtype="bfloat16")
-    with ipu.Session() as session:
-        session.run(program)
-        assert session.variables["w"] == 1 - 256  # 1 more makes no difference in bfloat16
+    # 1 more makes no difference in bfloat16.
+    assert variables_after(train_on("w", 300, 300, dtype="bfloat16")) == {"w": 1 - 256}
 
 
 def test_var_list_and_global_norm():
@@ -376,15 +377,10 @@ def train_on(variable, count, every=1, name=None, **options):
 
 def test_programs_that_train_different_variables_under_one_name():
     a, b = train_on("a", 2), train_on("b", 3)
-    with ipu.Session() as session:
-        session.run([a, b])
-        session.run(a)
-        assert session.variables == {"a": -3, "b": -2}
-    a, b = train_on("a", 2, 3), train_on("b", 3, 3)
-    with ipu.Session() as session:
-        session.run(a)
-        with pytest.raises(ValueError, match=r"SUM of a float32\[\]. This program accumulates by .* of b"):
-            session.run(b)
+    assert variables_after(a, b, a) == {"a": -3, "b": -2}
+    told = r"SUM of a float32\[\]. This program accumulates by .* of b"
+    with pytest.raises(ValueError, match=told):
+        variables_after(train_on("a", 2, 3), train_on("b", 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -394,10 +390,8 @@ def test_programs_that_train_different_variables_under_one_name():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_means_in_sixteen_bits(dtype, method, count, bound):
     """Counts are not rounded to them."""
-    program = train_on("w", count, count, dtype=dtype, reduction_method=method)
-    with ipu.Session() as session:
-        session.run(program)
-        assert abs(session.variables["w"]) <= bound
+    variables = variables_after(train_on("w", count, count, dtype=dtype, reduction_method=method))
+    assert abs(variables["w"]) <= bound
 
 
 # Python that is called back.
@@ -422,9 +416,7 @@ def test_what_is_called_as_an_optimizer_leaves_what_it_accumulated(name):
         between = front.compile_program(lambda: loops.repeat(1, lambda x: x + weight(), [0.0]))
     else:
         between = front.compile_program(lambda: run_pipeline([lambda: weight() * 1.0], 1))
-    with ipu.Session() as session:
-        assert session.run([two, between, one])[1] == ([1] if name == "Loop" else None)
-        assert session.variables["w"] == -2
+    assert variables_after(two, between, one)["w"] == -2
 
 
 class Broken:
