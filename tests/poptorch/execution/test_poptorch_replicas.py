@@ -1,6 +1,7 @@
 """Replicas of wrapped models: equal to plain torch over the micro-batches of all of them."""
 
 import copy
+import functools
 import threading
 
 import jax
@@ -11,17 +12,16 @@ import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import CommGroupType, OutputMode, VariableRetrievalMode, logs
 from ipu_pipeline.poptorch.replica_groups import find_groups
 from tests.support.poptorch_front import (
-    TwoLayers,
+    TrainedAlike,
     assert_close,
     assert_same_state,
     join,
     leaves,
     make_batch,
+    make_model,
     make_options,
     make_sgd,
-    reference,
     relative_difference,
-    second,
     seeded,
 )
 
@@ -34,21 +34,14 @@ def with_replicas(number, *args, **values):
     return make_options(*args, **values).replicationFactor(number)
 
 
-def make_model(**arguments):
-    return seeded(lambda: TwoLayers(**arguments))
-
-
 def test_sums_equal_plain_torch():
     """2 device iterations with 2 micro-batches per update and replica, in one stage."""
     options = with_replicas(2, 2, 2, poptorch.PipelinedExecution(poptorch.Stage("first", "second")))
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
-    model = make_model()
-    plain = reference(model, make_sgd)
-    executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
+    trained = TrainedAlike(make_model(), options)
     for seed in range(2):
-        batch = make_batch(16, seed=seed)
-        assert_close(leaves(executor(*batch)), join(plain.train(batch, 2, 4, second, mean=False)))
-    assert_same_state(model, plain.model)
+        trained.call(*make_batch(16, seed=seed), mean=False)
+    trained.compare()
 
 
 @pytest.mark.thorough
@@ -86,19 +79,20 @@ def test_output_modes(mode):
     assert_close([y, loss], [rows.reshape(-1, 3), losses.reshape(-1)])
 
 
-def test_groups_of_replicas_with_the_same_inputs():
-    """Consecutive ones; Orthogonal are those of the data loader's test."""
+@pytest.mark.parametrize(("kind", "groups"), [("Consecutive", (0, 0, 1, 1)), ("Orthogonal", (0, 1, 0, 1))])
+def test_groups_of_replicas_with_the_same_inputs(kind, groups):
+    """A data loader gives what a call takes."""
     model = make_model(ipus=(0, 0))
-    options = with_replicas(4, 2).inputReplicaGrouping(2, CommGroupType.Consecutive)
-    x = make_batch(8)[0]
-    output = poptorch.inferenceModel(model, options)(x)
-    with torch.no_grad():
-        parts = [model(part) for part in x.chunk(4)]
-    assert_close([output], [torch.cat([parts[2 * k + g] for k in range(2) for g in (0, 0, 1, 1)])])
-    with pytest.raises(
-        AssertionError, match=r"\(7\) must be a multiple of .*Iterations\(2\) \* \(Options."
-    ):
-        poptorch.inferenceModel(make_model(), options)(x[:7])
+    options = with_replicas(4, 2).inputReplicaGrouping(2, CommGroupType[kind])
+    executor = poptorch.inferenceModel(model, options)
+    loader = poptorch.DataLoader(options, torch.utils.data.TensorDataset(*make_batch(8)), batch_size=1)
+    assert loader.combinedBatchSize == 4
+    for x, _target in loader:
+        parts = [model(part).detach() for part in x.chunk(4)]
+        assert_close([executor(x)], [torch.cat([parts[2 * k + g] for k in range(2) for g in groups])])
+    message = r"\(7\) must be a multiple of .*Iterations\(2\) \* \(Options."
+    with pytest.raises(AssertionError, match=message):
+        poptorch.inferenceModel(make_model(), options)(make_batch(7)[0])
 
 
 def test_groups_of_replicas():
@@ -171,8 +165,7 @@ def test_parameters_of_groups_with_gradient_accumulation(schedule):
         options.setExecutionStrategy(strategy.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd))
     else:
         options.setPipelineSchedule(schedule)
-    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
-    options.TensorLocations.setWeightLocation(location)
+    options.TensorLocations.setWeightLocation(SHARED_OUT)
     executor = poptorch.trainingModel(model, options, make_adam(model.parameters()))
     executor.weight.replicaGrouping(kind, 2, VariableRetrievalMode.OnePerGroup)
     batch = make_batch(32)
@@ -183,15 +176,19 @@ def test_parameters_of_groups_with_gradient_accumulation(schedule):
     assert_same_state(model, plain)
 
 
+SHARED_OUT = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
+
+
+def share_out(options):
+    options.TensorLocations.setWeightLocation(SHARED_OUT).setOptimizerLocation(SHARED_OUT)
+    return options
+
+
 @pytest.mark.thorough
 def test_inference_with_weights_shared_out():
-    options = with_replicas(2, 3)
-    location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
-    options.TensorLocations.setWeightLocation(location).setOptimizerLocation(location)
-    model = make_model(hidden=6)
-    x = make_batch(12)[0]
-    with torch.no_grad():
-        assert_close([poptorch.inferenceModel(model, options)(x)], [model(x)])
+    model, x = make_model(hidden=6), make_batch(12)[0]
+    found = poptorch.inferenceModel(model, share_out(with_replicas(2, 3)))(x)
+    assert_close([found], [model(x)])
 
 
 @pytest.mark.thorough
@@ -209,6 +206,22 @@ def test_a_state_of_torchs_with_a_row_for_each_replica():
         for known, chosen in ((optimizer, model), (plains, plain)):
             train_rows(chosen, known, make_batch(8, seed=9), range(4))
         assert_same_state(model, plain)
+
+
+class RowsOfLamb:
+    """Plain torch's side of what follows: each row is a parameter of its own for the optimizer."""
+
+    def __init__(self, model, make_optimizer):
+        self.model, self.zero_grad = model, model.zero_grad
+        self.rows = [torch.nn.Parameter(row) for row in model.weight.detach()]
+        self.optimizer = make_optimizer([*model.first.parameters(), *self.rows])
+
+    def step(self):
+        for row, gradient in zip(self.rows, self.model.weight.grad, strict=True):
+            row.grad = gradient
+        self.optimizer.step()
+        with torch.no_grad():
+            self.model.weight.copy_(torch.stack(list(self.rows)))
 
 
 def test_a_row_for_each_replica_on_the_host():
@@ -231,11 +244,8 @@ def test_a_row_for_each_replica_on_the_host():
         assert model.weight.shape == (4, 4, 2)
         assert_close([model.weight[:2], model.weight[2:]], [plain.weight, plain.weight])
 
-    def lamb(parameters):
-        return poptorch.optim.LAMB(parameters, lr=0.1)
-
-    rows = [torch.nn.Parameter(row) for row in plain.weight.detach()]
-    plain_lamb = RowsOfLamb(plain, lamb([*plain.first.parameters(), *rows]), rows)
+    lamb = functools.partial(poptorch.optim.LAMB, lr=0.1)
+    plain_lamb = RowsOfLamb(plain, lamb)
     optimizer = lamb(model.parameters())
     executor = wrap(optimizer)
     check(executor, 0)
@@ -253,23 +263,6 @@ def test_a_row_for_each_replica_on_the_host():
         executor.copyWeightsToDevice()
 
 
-class RowsOfLamb:
-    """Plain torch's side of that: each row is a parameter of its own for the optimizer."""
-
-    def __init__(self, model, optimizer, rows):
-        self.model, self.optimizer, self.rows = model, optimizer, rows
-
-    def zero_grad(self):
-        self.model.zero_grad()
-
-    def step(self):
-        for number, row in enumerate(self.rows):
-            row.grad = self.model.weight.grad[number]
-        self.optimizer.step()
-        with torch.no_grad():
-            self.model.weight.copy_(torch.stack(self.rows))
-
-
 def test_wrong_groups():
     kind, mode = CommGroupType.Consecutive, VariableRetrievalMode.OnePerGroup
     model = seeded(lambda: Rows((3,)))
@@ -280,29 +273,26 @@ def test_wrong_groups():
         executor.weight.replicaGrouping(kind, 3, mode)
     with pytest.raises(poptorch.Error, match="per_replica_params"):
         model.first.to(torch.float32).weight.replicaGrouping(kind, 2, mode)
-    executor.weight.replicaGrouping(kind, 2, mode)
-    with pytest.raises(poptorch.Error, match=r"must be 2, a row for each group .* is \(3, 4, 2\)"):
-        executor(*make_batch(8))
-    executor.weight.replicaGrouping(kind, 2, VariableRetrievalMode.AllReplicas)
-    with pytest.raises(poptorch.Error, match=r"must be 4, a row for each replica .* is \(3, 4, 2\)"):
-        executor(*make_batch(8))
-    executor.per_replica_params = {"fc.weight": (kind, 2, mode)}
-    with pytest.raises(
-        poptorch.Error, match="names 'fc.weight', which is no parameter .* weight, first.weight"
-    ):
-        executor(*make_batch(8))
+    every = VariableRetrievalMode.AllReplicas
+    nobody = "names 'fc.weight', which is no parameter .* weight, first.weight"
+    for name, rows, message in [
+        ("weight", mode, r"must be 2, a row for each group .* is \(3, 4, 2\)"),
+        ("weight", every, r"must be 4, a row for each replica .* is \(3, 4, 2\)"),
+        ("fc.weight", mode, nobody),
+    ]:
+        executor.per_replica_params = {name: (kind, 2, rows)}
+        with pytest.raises(poptorch.Error, match=message):
+            executor(*make_batch(8))
     executor.per_replica_params = {}
     executor.first.weight.replicaGrouping(CommGroupType.All, 1, mode)
     assert executor.per_replica_params == {"first.weight": (CommGroupType.All, 1, mode)}
     compiled = poptorch.inferenceModel(make_model(ipus=(0, 0)), with_replicas(2))
     compiled(make_batch()[0])
-    with pytest.raises(
-        poptorch.Error, match="replicaGrouping of first.weight must be called before the model is"
-    ):
+    message = "replicaGrouping of first.weight must be called before the model is"
+    with pytest.raises(poptorch.Error, match=message):
         compiled.first.weight.replicaGrouping(CommGroupType.All, 1, mode)
-    tied = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
-    tied.forward = lambda x: tied[0](tied[1](x))
     executor = poptorch.inferenceModel(tied, with_replicas(2))
     executor.per_replica_params = {"0.weight": (kind, 1, mode), "1.weight": (kind, 2, mode)}
     with pytest.raises(poptorch.Error, match="0.weight and 1.weight are one parameter, and have different"):
@@ -360,9 +350,8 @@ def test_each_replica_has_its_buffers():
 def test_buffers_that_are_written_are_refused():
     batch = make_batch(4)
     executor = poptorch.trainingModel(seeded(Counting), with_replicas(2))
-    with pytest.raises(
-        poptorch.Error, match=r"not support broadcasting buffers.*: norm.num_batches_tracked"
-    ):
+    message = r"not support broadcasting buffers.*: norm.num_batches_tracked"
+    with pytest.raises(poptorch.Error, match=message):
         executor(*batch)
     model = seeded(Counting)
     model.forward = lambda x: torch.relu(x)
@@ -370,18 +359,11 @@ def test_buffers_that_are_written_are_refused():
 
 
 def test_state_is_shared_out(caplog):
-    options = with_replicas(2, 2, 2)
-    settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
-    options.TensorLocations.setWeightLocation(settings).setOptimizerLocation(settings)
-    model = make_model(size=4, hidden=6)
-    plain = reference(model, make_adam)
-    executor = poptorch.trainingModel(model, options, make_adam(model.parameters()))
+    trained = TrainedAlike(make_model(size=4, hidden=6), share_out(with_replicas(2, 2, 2)), make_adam)
     before = jax.live_arrays()
     for seed in range(2):
-        batch = make_batch(16, 4, seed=seed)
-        executor(*batch)
-        plain.train(batch, 2, 4, second)
-    assert_same_state(model, plain.model)
+        trained.call(*make_batch(16, 4, seed=seed))
+    trained.compare()
     new = [array for array in jax.live_arrays() if not any(array is one for one in before)]
     weights = [array for array in new if array.shape == (6, 4)]
     halves = [array for array in weights if array.addressable_shards[0].data.shape == (3, 4)]
@@ -391,12 +373,9 @@ def test_state_is_shared_out(caplog):
 
 def test_what_is_not_shared_out_is_told(caplog, monkeypatch):
     monkeypatch.setattr(logs, "_said", set())
-    settings = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
-    options = make_options()
-    options.TensorLocations.setWeightLocation(settings)
-    poptorch.inferenceModel(make_model(), options)
+    poptorch.inferenceModel(make_model(), share_out(make_options()))
     options = with_replicas(2)
-    options.TensorLocations.setAccumulatorLocation(settings)
+    options.TensorLocations.setAccumulatorLocation(SHARED_OUT)
     poptorch.inferenceModel(make_model(), options)
     assert "no effect: there is one replica" in caplog.text
     assert "no effect in location_accumulator: activations and sums" in caplog.text
@@ -409,19 +388,6 @@ def test_random_numbers_differ_between_replicas():
     model = torch.nn.Dropout(0.5)
     out = poptorch.inferenceModel(model, with_replicas(2).randomSeed(3))(torch.ones(2, 64))
     assert not torch.equal(out[0], out[1])
-
-
-def test_a_data_loader_gives_what_a_call_takes():
-    options = with_replicas(4, 2).inputReplicaGrouping(2, CommGroupType.Orthogonal)
-    data = torch.utils.data.TensorDataset(*make_batch(8))
-    loader = poptorch.DataLoader(options, data, batch_size=1)
-    assert loader.combinedBatchSize == 4
-    model = make_model(ipus=(0, 0))
-    executor = poptorch.inferenceModel(model, options)
-    for x, _target in loader:
-        with torch.no_grad():
-            parts = [model(part) for part in x.chunk(4)]
-        assert_close([executor(x)], [torch.cat([parts[2 * k + g] for k in range(2) for g in (0, 1, 0, 1)])])
 
 
 def test_numbers_of_ipus():

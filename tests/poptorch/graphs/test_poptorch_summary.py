@@ -6,7 +6,7 @@ import torch
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
 from ipu_pipeline.poptorch.graphs.modules import find_modules, find_spread, name_parts
-from tests.support.poptorch_front import make_batch, make_options, seeded
+from tests.support.poptorch_front import make_batch, make_options, make_sgd, seeded
 from tests.support.programs import ROOT
 
 
@@ -56,9 +56,7 @@ Net: 2 stages on 2 IPUs, schedule grouped, 2 micro-batches per weight update
 def test_of_a_small_model(monkeypatch):
     monkeypatch.setattr(engine.Pipeline, "compile", lambda *_args: None)  # nothing runs
     model = seeded(Net)
-    executor = poptorch.trainingModel(
-        model, make_options(2, 2), torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    executor = poptorch.trainingModel(model, make_options(2, 2), make_sgd(model.parameters()))
     assert str(executor.summary()) == BEFORE
     printed = repr(executor)
     assert printed.startswith("PoplarExecutor(Net(\n  (layers): ModuleList(")
@@ -89,10 +87,8 @@ def test_of_a_small_model(monkeypatch):
     assert "test_poptorch_summary.py:" in shown
     assert "3 linear, 3 relu" in shown
 
-    assert [stage.place for stage in traced] == [
-        "stage 0 (layers.{0..2}, act)",
-        "stage 1 (head)",
-    ]  # what reports and their page say
+    places = [stage.place for stage in traced]  # as reports and their page say
+    assert places == ["stage 0 (layers.{0..2}, act)", "stage 1 (head)"]
 
 
 def test_of_inference_without_blocks(monkeypatch):
@@ -145,7 +141,5 @@ def test_modules_are_told_in_as_much_detail_as_fits():
     ]
     # One that has something else in it is told by itself.
     other = make_used("layers.0.a", "layers.1.b", "layers.2.b")
-    assert [module[0] for module in shown(find_modules(other, (), "Model", {"layers"}, 1))] == [
-        "layers.0",
-        "layers.{1..2}",
-    ]
+    found = shown(find_modules(other, (), "Model", {"layers"}, 1))
+    assert [module[0] for module in found] == ["layers.0", "layers.{1..2}"]
