@@ -1,6 +1,6 @@
 import dataclasses
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -319,12 +319,6 @@ def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(is_
 @pytest.mark.thorough
 def test_two_pipelines_are_prepared_in_two_threads():
     pipelines = [make("searched"), make("searched")]
-    threads = [
-        threading.Thread(target=pipeline.init, args=(KEY, MICRO_BATCHES[0])) for pipeline in pipelines
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for pipeline in pipelines:
-        assert pipeline.searched() is not None
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda pipeline: pipeline.init(KEY, MICRO_BATCHES[0]), pipelines))
+    assert all(pipeline.searched() is not None for pipeline in pipelines)

@@ -164,18 +164,37 @@ def test_what_is_kept_and_goes_on():
     assert live_bytes.peaks[0] == planned.num_held_bytes
 
 
+@pytest.mark.parametrize(
+    ("partitions", "message"),
+    [
+        ({"nobody": P("model")}, "there is no variable 'nobody'; there are first/in, "),
+        ({"first/in": "model"}, "variable first/in: its partition must be a .*PartitionSpec"),
+        ({"first/in": P("data")}, "variable first/in: .* names 'data'. The one axis .* is 'model'"),
+        (
+            {"first/in": P(None, None, unreduced={"model"})},
+            "variable first/in: .* has axes that are summed",
+        ),
+        ({"first/in": P("model", "model")}, "variable first/in: .* divides axes 0 and 1"),
+        ({"first/offset": P(None, "model")}, r"has 2 places, and the shape \(16,\) 1\."),
+        ({"seen": P("model")}, r"variable seen: axis 0 of its shape \(12,\) must be a multiple of size 8"),
+    ],
+)
+def test_partitions_that_are_none(partitions, message):
+    pipeline = make_divided(tensor_parallel=engine.TensorParallel(8, partitions))
+    with pytest.raises(ValueError, match=message):
+        pipeline.trace(make_steps(1)[0][0])
+
+
 def test_constraints_in_an_optimizer_say_nothing():
-    constrain = optax.stateless(
-        lambda updates, _params: jax.tree.map(
-            lambda update: engine.constrain(update, P("model" if update.shape[0] % 2 == 0 else None)),
-            updates,
-        )
-    )
+    def constrain(update):
+        return engine.constrain(update, P("model" if update.shape[0] % 2 == 0 else None))
+
+    constraints = optax.stateless(lambda updates, _params: jax.tree.map(constrain, updates))
     pipeline = make_divided(
         stages=[only_stage],
         tensor_parallel=engine.TensorParallel(2, ONLY),
         num_micro_batches=1,
-        optimizer=optax.chain(constrain, optax.sgd(0.1)),
+        optimizer=optax.chain(constraints, optax.sgd(0.1)),
     )
     beside.train(pipeline, [make_steps(1)[0][:1]])
 
@@ -214,44 +233,24 @@ def test_dividing_nothing_warns():
         make_divided(size=1, stages=stages).trace(element)
 
 
-def partitions(size, given):
-    make_divided(tensor_parallel=engine.TensorParallel(size, given)).trace(make_steps(1)[0][0])
-
-
-SERIALIZED = {"num_serialized": 2, "schedule": "sequential", "device_mapping": [0, 0]}
-
-
-WRONG = {
-    "size must be an integer of at least 1; got 0": lambda: engine.TensorParallel(0),
-    "variables must be a dict from full names": lambda: engine.TensorParallel(2, "in"),
-    "tensor_parallel must be a TensorParallel or None; got 2": lambda: make_divided(tensor_parallel=2),
-    r"num_serialized must be 1 with several devices for each IPU; got 2 and tensor_parallel.size 2": (
-        lambda: make_divided(**SERIALIZED)
-    ),
-    "there is no variable 'nobody'; there are first/in, ": lambda: partitions(2, {"nobody": P("model")}),
-    "variable first/in: its partition must be a .*PartitionSpec": (
-        lambda: partitions(2, {"first/in": "model"})
-    ),
-    "variable first/in: .* names 'data'. The one axis .* is 'model'": (
-        lambda: partitions(2, {"first/in": P("data")})
-    ),
-    "variable first/in: .* has axes that are summed": (
-        lambda: partitions(2, {"first/in": P(None, None, unreduced={"model"})})
-    ),
-    "variable first/in: .* divides axes 0 and 1": (
-        lambda: partitions(2, {"first/in": P("model", "model")})
-    ),
-    r"has 2 places, and the shape \(16,\) 1\.": lambda: partitions(2, {"first/offset": P(None, "model")}),
-    r"variable seen: axis 0 of its shape \(12,\) must be a multiple of size 8": (
-        lambda: partitions(8, {"seen": P("model")})
-    ),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_what_is_not_usable(message):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: engine.TensorParallel(0), "size must be an integer of at least 1; got 0"),
+        (lambda: engine.TensorParallel(2, "in"), "variables must be a dict from full names"),
+        (
+            lambda: make_divided(tensor_parallel=2),
+            "tensor_parallel must be a TensorParallel or None; got 2",
+        ),
+        (
+            lambda: make_divided(num_serialized=2, schedule="sequential", device_mapping=[0, 0]),
+            r"num_serialized must be 1 with several devices for each IPU; got 2 and tensor_parallel.size 2",
+        ),
+    ],
+)
+def test_what_is_not_usable(make, message):
     with pytest.raises(ValueError, match=message):
-        WRONG[message]()
+        make()
 
 
 def test_constraints_that_do_not_fit():
@@ -287,20 +286,12 @@ def test_too_few_devices_and_other_replicas_in_stages():
 
 
 def train(num_replicas, size, directory=None, restores=False):
-    """What a program that sets nothing but `tensor_parallel` trains in two runs.
+    """What a program that sets nothing but `tensor_parallel` trains in two runs; `size`: devices of an IPU.
 
-    Args:
-      num_replicas: how many.
-      size: devices of an IPU.
-      directory: where the state after the first run is saved, if there is one.
-      restores: whether it goes on from what was saved there, with the second run.
-
-    Returns:
-      The losses, the variables, the optimizer's state, and what the program says of itself.
+    The state after the first run is saved in the directory, or restored from there in place of that run.
+    Returns the losses, the variables, the optimizer's state, and what the program says of itself.
     """
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 2 * num_replicas * size
-    config.configure_ipu_system()
+    front.ipu_config(2 * num_replicas * size).configure_ipu_system()
     elements = models.mlp_batches(np.random.default_rng(2), 2 * COUNT * num_replicas)
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(elements)
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -333,20 +324,30 @@ def train(num_replicas, size, directory=None, restores=False):
 
 
 @pytest.mark.thorough
-def test_sessions_and_checkpoints(tmp_path):
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sessions_and_checkpoints(num_processes, tmp_path):
+    """One process without divided stages goes on from what one, or two, saved after the first run."""
     expected = train(2, 1)
-    made = train(2, 2, tmp_path / "saved")
-    for one, other in zip(made[:3], expected[:3], strict=True):
-        models.assert_trees_close(one, other)
-    placement, summary = made[3]
-    assert "cpu:0, cpu:1, cpu:4, cpu:5" in placement
-    assert "2 stages on 2 IPUs of 2 devices" in summary
-    assert "each of the 2 devices of an IPU has a part of:\n  first/in\n  first/offset\n" in placement
-    # Another number of devices goes on from the checkpoint.
-    losses, variables, state, _text = train(2, 1, tmp_path / "saved", restores=True)
+    ipu.config.reset_ipu_configuration()
+    saved, num_devices = str(tmp_path / "saved"), 8 // num_processes
+    processes = joined.start(
+        train, num_processes, num_devices, 2, 2, saved, directory=tmp_path, joins_itself=True
+    )
+    made = joined.finish(processes, tmp_path, timeout=600)
+    assert sorted(len(one[0]) for one in made) == [0] * (num_processes - 1) + [len(expected[0])]
+    losses, *values, _text = train(2, 1, saved, restores=True)
     models.assert_trees_close(losses, expected[0][len(losses) :])
-    for one, other in zip((variables, state), expected[1:3], strict=True):
-        models.assert_trees_close(one, other)
+    models.assert_trees_close(values, list(expected[1:3]))
+    for losses, *values, (placement, summary) in made:
+        models.assert_trees_close(values, list(expected[1:3]))
+        if len(losses):
+            models.assert_trees_close(losses, expected[0])
+        if num_processes == 1:
+            assert "cpu:0, cpu:1, cpu:4, cpu:5" in placement
+            assert "2 stages on 2 IPUs of 2 devices" in summary
+            assert (
+                "each of the 2 devices of an IPU has a part of:\n  first/in\n  first/offset\n" in placement
+            )
 
 
 def test_arguments_of_the_front(tmp_path):
@@ -425,29 +426,6 @@ def test_an_execution_report(tmp_path):
 
 
 # Several processes.
-
-
-def train_in_processes(num_replicas, directory):
-    return train(num_replicas, 2, directory)[:3]
-
-
-@pytest.mark.thorough
-def test_two_processes(tmp_path):
-    expected = train(2, 1)
-    ipu.config.reset_ipu_configuration()
-    saved = str(tmp_path / "saved")
-    processes = joined.start(train_in_processes, 2, 4, 2, saved, directory=tmp_path, joins_itself=True)
-    made = joined.finish(processes, tmp_path, timeout=600)
-    assert sorted(len(one[0]) for one in made) == [0, len(expected[0])]
-    for losses, variables, state in made:
-        models.assert_trees_close(variables, expected[1])
-        models.assert_trees_close(state, expected[2])
-        if len(losses):
-            models.assert_trees_close(losses, expected[0])
-    # One process goes on from what they saved after the first run, without dividing anything.
-    losses, variables, _state, _text = train(2, 1, saved, restores=True)
-    models.assert_trees_close(losses, expected[0][len(losses) :])
-    models.assert_trees_close(variables, expected[1])
 
 
 def change_layouts(num_devices, *layouts):
