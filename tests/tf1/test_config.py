@@ -8,7 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.utils import SelectionOrder
-from tests.support import forked
+from tests.support import forked, front
 
 
 def run(code, **environment):
@@ -53,13 +53,12 @@ def test_devices_are_made_as_needed():
         def stage(x):
             x = x * jax.random.uniform(ipu.next_rng_key()) + jax.device_put(np.float32(2))
             return x @ ipu.get_variable("w", (2, 2))
+        def optimize(loss):
+            return ipu.pipelining_ops.OptimizerFunctionOutput(optax.adam(0.1), loss)
         def trained(rate):
             return rate * 2 + 1, ipu.pipelining_ops.pipeline(
-                [stage, lambda x: jnp.mean(x)], gradient_accumulation_count=1,
-                inputs=[np.ones((2, 2), "float32")],
-                optimizer_function=lambda loss: ipu.pipelining_ops.OptimizerFunctionOutput(
-                    optax.adam(0.1), loss),
-                outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue())
+                [stage, lambda x: jnp.mean(x)], 1, inputs=[np.ones((2, 2), "float32")],
+                optimizer_function=optimize, outfeed_queue=ipu.ipu_outfeed_queue.IPUOutfeedQueue())
         rate = ipu.placeholder(np.float32)
         with ipu.scopes.ipu_scope("/device:IPU:0"):
             compiled = ipu.ipu_compiler.compile(trained, [rate])
@@ -102,11 +101,8 @@ def test_powers_of_two():
         assert "auto_round_num_ipus = True" in text and "require_power_of_two = False" in text
         assert not is_started()
         assert configure(auto_select_ipus=3, require_power_of_two=False) == [0, 1, 2]
-        config.reset_ipu_configuration()
     """)
-    run("""
-        assert configure(auto_select_ipus=3, auto_round_num_ipus=True) == [0, 1, 2, 3]
-    """)
+    run("assert configure(auto_select_ipus=3, auto_round_num_ipus=True) == [0, 1, 2, 3]")
 
 
 def test_a_count_already_set_is_not_lowered():
@@ -247,7 +243,5 @@ def test_too_few_accelerators(monkeypatch):
         platform = "gpu"
 
     monkeypatch.setattr(jax, "devices", lambda *platform: [Accelerator()])
-    config = ipu.config.IPUConfig()
-    config.auto_select_ipus = 2
     with pytest.raises(ValueError, match="there are 1 gpu device.*IPUConfig.ipu_model = True"):
-        config.configure_ipu_system()
+        front.ipu_config(2).configure_ipu_system()

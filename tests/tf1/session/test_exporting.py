@@ -17,38 +17,22 @@ from tests.support import forked, front
 from tests.support.resumable import Batches, Training, make_stages
 
 
-def compile_inference(last=None, num_stages=3, count=4, inputs=(), before=None, dataset=None, mapping=None):
+class Inference(front.Pipelined):
     """The model of `resumable` with an infeed; `last` changes what its last stage returns."""
-    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches() if dataset is None else dataset)
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    stages = make_stages(num_stages)
-    if last is not None:
-        end = stages[-1]
-        stages[-1] = lambda x, y: last(*end(x, y))
-    if inputs:
-        first = stages[0]
-        stages[0] = lambda *values: first(values[-2] * values[0], values[-1])
 
-    def model(*values):
-        if before is not None:
-            values = before(*values)
-        return pipeline(
-            stages,
-            gradient_accumulation_count=count,
-            inputs=list(values) if inputs else None,
-            infeed_queue=infeed,
-            outfeed_queue=outfeed,
-            device_mapping=mapping,
-        )
+    def __init__(self, last=None, count=4, inputs=(), mapping=None):
+        stages = make_stages(3)
+        if last is not None:
+            end = stages[-1]
+            stages[-1] = lambda x, y: last(*end(x, y))
+        if inputs:
+            first = stages[0]
+            stages[0] = lambda *values: first(values[-2] * values[0], values[-1])
+        super().__init__(stages, count, Batches(), inputs=inputs or None, device_mapping=mapping)
 
-    return front.compile_program(model, list(inputs) or None), infeed, outfeed
-
-
-def run(session, compiled, feed=None):
-    program, infeed, outfeed = compiled
-    session.run(infeed.initializer)
-    session.run(program, feed or {})
-    return session.run(outfeed.dequeue())
+    def run(self, session, feed=None):
+        session.run(self.initializer)
+        return super().run(session, feed)
 
 
 def elements(count):
@@ -60,13 +44,12 @@ def elements(count):
 def exported(tmp_path_factory):
     """An exported program, its predictions for four micro-batches."""
     path = tmp_path_factory.mktemp("exported") / "program"
-    training = Training(2)
-    compiled = compile_inference()
+    training, model = Training(2), Inference()
     with ipu.Session(seed=3) as session:
         training.start(session)
         training.run(session, 3)
-        expected = run(session, compiled)
-        session.export(path, compiled[0])
+        expected = model.run(session)
+        session.export(path, model.program)
     return path, expected
 
 
@@ -118,10 +101,10 @@ np.savez({str(tmp_path / "found.npz")!r}, *found)
 
 
 def test_several_stages_on_an_ipu(tmp_path):
-    compiled = compile_inference(mapping=[1, 0, 1], num_stages=3)
+    model = Inference(mapping=[1, 0, 1])
     with ipu.Session() as session:
-        expected = run(session, compiled)
-        session.export(tmp_path / "program", compiled[0])
+        expected = model.run(session)
+        session.export(tmp_path / "program", model.program)
         program = ipu.load_program(tmp_path / "program")
         assert program.num_ipus == 2
         before = jax.live_arrays()
@@ -137,20 +120,18 @@ def test_several_stages_on_an_ipu(tmp_path):
 
 def test_placeholders(tmp_path):
     factor, unused = ipu.placeholder(np.float32, [], "factor"), ipu.placeholder(np.float32, [2], "other")
-    compiled = compile_inference(inputs=[factor, unused])
+    model = Inference(inputs=[factor, unused])
     with ipu.Session() as session:
-        expected = run(session, compiled, {factor: 0.5, unused: [1, 2]})
-        session.export(tmp_path / "free", compiled[0])
-        session.export(tmp_path / "fixed", compiled[0], {factor: 0.5, unused: [1, 2]})
+        expected = model.run(session, {factor: 0.5, unused: [1, 2]})
+        session.export(tmp_path / "free", model.program)
+        session.export(tmp_path / "fixed", model.program, {factor: 0.5, unused: [1, 2]})
         with pytest.raises(ValueError, match="is not an input of this program"):
-            session.export(tmp_path / "no", compiled[0], {ipu.placeholder(np.float32): 1})
+            session.export(tmp_path / "no", model.program, {ipu.placeholder(np.float32): 1})
         with pytest.raises(ValueError, match="Cannot feed value of shape"):
-            session.export(tmp_path / "no", compiled[0], {factor: [1, 2]})
+            session.export(tmp_path / "no", model.program, {factor: [1, 2]})
     program = ipu.load_program(tmp_path / "free")
-    assert {name: shape.shape for name, shape in program.placeholders.items()} == {
-        "factor": (),
-        "other": (2,),
-    }
+    shapes = {name: shape.shape for name, shape in program.placeholders.items()}
+    assert shapes == {"factor": (), "other": (2,)}
     assert_close(program.run(elements(4), {"factor": 0.5, "other": [1, 2]}), expected)
     other = program.run(elements(4), {"factor": 2.0, "other": [1, 2]})
     assert not np.allclose(other[0], expected[0])
@@ -166,18 +147,21 @@ def test_placeholders(tmp_path):
 
 
 def test_what_is_computed_before_the_pipeline(tmp_path):
-    factor = ipu.placeholder(np.float32, [], "factor")
+    factor, stages = ipu.placeholder(np.float32, [], "factor"), [lambda scaled, x, y: (scaled * x, y)]
+    queues = ipu.ipu_infeed_queue.IPUInfeedQueue(Batches()), ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
-    def before(value):
-        with ipu.variable_scope("before"):
-            return [value * ipu.get_variable("scale", [], initializer=np.float32(3))]
+    def compiled(value):
+        scaled = value * ipu.get_variable("scale", [], initializer=np.float32(3))
+        return pipeline(stages, 4, inputs=[scaled], infeed_queue=queues[0], outfeed_queue=queues[1])
 
-    compiled = compile_inference(inputs=[factor], before=before)
+    program = front.compile_program(compiled, [factor])
     with ipu.Session() as session:
-        expected = run(session, compiled, {factor: 0.5})
+        session.run(queues[0].initializer)
+        session.run(program, {factor: 0.5})
+        expected = session.run(queues[1].dequeue())
         with pytest.raises(ValueError, match="something is computed from placeholder 'factor'.*before the"):
-            session.export(tmp_path / "no", compiled[0])
-        session.export(tmp_path / "program", compiled[0], {factor: 0.5})
+            session.export(tmp_path / "no", program)
+        session.export(tmp_path / "program", program, {factor: 0.5})
     assert_close(ipu.load_program(tmp_path / "program").run(elements(4)), expected)
 
 
@@ -190,14 +174,11 @@ def test_random_keys_and_assigned_variables(tmp_path):
         ipu.assign("count", count + 1)
         return {"x": x + noise, "count": count, "y": (y, [y])}
 
-    program, infeed, outfeed = compile_inference(noisy, count=2)
+    model = Inference(noisy, count=2)
     with ipu.Session(seed=9) as session:
-        session.export(tmp_path / "program", program)
-        session.run([infeed.initializer, program])
-        session.run(program)
-        first = session.run(outfeed.dequeue())
-        session.run(program)
-        second = session.run(outfeed.dequeue())
+        session.export(tmp_path / "program", model.program)
+        session.run([model.initializer, model.program])
+        first, second = (front.Pipelined.run(model, session) for _run in range(2))
     program = ipu.load_program(tmp_path / "program")
     assert_close(program.run(elements(4)), first)
     assert_close(program.run(elements(6)[4:]), second)
@@ -207,11 +188,9 @@ def test_random_keys_and_assigned_variables(tmp_path):
 
 def test_a_program_without_an_infeed(tmp_path):
     """And without variables."""
-    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    stages = [lambda x: x * 2, lambda x: x + 1]
-    program = front.compile_pipeline(stages, 3, inputs=[np.float32([3, 4])], outfeed_queue=outfeed)
+    model = front.Pipelined([lambda x: x * 2, lambda x: x + 1], 3, inputs=[np.float32([3, 4])])
     with ipu.Session() as session:
-        session.export(tmp_path / "program", program)
+        session.export(tmp_path / "program", model.program)
     loaded = ipu.load_program(tmp_path / "program")
     assert loaded.element is None
     np.testing.assert_array_equal(loaded.run(), [[7, 9]] * 3)
@@ -221,9 +200,9 @@ def test_a_program_without_an_infeed(tmp_path):
 
 def test_placeholders_of_one_name(tmp_path):
     one, other = ipu.placeholder(np.float32, [], "s"), ipu.placeholder(np.float32, [], "s")
-    program, _infeed, _outfeed = compile_inference(inputs=[one, other])
+    model = Inference(inputs=[one, other])
     with ipu.Session() as session, pytest.raises(ValueError, match="known by their names afterwards"):
-        session.export(tmp_path / "program", program)
+        session.export(tmp_path / "program", model.program)
 
 
 def test_the_variables_can_be_restored(exported):
@@ -234,33 +213,29 @@ def test_the_variables_can_be_restored(exported):
 
 
 def test_what_cannot_be_exported(tmp_path):
-    training = Training(2)
-    returning = front.compile_program(lambda: jnp.ones(2))
-    both_outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+    queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 
     def both():
-        operation = pipeline(
-            [lambda x: x], gradient_accumulation_count=1, inputs=[np.ones(2)], outfeed_queue=both_outfeed
-        )
-        return jnp.ones(2), operation
+        return jnp.ones(2), pipeline([lambda x: x], 1, inputs=[np.ones(2)], outfeed_queue=queue)
 
     with ipu.Session() as session:
-        for program, message in (
-            (training.program, "must be one inference pipeline; it has a pipeline that trains"),
-            (returning, "neither a pipeline nor a loop"),
-            (front.compile_program(lambda: ipu.loops.repeat(2, lambda x: x + 1, [1.0])), "it has a loop"),
-            (front.compile_program(both), "returns values of its own"),
+        for function, message in (
+            (lambda: jnp.ones(2), "neither a pipeline nor a loop"),
+            (lambda: ipu.loops.repeat(2, lambda x: x + 1, [1.0]), "it has a loop"),
+            (both, "returns values of its own"),
         ):
             with pytest.raises(NotImplementedError, match=message):
-                session.export(tmp_path / "program", program)
+                session.export(tmp_path / "program", front.compile_program(function))
+        message = "must be one inference pipeline; it has a pipeline that trains"
+        with pytest.raises(NotImplementedError, match=message):
+            session.export(tmp_path / "program", Training(2).program)
     assert not (tmp_path / "program").exists()
 
 
 def test_structures_that_need_their_class(tmp_path):
-    compiled = compile_inference(lambda x, y: optax.EmptyState() if x is None else optax.TraceState(x))
-    message = "a TraceState needs its Python class"
+    model, message = Inference(lambda x, _y: optax.TraceState(x)), "a TraceState needs its Python class"
     with ipu.Session() as session, pytest.raises(NotImplementedError, match=message):
-        session.export(tmp_path / "program", compiled[0])
+        session.export(tmp_path / "program", model.program)
 
 
 # Loading.
@@ -289,9 +264,8 @@ def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="has version 7 of the format.* reads versions 1 to 2"):
         ipu.load_program(changed(path, tmp_path / "version", version=7))
     program = ipu.load_program(changed(path, tmp_path / "platform", platform="cuda"))
-    with pytest.raises(
-        ValueError, match="for devices of the kind 'cuda'; those that are selected are 'cpu'"
-    ):
+    message = "for devices of the kind 'cuda'; those that are selected are 'cpu'"
+    with pytest.raises(ValueError, match=message):
         program.run(elements(1))
     with pytest.raises(RuntimeError, match="64 IPUs are needed"):
         ipu.load_program(changed(path, tmp_path / "many", num_ipus=64))
@@ -299,9 +273,8 @@ def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
         ipu.load_program(changed(path, tmp_path / "wide", has_wide_dtypes=True))
     other = changed(path, tmp_path / "jax", jax="0.1.2")
     monkeypatch.setattr(loaded_program.jax.export, "deserialize", lambda _content: 1 / 0)
-    with pytest.raises(
-        CheckpointError, match="stage0.jax_export, exported by JAX 0.1.2, cannot be read by JAX"
-    ):
+    message = "stage0.jax_export, exported by JAX 0.1.2, cannot be read by JAX"
+    with pytest.raises(CheckpointError, match=message):
         ipu.load_program(other)
 
 
@@ -321,9 +294,8 @@ def test_damage_is_found_before_anything_is_used(exported, tmp_path):
 
 
 def test_a_checkpoint_is_no_program(tmp_path):
-    compiled = compile_inference()
     with ipu.Session() as session:
-        run(session, compiled)
+        Inference().run(session)
         session.save(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="is a checkpoint and no exported program"):
         ipu.load_program(tmp_path / "checkpoint")
