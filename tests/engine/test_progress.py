@@ -1,5 +1,6 @@
 """What a terminal shows while programs compile, and what the log says then."""
 
+import contextlib
 import io
 import logging
 import re
@@ -15,11 +16,10 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import progress
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
-from tests.support.front import Model
+from tests.support.front import Model, session_of
 from tests.support.terminals import Screen, shown
 
 
@@ -43,6 +43,11 @@ def wait_for(screen, text, seconds=300):
 
 def no_thread_is_left():
     return not [thread for thread in threading.enumerate() if thread.name == "ipu-progress"]
+
+
+def compile_alone():
+    with progress.compiling(1) as compilation, compilation.program():
+        return compilation
 
 
 def test_the_line_counts_and_is_cleared(screen, caplog, monkeypatch):
@@ -74,11 +79,7 @@ def test_the_line_counts_and_is_cleared(screen, caplog, monkeypatch):
 def test_what_compiles_at_once_shows_nothing(screen, monkeypatch):
     monkeypatch.setattr(progress, "_DELAY", 600)
 
-    def compile_at_once():
-        with progress.compiling(1) as compilation, compilation.program():
-            pass
-
-    thread = threading.Thread(target=compile_at_once, daemon=True)
+    thread = threading.Thread(target=compile_alone, daemon=True)
     thread.start()
     thread.join(300)
     assert not thread.is_alive()  # it has not waited for the line
@@ -96,8 +97,7 @@ def test_an_error_leaves_no_line(error, screen, caplog):
     assert shown(screen.getvalue()) == [""]
     assert no_thread_is_left()
     assert caplog.messages == []
-    with progress.compiling(1) as compilation, compilation.program():  # the next one counts by itself
-        pass
+    compilation = compile_alone()  # the next one counts by itself
     assert compilation.num_done == compilation.total == 1
 
 
@@ -117,12 +117,9 @@ def test_initial_values_are_counted(fault, screen):
 
     made = []
     pipeline = engine.Pipeline([stage], num_micro_batches=1)
-    if fault is None:
+    with contextlib.nullcontext() if fault is None else pytest.raises(fault):
         state = pipeline.init(jax.random.key(0), jnp.ones(2))
         np.testing.assert_array_equal(state.variables["b"], [2, 2])
-    else:
-        with pytest.raises(fault):
-            pipeline.init(jax.random.key(0), jnp.ones(2))
     assert shown(screen.getvalue()) == [""]
     assert no_thread_is_left()
 
@@ -185,14 +182,12 @@ def test_a_first_run_tells_of_its_programs_once(mapping, screen, caplog, monkeyp
 
     monkeypatch.setattr(progress.Compilation, "program", begin_once_the_line_is_there)
     model = Model(device_mapping=list(mapping), repeat_count=1)
-    with ipu.Session() as session:
-        session.run(model.initializer)
+    with session_of(model) as session:
         model.run(session)
-        counts = [int(n) for n in re.findall(r"Compiling: \d+ of (\d+) program", screen.getvalue())]
-        assert counts
+        counts = {int(n) for n in re.findall(r"Compiling: \d+ of (\d+) program", screen.getvalue())}
         (message,) = caplog.messages
         told = int(re.match(r"Compiled (\d+) programs? in \d+\.\d s", message)[1])
-        assert {told} == set(counts)
+        assert counts == {told}
         assert told == 1 if mapping == (0, 0) else told > 2
         assert "from the cache" not in message
         assert shown(screen.getvalue()) == [""]
@@ -207,8 +202,7 @@ def test_what_the_cache_has_is_told(caplog, capfd):
     caplog.set_level(logging.INFO, "ipu_pipeline")
     for _ in range(2):
         model = Model(device_mapping=[0, 1], repeat_count=1)
-        with ipu.Session() as session:
-            session.run(model.initializer)
+        with session_of(model) as session:
             model.run(session)
     number = re.match(r"Compiled (\d+) programs", caplog.messages[-1])[1]
     assert caplog.messages[-1].endswith(f"s ({number} from the cache)")

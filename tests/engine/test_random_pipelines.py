@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 import os
 
 import hypothesis
@@ -53,33 +54,11 @@ def find_tolerance(dtype, results, op_by_op):
     if dtype in TOLERANCES:
         return TOLERANCES[dtype]
 
-    def values(all_results):
-        return [
-            (state.variables, state.optimizer_state, outputs.losses, outputs.outputs)
-            for state, outputs in all_results
-        ]
+    def values(found):
+        return [(own.variables, own.optimizer_state, out.losses, out.outputs) for own, out in found]
 
     difference = relative_difference(values(op_by_op()), values(results))
     return max(16 * random_models.unit_roundoff(dtype), 4 * difference)
-
-
-def expected(training, traced, state, steps, scale):
-    """Outputs and states of the plain loop after each update."""
-    trained = [name for name, spec in traced.variables.items() if spec.trainable]
-    accumulators = dict.fromkeys(trained, np.float32) if training.wide_accumulators else None
-    results = []
-    for step in steps:
-        state, outputs = reference.step(
-            traced,
-            state,
-            step,
-            scale,
-            optimizer=random_models.make_optimizer(training),
-            reduction=training.reduction,
-            accumulator_dtypes=accumulators,
-        )
-        results.append((state, outputs))
-    return results
 
 
 def wanted(outputs, run):
@@ -89,18 +68,14 @@ def wanted(outputs, run):
         collected = []
     elif run.collected == "some":
         mask = random_models.wanted_outputs(collected[0])
-        collected = [
-            [leaf for leaf, keep in zip(jax.tree.leaves(one), mask, strict=True) if keep]
-            for one in collected
-        ]
+        collected = [list(itertools.compress(jax.tree.leaves(one), mask)) for one in collected]
     elif run.collected == "sums":
 
         def add(*leaves):
             dtype = random_models.sum_dtype(leaves[0]) or leaves[0].dtype
             return sum(jnp.asarray(leaf).astype(dtype) for leaf in leaves)
 
-        collected = [jax.tree.map(add, *collected)]
-        losses = [add(*losses)]
+        collected, losses = [jax.tree.map(add, *collected)], [add(*losses)]
     return collected, losses
 
 
@@ -117,19 +92,32 @@ class PlainLoop:
         self.traced = unsplit.traced
         self.results = {}
 
+    def loop(self, training, steps):
+        """States and outputs after each update."""
+        trained = [name for name, spec in self.traced.variables.items() if spec.trainable]
+        options = {
+            "optimizer": random_models.make_optimizer(training),
+            "reduction": training.reduction,
+            "accumulator_dtypes": dict.fromkeys(trained, np.float32)
+            if training.wide_accumulators
+            else None,
+        }
+        state, results = self.start, []
+        for step in steps:
+            state, outputs = reference.step(self.traced, state, step, self.scale, **options)
+            results.append((state, outputs))
+        return results
+
     def run(self, model, training):
         """The micro-batches, state and outputs of each update; and the tolerance."""
         if training not in self.results:
             steps = random_models.make_steps(model, training)
 
-            def loop():
-                return expected(training, self.traced, self.start, steps, self.scale)
-
             def op_by_op():
                 with jax.disable_jit():
-                    return loop()
+                    return self.loop(training, steps)
 
-            results = loop()
+            results = self.loop(training, steps)
             bound = find_tolerance(model.dtype, results, op_by_op)
             self.results[training] = list(zip(steps, results, strict=True)), bound
         return self.results[training]

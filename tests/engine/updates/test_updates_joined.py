@@ -8,14 +8,14 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, loops, scopes
-from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.inspect import Sent
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
-from tests.support import front, models, scheduled
+from tests.support import beside, front, models, scheduled
 
 NUM_UPDATES = 3
+CLIPPED_SGD = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.5))
 EARLY = {f"stage{index}/kernel": index < 2 for index in range(4)}
 
 
@@ -47,9 +47,7 @@ OPTIMIZERS = {
     "clip": clipped,
     "multi_steps": lambda: optax.MultiSteps(clipped(), 2).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(clipped(), 2),
-    "multi_transform": lambda: optax.multi_transform(
-        {True: clipped(), False: optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.5))}, EARLY
-    ),
+    "multi_transform": lambda: optax.multi_transform({True: clipped(), False: CLIPPED_SGD}, EARLY),
     "masked": lambda: optax.chain(optax.masked(optax.clip_by_global_norm(0.01), EARLY), optax.sgd(0.5)),
     "lamb": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.05, weight_decay=0.1)),
     "flatten": lambda: optax.flatten(clipped()),
@@ -87,20 +85,23 @@ def as_data(tree):
     return jax.tree.map(convert, tree)
 
 
+TWO_IPUS = {"num_stages": 2, "device_mapping": (0, 1), "donate": True}
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
+        *((name, TWO_IPUS) for name in OF_MANY_KINDS),
         *(
-            (name, {"num_stages": 2, "device_mapping": (0, 1), "donate": True})
-            if name in OF_MANY_KINDS
-            else pytest.param(
+            pytest.param(
                 name,
                 {"device_mapping": (0, 1, 0, 2), "donate": name != "multi_steps"},
-                marks=[pytest.mark.thorough],
+                marks=pytest.mark.thorough,
             )
             for name in OPTIMIZERS
+            if name not in OF_MANY_KINDS
         ),
-        ("flatten", {"num_stages": 2, "device_mapping": (0, 1), "devices": "one", "donate": True}),
+        ("flatten", {**TWO_IPUS, "devices": "one"}),
     ],
 )
 def test_equals_reference(name, options):
@@ -114,7 +115,7 @@ def test_equals_reference(name, options):
     for step in STEPS:
         before = jax.tree.map(np.array, state.variables)
         state, _outputs = pipeline.step(old := state, step)
-        expected, _outputs = reference.step(pipeline.traced, expected, step, optimizer=OPTIMIZERS[name]())
+        expected, _outputs = beside.step_plainly(pipeline, expected, step, optimizer=OPTIMIZERS[name]())
         models.assert_trees_close(state.variables, expected.variables)
         models.assert_trees_close(as_data(state.optimizer_state), as_data(expected.optimizer_state))
         if not options["donate"]:
@@ -263,12 +264,10 @@ def test_what_is_called_in_an_update_is_called_once(mapping, inner):
     told, wanted = [], []
     pipeline = make(telling(told, inner), num_stages=2, device_mapping=mapping)
     state = pipeline.init(jax.random.key(7), STEPS[0][0])
-    expected = models.on_one_device(state)
+    expected, optimizer = beside.copied(state), telling(wanted, inner)
     for step in STEPS[:2]:
         state, _outputs = pipeline.step(state, step)
-        expected, _outputs = reference.step(
-            pipeline.traced, expected, step, optimizer=telling(wanted, inner)
-        )
+        expected, _outputs = beside.step_plainly(pipeline, expected, step, optimizer=optimizer)
     jax.block_until_ready((state.variables, expected.variables))
     jax.effects_barrier()
     for kind in ("norm", "sum", "called", "positive"):
