@@ -12,9 +12,9 @@ from ipu_pipeline.ground import names
 from tests.support import beside, front
 
 
-def trace(function):
-    """The specifications of the variables that a stage asks for."""
-    pipeline = engine.Pipeline([function], num_micro_batches=1)
+def trace(*stages):
+    """The specifications of the variables that stages ask for."""
+    pipeline = engine.Pipeline(stages, num_micro_batches=1)
     pipeline.trace(np.zeros((2, 3), "float32"))
     return pipeline.variables
 
@@ -138,29 +138,26 @@ def test_an_initializer_with_another_result():
         value_of("v", (3,), initializer=lambda key, shape, dtype: jnp.zeros(1))
 
 
-def test_assign_errors():
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("missing", 1.0, "there is no variable 'missing'.*There are: trained, kept"),
+        ("trained", 1.0, "trained is trainable"),
+        ("kept", np.zeros(2, "float32"), r"kept is float32\[\], but the value is float32\[2\]"),
+        ("kept", 1, r"kept is float32\[\], but the value is int32\[\]"),
+    ],
+)
+def test_assign_errors(name, value, message):
     def stage(x):
         engine.get_variable("trained", ())
         engine.get_variable("kept", (), trainable=False)
         with engine.variable_scope("s"):
             engine.assign("kept", jnp.float32(1))  # by its full name
+        engine.assign(name, value)
         return x
 
-    trace(stage)
-    for name, value, message in [
-        ("missing", 1.0, "there is no variable 'missing'.*There are: trained, kept"),
-        ("trained", 1.0, "trained is trainable"),
-        ("kept", np.zeros(2, "float32"), r"kept is float32\[\], but the value is float32\[2\]"),
-        ("kept", 1, r"kept is float32\[\], but the value is int32\[\]"),
-    ]:
-
-        def wrong(x, name=name, value=value):
-            stage(x)
-            engine.assign(name, value)
-            return x
-
-        with pytest.raises(ValueError, match=message):
-            trace(wrong)
+    with pytest.raises(ValueError, match=message):
+        trace(stage)
 
 
 def test_reading_after_assigning():
@@ -194,9 +191,7 @@ def test_wrong_scopes(name):
 
 
 def layer_names(stages):
-    pipeline = engine.Pipeline(stages, num_micro_batches=1)
-    pipeline.trace(np.zeros((2, 3), "float32"))
-    return sorted(name for name in pipeline.variables if name.endswith("kernel"))
+    return sorted(name for name in trace(*stages) if name.endswith("kernel"))
 
 
 def test_layer_names_do_not_depend_on_the_split():
@@ -213,9 +208,6 @@ def test_outside_of_stages_a_conflict_is_an_error_of_its_own():
         ipu.get_variable("w", (2,))
         return ipu.get_variable("w", (2,))
 
-    with pytest.raises(ValueError, match="Variable w already exists, disallowed"):
-        front.compile_program(twice)
-
     def shared():
         ipu.get_variable("w", (2,))
         with ipu.variable_scope("w", reuse=True):
@@ -223,8 +215,12 @@ def test_outside_of_stages_a_conflict_is_an_error_of_its_own():
         with scopes.absolute_scope("", reuse=True):
             return ipu.get_variable("w", (3,))
 
-    with pytest.raises(ValueError, match=r"share variable w, but specified shape \(3,\)"):
-        front.compile_program(shared)
+    for function, message in (
+        (twice, "Variable w already exists, disallowed"),
+        (shared, r"share variable w, but specified shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            front.compile_program(function)
 
 
 def test_assign_outside_of_stages():
@@ -260,13 +256,9 @@ def test_a_variable_of_size_zero(rng):
     def last(h):
         return jnp.mean((h - 1) ** 2) + jnp.sum(h @ engine.get_variable("empty", (3, 0)))
 
-    pipeline = engine.Pipeline(
-        [lambda x: x @ engine.get_variable("w", (4, 3)), last],
-        num_micro_batches=2,
-        loss=lambda loss: loss,
-        optimizer=optax.sgd(0.1),
-        device_mapping=[0, 0],
-    )
+    stages = [lambda x: x @ engine.get_variable("w", (4, 3)), last]
+    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), "device_mapping": [0, 0]}
+    pipeline = engine.Pipeline(stages, num_micro_batches=2, **options)
     step = list(rng.normal(size=(2, 2, 4)).astype("float32"))
     state, _outputs = beside.train(pipeline, [step])
     assert state.variables["empty"].shape == (3, 0)

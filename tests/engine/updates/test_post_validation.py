@@ -18,30 +18,24 @@ def clipped(norm):
 
 
 def make(optimizer, **options):
-    return engine.Pipeline(
-        scheduled.stages(2),
-        num_micro_batches=COUNT,
-        schedule="zero_bubble",
-        loss=lambda loss: loss,
-        optimizer=optimizer,
-        **options,
-    )
+    options = {"schedule": "zero_bubble", "loss": lambda loss: loss, "optimizer": optimizer, **options}
+    return engine.Pipeline(scheduled.stages(2), num_micro_batches=COUNT, **options)
 
 
 def run(pipeline, data):
     """The state after each update, and the number of micro-batches that were taken since."""
-    state = pipeline.init(jax.random.key(3), data[0])
-    runner, waiting = pipeline.prepare(), iter(data)
-    states, ahead = [], []
+    state = pipeline.place(pipeline.init(jax.random.key(3), data[0]))
+    runner, waiting, states, ahead = pipeline.prepare(), iter(data), [], []
+
+    def take(_wanted):
+        return [runner.place_element([next(waiting)])]
 
     def keep(progress, _count):
         states.append(jax.tree.map(np.asarray, progress.state.pipeline.variables))
         ahead.append(progress.num_ahead)
 
     with contextlib.suppress(StopIteration):
-        pipeline.run(
-            pipeline.place(state), lambda _wanted: [runner.place_element([next(waiting)])], [], keep, 4
-        )
+        pipeline.run(state, take, [], keep, 4)
     return states, ahead
 
 

@@ -147,7 +147,7 @@ def test_small_gradients_stay_only_with_a_scale():
             return jnp.sum((w * x).astype("float32")) * 1e-8
 
         pipeline = engine.Pipeline(
-            [stage],
+            [lambda x: x, stage],
             num_micro_batches=1,
             loss=lambda loss: loss,
             optimizer=unwrap(optimizer).transformation,
