@@ -20,6 +20,7 @@ from tests.support import beside, models
 pytestmark = pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 
 NUM_STAGES, COUNT = 4, 8
+FOUR_STAGES = {"forward_ms": [1.0] * 4, "backward_ms": [1.0] * 4}
 
 
 def make(forward_ms, backward_ms, num_stages=NUM_STAGES, **options):
@@ -124,10 +125,7 @@ def test_transfers_take_time_but_no_time_of_a_device():
         ({"backward_ms": [1.0]}, "an entry per stage; they have 2 and 1"),
         ({"num_bytes": 8000}, "8192 at least.*got 8000"),
         ({"num_bytes": 8193}, "a multiple of 32.*got 8193"),
-        (
-            {**dict.fromkeys(("forward_ms", "backward_ms"), [1.0] * 4), "transfer_ms": 1.0},
-            "need 10 virtual devices",
-        ),
+        ({**FOUR_STAGES, "transfer_ms": 1.0}, "need 10 virtual devices"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused(options, message):
