@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -128,13 +129,9 @@ def fail_strangely():
     raise StrangeError(1, 2)
 
 
-class Append:
-    def __init__(self, path):
-        self.path = path
-
-    def __call__(self):
-        with self.path.open("a") as file:
-            file.write("x")
+def append(path):
+    with path.open("a") as file:
+        file.write("x")
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -258,20 +255,18 @@ def test_arguments(log):
     rows = make_rows(10)
     with pytest.raises(Error, match=r"Invalid type: 'options' is of type .* \(Expected poptorch.Options\)"):
         DataLoader({}, rows)
+    excluded = "`batch_sampler` option is mutually exclusive with batch_size, shuffle."
     for given in ({"batch_size": 2}, {"shuffle": True}):
-        with pytest.raises(
-            Error, match="`batch_sampler` option is mutually exclusive with batch_size, shuffle."
-        ):
+        with pytest.raises(Error, match=excluded):
             DataLoader(make_options(), rows, batch_sampler=[[0, 1]], **given)
-    rebatched = {"mode": REBATCHED}
-    for size, text in (
-        (5, r"The rebatched_worker_size \(5\) must be <= to the combined batch size \(4\)"),
-        (0, r"The rebatched_worker_size \(0\) must be at least 1"),
-    ):
+    too_large = r"The rebatched_worker_size \(5\) must be <= to the combined batch size \(4\)"
+    for given, text in [
+        ({"rebatched_worker_size": 5}, too_large),
+        ({"rebatched_worker_size": 0}, r"The rebatched_worker_size \(0\) must be at least 1"),
+        ({"batch_size": None, "drop_last": False}, "AsyncRebatched needs batch_size"),
+    ]:
         with pytest.raises(AssertionError, match=text):
-            DataLoader(make_options(), rows, rebatched_worker_size=size, **rebatched)
-    with pytest.raises(AssertionError, match="AsyncRebatched needs batch_size"):
-        DataLoader(make_options(), rows, batch_size=None, drop_last=False, **rebatched)
+            DataLoader(make_options(), rows, mode=REBATCHED, **given)
     with pytest.raises(TypeError, match="async_options are buffer_size, .*; got rebatched_size, size"):
         DataLoader(make_options(), rows, mode=ASYNC, async_options={"size": 3, "rebatched_size": 4})
     assert log == []
@@ -311,11 +306,10 @@ def test_shuffled_parts_are_those_of_one_permutation():
 
 
 def test_parts_that_cannot_be_had():
+    indivisible = r"\(50\) is not divisible by the number of processes \(3\) and"
     with pytest.raises(AssertionError, match="you must set poptorch.Options.*randomSeed"):
         parts(shuffle=True)
-    with pytest.raises(
-        AssertionError, match=r"\(50\) is not divisible by the number of processes \(3\) and"
-    ):
+    with pytest.raises(AssertionError, match=indivisible):
         parts(drop_last=False)
     with pytest.raises(AssertionError, match="IterableDatasets not supported for distributed execution"):
         DataLoader(make_options(process=1, num_processes=2), Stream(8))
@@ -489,7 +483,7 @@ def test_when_an_iteration_begins_to_load(tmp_path, option, before, after):
     path = tmp_path / "loaded"
     path.touch()
     options = {"load_indefinitely": False, **({} if option is None else {option: True})}
-    accessor = AsynchronousDataAccessor(Rows(9, at=0, what=Append(path)), **options)
+    accessor = AsynchronousDataAccessor(Rows(9, at=0, what=functools.partial(append, path)), **options)
     wait_until(lambda: path.stat().st_size >= before)
     assert len(list(accessor)) == 9
     wait_until(lambda: path.stat().st_size >= after)
@@ -515,13 +509,10 @@ def test_an_error_comes_with_its_traceback():
 
 
 def test_an_error_of_a_worker():
-    loader = DataLoader(
-        make_options(), Rows(8, at=3, what=fail), num_workers=1, mode=REBATCHED, rebatched_worker_size=1
-    )
-    with pytest.raises(
-        KeyError, match="DataLoader worker process 0(.|\n)*in __getitem__(.|\n)*row 3 is missing"
-    ):
-        list(loader)
+    options = {"num_workers": 1, "mode": REBATCHED, "rebatched_worker_size": 1}
+    told = "DataLoader worker process 0(.|\n)*in __getitem__(.|\n)*row 3 is missing"
+    with pytest.raises(KeyError, match=told):
+        list(DataLoader(make_options(), Rows(8, at=3, what=fail), **options))
 
 
 @pytest.mark.parametrize(
