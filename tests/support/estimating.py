@@ -19,7 +19,9 @@ from tests.support import front
 from tests.support.resumable import MICRO_BATCHES, Batches, loss_of, make_stages
 
 
-def model_fn(mode, params):
+def spec_of(mode, stages, params):
+    """A specification for stages whose last returns predictions, and targets unless it predicts."""
+
     def optimizer_function(prediction, y):
         return OptimizerFunctionOutput(optax.adam(1e-2), loss_of(prediction, y))
 
@@ -27,19 +29,29 @@ def model_fn(mode, params):
         errors = (prediction - y) ** 2
         return {"loss": errors.mean(axis=(1, 2, 3)[: errors.ndim - 1]), "largest": errors.max()}
 
+    options = {"optimizer_function": optimizer_function, "eval_metrics_fn": metrics}
+    options |= {"training_hooks": params.get("training_hooks"), **params.get("options", {})}
+    return IPUPipelineEstimatorSpec(mode, stages, MICRO_BATCHES, **options)
+
+
+def model_fn(mode, params):
     stages = make_stages(params["num_stages"], params.get("width", 16))
     if mode == ipu.ModeKeys.PREDICT:
         last = stages[-1]
         stages[-1] = lambda x, y: last(x, y)[0]
-    return IPUPipelineEstimatorSpec(
-        mode,
-        computational_stages=stages,
-        gradient_accumulation_count=MICRO_BATCHES,
-        optimizer_function=optimizer_function,
-        eval_metrics_fn=metrics,
-        training_hooks=params.get("training_hooks"),
-        **params.get("options", {}),
-    )
+    return spec_of(mode, stages, params)
+
+
+def small_model_fn(mode, params):
+    """Two stages with one variable: with it, training takes a fifth of the seconds."""
+
+    def first(x, y):
+        return x[:, :3] * ipu.get_variable("w", (3,)), y
+
+    def last(x, y):
+        return x if mode == ipu.ModeKeys.PREDICT else (x, y)
+
+    return spec_of(mode, [first, last], params)
 
 
 def input_fn():
@@ -52,25 +64,16 @@ def finite_input_fn(num_batches=10):
 
 
 def make_config(num_stages=2, iterations_per_loop=8, **options):
-    ipu_options = None
-    if num_stages > 1:
-        ipu_options = front.ipu_config(num_stages)
-    run_config = IPURunConfig(
-        iterations_per_loop=iterations_per_loop, num_shards=num_stages, ipu_options=ipu_options
-    )
+    ipu_options = front.ipu_config(num_stages) if num_stages > 1 else None
+    run_config = IPURunConfig(iterations_per_loop, ipu_options, num_shards=num_stages)
     defaults = {"ipu_run_config": run_config, "tf_random_seed": 7, "log_step_count_steps": 16}
     defaults["save_summary_steps"] = options.get("log_step_count_steps", 16)
     return RunConfig(**(defaults | options))
 
 
 def make_estimator(model_dir, num_stages=2, params=None, warm_start_from=None, **options):
-    return IPUPipelineEstimator(
-        model_fn,
-        model_dir,
-        make_config(num_stages, **options),
-        {"num_stages": num_stages, **(params or {})},
-        warm_start_from,
-    )
+    config, params = make_config(num_stages, **options), {"num_stages": num_stages, **(params or {})}
+    return IPUPipelineEstimator(model_fn, model_dir, config, params, warm_start_from)
 
 
 def variables_of(estimator):
@@ -102,34 +105,10 @@ def read_events(path):
     return found
 
 
-def small_model_fn(mode, params):
-    """Two stages with one variable: with it, training takes a fifth of the seconds."""
-
-    def first(x, y):
-        return x[:, :3] * ipu.get_variable("w", (3,)), y
-
-    def last(x, y):
-        return x if mode == ipu.ModeKeys.PREDICT else (x, y)
-
-    return IPUPipelineEstimatorSpec(
-        mode,
-        params.get("stages", [first, last]),
-        gradient_accumulation_count=MICRO_BATCHES,
-        optimizer_function=lambda x, y: OptimizerFunctionOutput(optax.adam(1e-2), loss_of(x, y)),
-        eval_metrics_fn=lambda x, y: {
-            "loss": ((x - y) ** 2).mean((-2, -1)),
-            "largest": ((x - y) ** 2).max(),
-        },
-        training_hooks=params.get("training_hooks"),
-        **params.get("options", {}),
-    )
-
-
 def make_small(model_dir, params=None, warm_start_from=None, **options):
     """An estimator of the small model, for two IPUs."""
-    return IPUPipelineEstimator(
-        small_model_fn, model_dir, make_config(2, **options), params or {}, warm_start_from
-    )
+    config = make_config(2, **options)
+    return IPUPipelineEstimator(small_model_fn, model_dir, config, params or {}, warm_start_from)
 
 
 def hook_of(kind=SessionRunHook, **methods):

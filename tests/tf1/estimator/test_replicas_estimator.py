@@ -11,11 +11,11 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
-from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook, SessionRunHook
+from ipu_pipeline.ipu_session_run_hooks import IPULoggingTensorHook
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support import front, joined
-from tests.support.estimating import scalars_in, variables_of
+from tests.support.estimating import hook_of, scalars_in, variables_of
 from tests.support.models import assert_trees_close, plain_loop
 from tests.support.resumable import Batches
 
@@ -42,30 +42,20 @@ def model_fn(mode, params):
         return prediction if mode == ipu.ModeKeys.PREDICT else (prediction, y)
 
     def optimizer_function(prediction, y):
-        opt = optax.sgd(RATE)
-        return OptimizerFunctionOutput(
-            CrossReplicaOptimizer(opt) if params.get("averages", True) else opt,
-            jnp.mean((prediction - y) ** 2),
-        )
+        opt = CrossReplicaOptimizer(optax.sgd(RATE)) if params.get("averages", True) else optax.sgd(RATE)
+        return OptimizerFunctionOutput(opt, jnp.mean((prediction - y) ** 2))
 
-    return IPUPipelineEstimatorSpec(
-        mode,
-        [first, last],
-        gradient_accumulation_count=COUNT,
-        optimizer_function=optimizer_function,
-        eval_metrics_fn=lambda prediction, y: {"loss": ((prediction - y) ** 2).mean(axis=(1, 2))},
-        training_hooks=hooks,
-    )
+    def metrics(prediction, y):
+        return {"loss": ((prediction - y) ** 2).mean(axis=(1, 2))}
+
+    options = {"optimizer_function": optimizer_function, "eval_metrics_fn": metrics}
+    return IPUPipelineEstimatorSpec(mode, [first, last], COUNT, training_hooks=hooks, **options)
 
 
 def make(model_dir, num_replicas=2, num_shards=2, params=None, **options):
-    ipu_options = front.ipu_config(num_replicas * num_shards)
-    run_config = IPURunConfig(
-        iterations_per_loop=2 * COUNT,
-        num_shards=num_shards,
-        num_replicas=num_replicas,
-        ipu_options=ipu_options,
-    )
+    devices = {"num_shards": num_shards, "num_replicas": num_replicas}
+    devices["ipu_options"] = front.ipu_config(num_replicas * num_shards)
+    run_config = IPURunConfig(iterations_per_loop=2 * COUNT, **devices)
     defaults = {"tf_random_seed": 7, "log_step_count_steps": 4, "save_summary_steps": 4}
     config = RunConfig(ipu_run_config=run_config, **(defaults | options))
     return IPUPipelineEstimator(model_fn, model_dir, config, params or {})
@@ -103,9 +93,8 @@ def test_training_equals_a_plain_loop(tmp_path, caplog):
     estimator, data = make(tmp_path, params=params), dataset_of(len(elements))
     with caplog.at_level("INFO", "ipu_pipeline.estimator"):
         estimator.train(data, steps=4)
-    assert (
-        "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run, in each of 2" in caplog.text
-    )
+    told = "from step 0 to 4: 2 micro-batches per weight update, up to 4 per run, in each of 2"
+    assert told in caplog.text
     found = variables_of(estimator)
     estimator.train(data, steps=4)
     assert estimator.get_variable_value("global_step") == 8
@@ -144,21 +133,18 @@ def test_several_replicas_need_an_optimizer_that_averages(tmp_path):
     make(tmp_path, params=params).evaluate(dataset_of(8))  # nothing is averaged
 
 
-class Popdist(SessionRunHook):
-    """Notes what popdist knows of the replicas when training begins."""
-
-    def begin(self):
-        popdist = ipu.popdist
-        self.numbers = [popdist.isPopdistEnvSet(), popdist.getNumInstances(), popdist.getNumTotalReplicas()]
-        self.numbers += [popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()]
-
-
 def infer(directory):
     """What an estimator with replicas evaluates and predicts after training, and what popdist knows."""
-    estimator, hook = make(directory), Popdist()
-    estimator.train(dataset_of(8), [hook], steps=4)
+    estimator, popdist, numbers = make(directory), ipu.popdist, []
+
+    def begin():
+        numbers.extend([popdist.isPopdistEnvSet(), popdist.getNumInstances()])
+        numbers.extend([popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()])
+        numbers.append(popdist.getReplicaIndexOffset())
+
+    estimator.train(dataset_of(8), [hook_of(begin=begin)], steps=4)
     predicted = np.stack(list(estimator.predict(dataset_of(11))))
-    return (estimator.evaluate(dataset_of(11)), predicted), hook.numbers
+    return (estimator.evaluate(dataset_of(11)), predicted), numbers
 
 
 @pytest.mark.thorough
@@ -167,9 +153,8 @@ def test_evaluation_and_prediction_with_replicas_in_two_processes(tmp_path):
     expected, numbers = infer(str(tmp_path / "alone"))
     assert numbers == [False, 1, 2, 2, 0]
     (tmp_path / "two").mkdir()
-    started = joined.start(
-        infer, 2, None, str(tmp_path / "model"), directory=tmp_path / "two", joins_itself=True
-    )
+    options = {"directory": tmp_path / "two", "joins_itself": True}
+    started = joined.start(infer, 2, None, str(tmp_path / "model"), **options)
     for index, (found, numbers) in enumerate(joined.finish(started, tmp_path / "two", 600)):
         assert_trees_close(found, expected)
         assert numbers == [True, 2, 2, 1, index]

@@ -52,13 +52,8 @@ def test_plans_that_do_not_fit(options, error, message):
 
 def test_a_measured_plan():
     micro_batches = models.mlp_batches(np.random.default_rng(0), 8)
-    pipeline = engine.Pipeline(
-        models.mlp_stages(2),
-        num_micro_batches=8,
-        loss=lambda loss, *_rest: loss,
-        optimizer=optax.sgd(0.1),
-        donate=True,
-    )
+    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), "donate": True}
+    pipeline = engine.Pipeline(models.mlp_stages(2), num_micro_batches=8, **options)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     plan = engine.measure_dispatch_plan(pipeline, state, micro_batches, num_steps=2)
     assert plan.reason.startswith("measured, a step by micro-batches per program: 1 ")
@@ -66,8 +61,7 @@ def test_a_measured_plan():
     assert pipeline.dispatch_plan.reason != plan.reason
     pipeline.step(state, micro_batches)  # the state is still there
 
-    alone = engine.Pipeline(
-        models.mlp_stages(2), num_micro_batches=8, device_mapping=[0, 0], collect_outputs=False
-    )
+    options = {"device_mapping": [0, 0], "collect_outputs": False}
+    alone = engine.Pipeline(models.mlp_stages(2), num_micro_batches=8, **options)
     with pytest.raises(ValueError, match="all stages are on one device"):
         engine.measure_dispatch_plan(alone, state, micro_batches)
