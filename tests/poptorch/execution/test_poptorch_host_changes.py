@@ -11,7 +11,7 @@ from ipu_pipeline.poptorch.execution.host_changes import HostChanges, OptimizerC
 from tests.support.poptorch_front import assert_close, make_options, seeded
 
 WEIGHTS = "call copyWeightsToDevice()"
-OPTIMIZER = "call setOptimizer(optimizer)"
+OPTIMIZER, BUFFER = "call setOptimizer(optimizer)", "register_buffer"
 
 x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -87,6 +87,14 @@ def change_rate(wrapped):
     wrapped.optimizer.param_groups[0]["lr"] *= 0.5
 
 
+def load_weights(wrapped):
+    wrapped.model.load_state_dict(wrapped.model.state_dict())
+
+
+def load_state(wrapped):
+    wrapped.optimizer.load_state_dict(wrapped.optimizer.state_dict())
+
+
 def test_what_the_library_writes_is_no_change(wrapped, caplog):
     """Nor is what is only looked at; nor what was put on the devices."""
     for change in (
@@ -107,26 +115,14 @@ def test_what_the_library_writes_is_no_change(wrapped, caplog):
 @pytest.mark.parametrize(
     ("change", "message", "mend"),
     [
-        (
-            lambda w: w.model.load_state_dict(w.model.state_dict()),
-            "linear.weight, linear.bias, norm",
-            WEIGHTS,
-        ),
+        (load_weights, "linear.weight, linear.bias, norm", WEIGHTS),
         (fill, "linear.bias of the model changed on the host", WEIGHTS),
         (lambda w: w.model.linear.weight.data.mul_(2), "linear.weight of the model changed", WEIGHTS),
         (lambda w: w.model(x), "norm.num_batches_tracked of the model changed", WEIGHTS),
         (change_rate, "lr of group 0 of the optimizer changed", OPTIMIZER),
-        (
-            lambda w: w.optimizer.load_state_dict(w.optimizer.state_dict()),
-            "The optimizer has loaded a state",
-            "Call destroy()",
-        ),
-        (
-            lambda w: setattr(w.model, "scale", 3.0),
-            "scale of the model changed since it was",
-            "register_buffer",
-        ),
-        (lambda w: w.model.shift.add_(1), "shift of the model changed since it was", "register_buffer"),
+        (load_state, "The optimizer has loaded a state", "Call destroy()"),
+        (lambda w: setattr(w.model, "scale", 3.0), "scale of the model changed since it was", BUFFER),
+        (lambda w: w.model.shift.add_(1), "shift of the model changed since it was", BUFFER),
     ],
     ids=["load_state_dict", "fill_", "data", "a run", "lr", "state", "number", "tensor"],
 )
@@ -173,8 +169,7 @@ def test_the_mends_help(wrapped):
 @pytest.mark.skipif(jax.config.jax_enable_x64, reason="they fit")
 def test_integers_that_do_not_fit_are_refused_before_compiling():
     wrapped = poptorch.inferenceModel(torch.nn.Identity(), make_options())
-    with pytest.raises(
-        ValueError, match="Input input has integers from 1 to 1099511627776, which do not fit"
-    ):
+    message = "Input input has integers from 1 to 1099511627776, which do not fit"
+    with pytest.raises(ValueError, match=message):
         wrapped(torch.from_numpy(np.array([1, 2**40])))
     assert not wrapped.isCompiled()

@@ -6,23 +6,15 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from tests.support.poptorch_front import make_options
+from tests.support.poptorch_front import make_options, model_of
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.thorough  # what is refused is in the quick tests of `test_poptorch_transformers`
 
 NUM_WORDS = 40
-SMALL = {
-    "vocab_size": NUM_WORDS,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "max_position_embeddings": 48,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SMALL = {"vocab_size": NUM_WORDS, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 12, "max_position_embeddings": 48}
+SMALL |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 GPT2 = {"vocab_size": NUM_WORDS, "n_positions": 48, "n_embd": 8, "n_layer": 1, "n_head": 2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": None}
 
@@ -86,17 +78,11 @@ def test_tokens_that_are_drawn_and_weights_that_change(gpt2, wrapped):
     config = transformers.GenerationConfig(max_length=15, do_sample=True, top_k=1, pad_token_id=0)
     with torch.inference_mode():  # padding is found by its token
         assert_generates_the_same(wrapped, ids, None, generation_config=config)
-    drawn = {
-        "max_new_tokens": 9,
-        "do_sample": True,
-        "top_p": 0.9,
-        "temperature": 2.0,
-        "num_return_sequences": 2,
-    }
+    drawn = {"do_sample": True, "top_p": 0.9, "temperature": 2.0, "num_return_sequences": 2}
     rows = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        rows.append(wrapped.generate(ids[:1], **drawn).tolist())
+        rows.append(wrapped.generate(ids[:1], max_new_tokens=9, **drawn).tolist())
     assert rows[0] == rows[1] != rows[2]
     assert rows[0][0] != rows[0][1]
     with torch.no_grad():
@@ -152,21 +138,12 @@ def test_the_page(capsys):
 
 def test_longer_requests_more_rows_and_training_between(gpt2):
     """Caches and slots grow; the weights of a model that trains are the newest."""
-
-    class WithLoss(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = gpt2
-
-        def forward(self, ids):
-            return self.model(ids, labels=ids).loss
-
     wrapped = poptorch.inferenceModel(gpt2, make_options())
     made = assert_generates_the_same(wrapped, *make_prompts(1, 3), max_new_tokens=4, pad_token_id=0)
     assert_generates_the_same(wrapped, *make_prompts(7, 12), max_new_tokens=36, pad_token_id=0)
-    training = poptorch.trainingModel(
-        WithLoss(), make_options(), poptorch.optim.SGD(gpt2.parameters(), lr=1.0)
-    )
+    with_loss = model_of(lambda self, ids: self.model(ids, labels=ids).loss, linear=None, model=gpt2)
+    optimizer = poptorch.optim.SGD(gpt2.parameters(), lr=1.0)
+    training = poptorch.trainingModel(with_loss, make_options(), optimizer)
     training(torch.ones(1, 8).long())
     other = assert_generates_the_same(wrapped, *make_prompts(1, 3), max_new_tokens=4, pad_token_id=0)
     assert not torch.equal(made, other)

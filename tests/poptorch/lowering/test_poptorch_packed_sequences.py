@@ -8,14 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import logs
-from tests.support.poptorch_front import (
-    assert_close,
-    assert_same_state,
-    join,
-    make_options,
-    reference,
-    seeded,
-)
+from tests.support.poptorch_front import TrainedAlike, assert_close, infer, make_options, model_of, seeded
 
 
 class Reader(nn.Module):
@@ -52,32 +45,27 @@ def draw(seed=0, is_sorted=False):
     return x, lengths, torch.randn(6, 2, generator=generator)
 
 
+MORE_SETTINGS = (
+    {"bidirectional": True, "num_layers": 2, "batch_first": False, "padding_value": -3.0},
+    {"proj_size": 2, "bias": False, "total_length": 8},
+    {"kind": nn.RNN, "is_sorted": True, "nonlinearity": "relu"},
+)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"kind": nn.GRU, "bidirectional": True},
-        *(
-            pytest.param(settings, marks=pytest.mark.thorough)
-            for settings in (
-                {"bidirectional": True, "num_layers": 2, "batch_first": False, "padding_value": -3.0},
-                {"proj_size": 2, "bias": False, "total_length": 8},
-                {"kind": nn.RNN, "is_sorted": True, "nonlinearity": "relu"},
-            )
-        ),
+        *(pytest.param(settings, marks=pytest.mark.thorough) for settings in MORE_SETTINGS),
     ],
     ids=str,
 )
 def test_packed_sequences_train_as_in_torch(settings):
-    model = seeded(lambda: Reader(**settings))
-    plain = reference(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    executor = poptorch.trainingModel(model, make_options(1, 2), optimizer)
+    trained = TrainedAlike(seeded(lambda: Reader(**settings)), make_options(1, 2))
     for seed in range(2):
-        inputs = draw(seed, settings.get("is_sorted", False))
-        outputs = plain.train(inputs, 1, 2, lambda made: made[-1])
-        assert_close(executor(*inputs), join(outputs))
-    executor.copyWeightsToHost()
-    assert_same_state(model, plain.model)
+        trained.call(*draw(seed, settings.get("is_sorted", False)))
+    trained.executor.copyWeightsToHost()
+    trained.compare()
 
 
 @pytest.mark.thorough
@@ -104,15 +92,10 @@ def test_the_padding_may_be_anything():
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-class Calls(nn.Module):
-    """A function of a recurrent layer, and of sequences and their lengths."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.RNN(3, 5, batch_first=True), function
-
-    def forward(self, x, lengths):
-        return self.function(self.layer, x, lengths)
+def calling(function):
+    """A model that calls a function with a recurrent layer, sequences and their lengths."""
+    torch.manual_seed(0)
+    return model_of(lambda self, *given: function(self.layer, *given), layer=nn.RNN(3, 5, batch_first=True))
 
 
 def packed(x, lengths):
@@ -127,9 +110,9 @@ def test_an_initial_state_and_the_length_of_the_result(monkeypatch, caplog):
         few, _last = layer(pack_sequence([x[0, :2], x[1, :4]], enforce_sorted=False))
         return last, *(pad_packed_sequence(one, batch_first=True)[0] for one in (made, few))
 
-    model = seeded(lambda: Calls(run))
+    model = calling(run)
     x, lengths, _target = draw()
-    assert_close(poptorch.inferenceModel(model, make_options())(x, lengths), model(x, lengths))
+    assert_close(infer(model, x, lengths), model(x, lengths))
     assert "returns all 6 steps that were packed, whatever the lengths" in caplog.text
 
 
@@ -143,4 +126,4 @@ def test_packed_sequences_are_closed():
         lambda layer, x, lengths: functional.mse_loss(packed(x, lengths)[0], packed(x, lengths)[0]),
     ):
         with pytest.raises(poptorch.Error, match="looks into a packed sequence, whose shape depends"):
-            poptorch.inferenceModel(Calls(function), make_options())(x, lengths)
+            infer(calling(function), x, lengths)
