@@ -61,6 +61,16 @@ class LoopModel:
         return session.run(self.outfeed.dequeue())
 
 
+def weight(name="w"):
+    return ipu.get_variable(name, (), initializer=1.0)
+
+
+def minimize(loss, rate=1.0, every=1, accumulation=None, **options):
+    """A training step by the gradient's descent; options of `minimize`."""
+    wrapped = GradientAccumulationOptimizerV2(optax.sgd(rate), every, **(accumulation or {}))
+    return wrapped.minimize(loss, **options)
+
+
 def plain_loss(variables, x, labels):
     x = jax.nn.relu(x @ variables["first/dense/kernel"] + variables["first/dense/bias"])
     logits = x @ variables["second/dense/kernel"] + variables["second/dense/bias"]
@@ -268,6 +278,45 @@ def test_a_while_loop_that_trains_and_has_no_feed():
             assert session.variables["w"] == 1 - updates
 
 
+def test_while_loop_with_a_constant_made_on_a_device():
+    def body(total, limit):
+        with ipu.scopes.ipu_shard(0):
+            total = total + 1.0
+        with ipu.scopes.ipu_shard(1):
+            return total * 1.0, limit
+
+    def function(x):
+        return loops.while_loop(lambda total, limit: total < limit, body, [np.float32(0), x * 2.0])[0]
+
+    program = front.compile_program(function, inputs=[np.float32(3)])
+    with ipu.Session() as session:
+        assert session.run(program) == [6]
+
+
+def test_a_while_loop_waits_for_no_more_than_it_needs():
+    asked = []
+    wake = threading.Event()
+
+    def data():
+        for number in itertools.count(1):
+            asked.append(number)
+            if number > 3:
+                assert wake.wait(600)
+            yield np.float32(number)
+
+    infeed = IPUInfeedQueue(data, prefetch_depth=2)
+    program = front.compile_program(
+        lambda: loops.while_loop(lambda t: t < 6, lambda t, x: t + x, [0.0], infeed)
+    )
+    with front.session_of(infeed) as session:
+        assert session.run(program) == [6]  # and the fourth element has not come
+        assert len(asked) <= 3 + 2 + 1
+        wake.set()
+
+
+# Optimizers.
+
+
 def variables_after(*programs):
     """What there is after programs have run in a session of their own."""
     with ipu.Session() as session:
@@ -362,10 +411,6 @@ def test_initializing_forgets_what_was_accumulated():
         np.testing.assert_array_equal(model.run(session), losses)
 
 
-def weight(name="w"):
-    return ipu.get_variable(name, (), initializer=1.0)
-
-
 def train_on(variable, count, every=1, name=None, **options):
     """A program that trains one variable by a gradient of 1."""
 
@@ -381,20 +426,6 @@ def test_programs_that_train_different_variables_under_one_name():
     told = r"SUM of a float32\[\]. This program accumulates by .* of b"
     with pytest.raises(ValueError, match=told):
         variables_after(train_on("a", 2, 3), train_on("b", 3, 3))
-
-
-@pytest.mark.parametrize(
-    ("method", "count", "bound"),
-    [("RUNNING_MEAN", 3000, 0), ("MEAN", 200, 1e-6)],  # of MEAN, sums that fit
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_means_in_sixteen_bits(dtype, method, count, bound):
-    """Counts are not rounded to them."""
-    variables = variables_after(train_on("w", count, count, dtype=dtype, reduction_method=method))
-    assert abs(variables["w"]) <= bound
-
-
-# Python that is called back.
 
 
 def run_pipeline(stages, count=2, *, rate=0.0, **options):
@@ -417,6 +448,20 @@ def test_what_is_called_as_an_optimizer_leaves_what_it_accumulated(name):
     else:
         between = front.compile_program(lambda: run_pipeline([lambda: weight() * 1.0], 1))
     assert variables_after(two, between, one)["w"] == -2
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "bound"),
+    [("RUNNING_MEAN", 3000, 0), ("MEAN", 200, 1e-6)],  # of MEAN, sums that fit
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_means_in_sixteen_bits(dtype, method, count, bound):
+    """Counts are not rounded to them."""
+    variables = variables_after(train_on("w", count, count, dtype=dtype, reduction_method=method))
+    assert abs(variables["w"]) <= bound
+
+
+# Python that is called back.
 
 
 class Broken:
@@ -572,42 +617,6 @@ def test_random_keys_do_not_depend_on_shards():
     assert len(np.unique(whole)) == 24
 
 
-def test_while_loop_with_a_constant_made_on_a_device():
-    def body(total, limit):
-        with ipu.scopes.ipu_shard(0):
-            total = total + 1.0
-        with ipu.scopes.ipu_shard(1):
-            return total * 1.0, limit
-
-    def function(x):
-        return loops.while_loop(lambda total, limit: total < limit, body, [np.float32(0), x * 2.0])[0]
-
-    program = front.compile_program(function, inputs=[np.float32(3)])
-    with ipu.Session() as session:
-        assert session.run(program) == [6]
-
-
-def test_a_while_loop_waits_for_no_more_than_it_needs():
-    asked = []
-    wake = threading.Event()
-
-    def data():
-        for number in itertools.count(1):
-            asked.append(number)
-            if number > 3:
-                assert wake.wait(600)
-            yield np.float32(number)
-
-    infeed = IPUInfeedQueue(data, prefetch_depth=2)
-    program = front.compile_program(
-        lambda: loops.while_loop(lambda t: t < 6, lambda t, x: t + x, [0.0], infeed)
-    )
-    with front.session_of(infeed) as session:
-        assert session.run(program) == [6]  # and the fourth element has not come
-        assert len(asked) <= 3 + 2 + 1
-        wake.set()
-
-
 # The end of the data, blocks, compilations.
 
 
@@ -761,6 +770,53 @@ def test_a_session_ends_only_its_own_pass_over_the_data():
         model.run(third)
 
 
+# Compiled functions without a loop.
+
+
+def test_a_compiled_function_that_trains():
+    """Without a loop it is the body of one that runs once; its values may differ from its inputs."""
+    batches = list(itertools.islice(front.data()(), 4))
+    x, labels = (ipu.placeholder(one.dtype, one.shape) for one in batches[0])
+    outfeed = IPUOutfeedQueue()
+
+    def step(x, labels):
+        with ipu.scopes.ipu_shard(0):
+            rate, hidden, labels = front.first_stage(np.float32(RATE), x, labels)
+        with ipu.scopes.ipu_shard(1):
+            _rate, loss = front.second_stage(rate, hidden, labels)
+        drawn = jax.random.uniform(ipu.next_rng_key())
+        return {"loss": loss, "drawn": drawn}, minimize(loss, RATE, 2), outfeed.enqueue(loss)
+
+    program = front.compile_program(step, inputs=[x, labels])
+    with ipu.Session(seed=3) as session:
+        session.run(ipu.global_variables_initializer())
+        start = session.variables
+        found = [session.run(program, {x: batch[0], labels: batch[1]})[0] for batch in batches]
+        after = session.variables
+        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [one["loss"] for one in found])
+    losses, variables, _left = plain(start, batches, 2, "sgd", "SUM")
+    models.assert_trees_close(np.array([one["loss"] for one in found]), losses)
+    models.assert_trees_close(after, jax.tree.map(np.asarray, variables))
+    assert len({float(one["drawn"]) for one in found}) == len(batches)
+
+
+def test_a_compiled_function_that_returns_keys():
+    program = front.compile_program(lambda: (jax.random.split(ipu.next_rng_key(), 3), ipu.next_rng_key()))
+    with ipu.Session() as session:
+        many, one = session.run(program)
+        again = session.run(program[1])
+    assert (many.shape, one.shape) == ((3,), ())
+    assert not np.array_equal(jax.random.key_data(one), jax.random.key_data(again))
+
+
+def test_a_compiled_function_that_only_enqueues():
+    outfeed = IPUOutfeedQueue()
+    program = front.compile_program(lambda: outfeed.enqueue(np.float32(4)))
+    with ipu.Session() as session:
+        assert session.run(program) is None
+        assert session.run(outfeed.dequeue()) == [4]
+
+
 # Errors.
 
 
@@ -881,56 +937,6 @@ def test_wrong_bodies(body, inputs, message):
 def test_wrong_calls(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def minimize(loss, rate=1.0, every=1, accumulation=None, **options):
-    """A training step by the gradient's descent; options of `minimize`."""
-    wrapped = GradientAccumulationOptimizerV2(optax.sgd(rate), every, **(accumulation or {}))
-    return wrapped.minimize(loss, **options)
-
-
-def test_a_compiled_function_that_trains():
-    """Without a loop it is the body of one that runs once; its values may differ from its inputs."""
-    batches = list(itertools.islice(front.data()(), 4))
-    x, labels = (ipu.placeholder(one.dtype, one.shape) for one in batches[0])
-    outfeed = IPUOutfeedQueue()
-
-    def step(x, labels):
-        with ipu.scopes.ipu_shard(0):
-            rate, hidden, labels = front.first_stage(np.float32(RATE), x, labels)
-        with ipu.scopes.ipu_shard(1):
-            _rate, loss = front.second_stage(rate, hidden, labels)
-        drawn = jax.random.uniform(ipu.next_rng_key())
-        return {"loss": loss, "drawn": drawn}, minimize(loss, RATE, 2), outfeed.enqueue(loss)
-
-    program = front.compile_program(step, inputs=[x, labels])
-    with ipu.Session(seed=3) as session:
-        session.run(ipu.global_variables_initializer())
-        start = session.variables
-        found = [session.run(program, {x: batch[0], labels: batch[1]})[0] for batch in batches]
-        after = session.variables
-        np.testing.assert_array_equal(session.run(outfeed.dequeue()), [one["loss"] for one in found])
-    losses, variables, _left = plain(start, batches, 2, "sgd", "SUM")
-    models.assert_trees_close(np.array([one["loss"] for one in found]), losses)
-    models.assert_trees_close(after, jax.tree.map(np.asarray, variables))
-    assert len({float(one["drawn"]) for one in found}) == len(batches)
-
-
-def test_a_compiled_function_that_returns_keys():
-    program = front.compile_program(lambda: (jax.random.split(ipu.next_rng_key(), 3), ipu.next_rng_key()))
-    with ipu.Session() as session:
-        many, one = session.run(program)
-        again = session.run(program[1])
-    assert (many.shape, one.shape) == ((3,), ())
-    assert not np.array_equal(jax.random.key_data(one), jax.random.key_data(again))
-
-
-def test_a_compiled_function_that_only_enqueues():
-    outfeed = IPUOutfeedQueue()
-    program = front.compile_program(lambda: outfeed.enqueue(np.float32(4)))
-    with ipu.Session() as session:
-        assert session.run(program) is None
-        assert session.run(outfeed.dequeue()) == [4]
 
 
 def test_a_jitted_function_enqueues():
