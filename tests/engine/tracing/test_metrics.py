@@ -24,16 +24,16 @@ LAYERS = (5, 6, 4)
 
 def rows(num=COUNT * UPDATES):
     rng = np.random.default_rng(0)
-    shapes = {"x": (2, 3), "y": (2, 4)}
-    return [
-        {key: rng.normal(size=shape).astype("float32") for key, shape in shapes.items()} for _ in range(num)
-    ]
+
+    def draw(width):
+        return rng.normal(size=(2, width)).astype("float32")
+
+    return [{"x": draw(3), "y": draw(4)} for _ in range(num)]
 
 
-def first_weights(dtype="float32"):
-    rng = np.random.default_rng(1)
-    sizes = (3, *LAYERS)
-    return {f"w{n}": rng.normal(size=sizes[n : n + 2]).astype(dtype) for n in range(3)}
+def first_weights():
+    rng, sizes = np.random.default_rng(1), (3, *LAYERS)
+    return {f"w{n}": rng.normal(size=sizes[n : n + 2]).astype("float32") for n in range(3)}
 
 
 def layer(number, x):
@@ -139,18 +139,15 @@ def expected(reduction="sum"):
     weights, optimizer = first_weights(), optax.adam(schedule)
     state, found = optimizer.init(weights), []
     for update in range(UPDATES):
-        total, seen = jax.tree.map(np.zeros_like, weights), []
-        for row in rows()[update * COUNT : (update + 1) * COUNT]:
-            gradients, values = differentiate(weights, row)
-            total = jax.tree.map(np.add, total, gradients)
-            seen.append(values)
+        step = rows()[update * COUNT : (update + 1) * COUNT]
+        gradients, seen = zip(*(differentiate(weights, row) for row in step), strict=True)
+        total = jax.tree.map(lambda *leaves: sum(leaves), *gradients)
         if reduction == "mean":
             total = jax.tree.map(lambda leaf: leaf / COUNT, total)
         with jax.numpy_dtype_promotion("standard"):
             changes, state = optimizer.update(total, state, weights)
-        each = {name: np.array([float(values[name]) for values in seen]) for name in seen[0]}
-        means = {name: values.mean() for name, values in each.items()}
-        inputs = each["mean"]
+        means = {name: np.mean([float(values[name]) for values in seen]) for name in seen[0]}
+        inputs = np.array([float(values["mean"]) for values in seen])
         means |= {
             "last": inputs[-1],
             "sum": inputs.sum(),
@@ -243,11 +240,11 @@ def test_an_exported_program_has_the_count_and_no_metrics(tmp_path):
         return layer(0, x) * (1 + step).astype(jnp.float32)
 
     with ipu.Session() as session:
-        Model([0, 0], stages=(first, mean), repeat=1).run(session)
-        session.export(tmp_path / "exported", Model([0], stages=[scaled], optimizer=None).program)
+        Model([0, 0], (first, mean), repeat=1).run(session)
+        session.export(tmp_path / "exported", Model([0], [scaled], optimizer=None).program)
         weight = session.variables["w0"]
-    found = ipu.load_program(tmp_path / "exported").run(rows()[:2])
-    wanted = [np.tanh(row["x"] @ weight) * 2 for row in rows()[:2]]
+    found = ipu.load_program(tmp_path / "exported").run(rows(2))
+    wanted = [np.tanh(row["x"] @ weight) * 2 for row in rows(2)]
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
@@ -429,7 +426,7 @@ def test_the_learning_rate_is_found_in_the_state_and_fed_by_a_placeholder():
 
 def test_a_pipeline_that_infers_reports_per_execution():
     with ipu.Session() as session:
-        Model([0, 1], stages=(first, mean), optimizer=None).run(session)
+        Model([0, 1], (first, mean), optimizer=None).run(session)
         assert len(session.metrics()["update"]) == 0
         found = session.metrics(training=False)
     np.testing.assert_array_equal(found["update"], [1, 2, 3])
