@@ -832,6 +832,7 @@ def scan(body):
     jax.lax.scan(lambda carry, _: (carry, body(carry) and None), 1.0, None, length=2)
 
 
+STEPS = optax.MultiSteps(optax.sgd(0.1), 2)
 QUEUE = IPUOutfeedQueue()  # nothing is run that enqueues to it
 NESTED = GradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2(optax.sgd(1.0), 2), 2)
 STACKING = MapGradientOptimizer(optax.sgd(1.0), lambda g, v: jnp.stack([g, v]))
@@ -880,63 +881,57 @@ def test_wrong_bodies(body, inputs, message):
         compile_loop(body, inputs=inputs)
 
 
+@pytest.mark.parametrize("n", [1.5, None, True, "3"])
+def test_counts_that_are_no_integers(n):
+    with pytest.raises(TypeError, match="n must be an integer"):
+        compile_loop(lambda: None, n)
+
+
+WRONG_CALLS = {
+    TypeError: {
+        "body must be a function": lambda: compile_loop(3),
+        "infeed_queue is not an instance": lambda: compile_loop(lambda: None, infeed_queue=[1]),
+        r"takes \(x, y\), but the inputs .* gives? it \(float32\[\]\)": (
+            lambda: compile_loop(lambda x, y: x, inputs=[1.0])
+        ),
+        "must have arrays only; got str": lambda: compile_loop(lambda: QUEUE.enqueue("text")),
+    },
+    ValueError: {
+        "n must be from 0 to 2147483647; got -1": lambda: compile_loop(lambda: None, -1),
+        "inputs must have at least one": lambda: compile_while(lambda: True, []),
+        r"condition must return a boolean scalar; it returned float32\[\]": (
+            lambda: compile_while(lambda x: x)
+        ),
+        "condition asks for variable w": lambda: compile_while(lambda x: weight() > x),
+        "can be enqueued to only once in a program": lambda: front.compile_program(
+            lambda: [loops.repeat(1, lambda: QUEUE.enqueue(1.0)) for _twice in range(2)]
+        ),
+    },
+    RuntimeError: {
+        "not placed on an IPU device": lambda: loops.repeat(1, lambda: None),
+        "within a computational stage or the body of a loop": (
+            lambda: compile_loop(lambda: loops.repeat(1, lambda: None))
+        ),
+        r"called in the compiled function. .* ipu.loops.repeat": lambda: front.compile_program(
+            lambda: (minimize(weight()), loops.repeat(1, lambda: None))
+        ),
+        "minimize .*outside of a program": lambda: minimize(jnp.float32(1)),
+        "enqueue .*outside of a program": lambda: QUEUE.enqueue(1.0),
+    },
+    NotImplementedError: {
+        "called twice in the body of one loop": (
+            lambda: compile_loop(lambda: [minimize(weight()), minimize(jnp.sin(1.0))])
+        ),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        *(
-            (lambda n=n: compile_loop(lambda: None, n), TypeError, "n must be an integer")
-            for n in (1.5, None, True, "3")
-        ),
-        (lambda: compile_loop(lambda: None, -1), ValueError, "n must be from 0 to 2147483647; got -1"),
-        (lambda: compile_loop(3), TypeError, "body must be a function"),
-        (
-            lambda: compile_loop(lambda: None, infeed_queue=[1]),
-            TypeError,
-            "infeed_queue is not an instance",
-        ),
-        (
-            lambda: compile_loop(lambda x, y: x, inputs=[1.0]),
-            TypeError,
-            r"takes \(x, y\), but the inputs .* gives? it \(float32\[\]\)",
-        ),
-        (lambda: loops.repeat(1, lambda: None), RuntimeError, "not placed on an IPU device"),
-        (
-            lambda: compile_loop(lambda: loops.repeat(1, lambda: None)),
-            RuntimeError,
-            "within a computational stage or the body of a loop",
-        ),
-        (lambda: compile_while(lambda: True, []), ValueError, "inputs must have at least one"),
-        (
-            lambda: compile_while(lambda x: x),
-            ValueError,
-            r"must return a boolean scalar; it returned float32\[\]",
-        ),
-        (lambda: compile_while(lambda x: weight() > x), ValueError, "condition asks for variable w"),
-        (
-            lambda: compile_loop(lambda: [minimize(weight()), minimize(jnp.sin(1.0))]),
-            NotImplementedError,
-            "called twice in the body of one loop",
-        ),
-        (
-            lambda: front.compile_program(lambda: (minimize(weight()), loops.repeat(1, lambda: None))),
-            RuntimeError,
-            r"called in the compiled function. .* ipu.loops.repeat",
-        ),
-        (lambda: minimize(jnp.float32(1)), RuntimeError, "outside of a program"),
-        (lambda: QUEUE.enqueue(1.0), RuntimeError, "outside of a program"),
-        (
-            lambda: front.compile_program(
-                lambda: [loops.repeat(1, lambda: QUEUE.enqueue(1.0)) for _twice in range(2)]
-            ),
-            ValueError,
-            "can be enqueued to only once in a program",
-        ),
-        (lambda: compile_loop(lambda: QUEUE.enqueue("text")), TypeError, "must have arrays only; got str"),
-    ],
+    ("error", "message"), [(error, message) for error, calls in WRONG_CALLS.items() for message in calls]
 )
-def test_wrong_calls(call, error, message):
+def test_wrong_calls(error, message):
     with pytest.raises(error, match=message):
-        call()
+        WRONG_CALLS[error][message]()
 
 
 def test_a_jitted_function_enqueues():
@@ -948,29 +943,17 @@ def test_a_jitted_function_enqueues():
     ("given", "error", "message"),
     [
         ({"opt": 0.1}, TypeError, "must be an optax.GradientTransformation.* got float"),
-        (
-            {"opt": optax.MultiSteps(optax.sgd(0.1), 2)},
-            TypeError,
-            r"MultiSteps, of which \.gradient_transformation\(\) gives one",
-        ),
+        ({"opt": STEPS}, TypeError, r"MultiSteps, of which \.gradient_transformation\(\) gives one"),
         ({"num_mini_batches": 2.0}, TypeError, "num_mini_batches must be an integer; got 2.0"),
         ({"num_mini_batches": 0}, ValueError, "num_mini_batches must be from 1 to .*; got 0"),
         ({"reduction_method": "max"}, ValueError, "Cannot parse"),
         ({"dtype": "int32"}, ValueError, "dtype must be a floating-point dtype; got int32"),
-        (
-            {"offload_weight_update_variables": "yes"},
-            TypeError,
-            "offload_weight_update_variables must be True, False or None",
-        ),
-        (
-            {"replicated_optimizer_state_sharding": "yes"},
-            TypeError,
-            "replicated_optimizer_state_sharding must be True or False",
-        ),
+        ({"offload_weight_update_variables": "yes"}, TypeError, "{} must be True, False or None"),
+        ({"replicated_optimizer_state_sharding": "yes"}, TypeError, "{} must be True or False"),
     ],
 )
 def test_wrong_optimizers(given, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message.format(*given)):
         GradientAccumulationOptimizerV2(**{"opt": optax.sgd(1.0), "num_mini_batches": 1, **given})
     with pytest.raises(TypeError, match="gradient_mapping_function must be a function"):
         MapGradientOptimizer(optax.sgd(1.0), 3)
