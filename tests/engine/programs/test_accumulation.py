@@ -17,6 +17,10 @@ from tests.support.compilations import compiled_in
 ITERATIONS = "batch_serialization_iterations"
 
 
+def rarely(*values):
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 def make(mapping, reduction, **options):
     return engine.Pipeline(
         scheduled.stages(2),
@@ -38,19 +42,12 @@ def make_steps(rng, counts):
 @pytest.mark.parametrize(
     ("mapping", "options", "capacity"),
     [
-        pytest.param(  # in parts
-            [0, 0], {"reduction": "running_mean", "block_bytes": 200}, 5, marks=pytest.mark.thorough
-        ),
+        rarely([0, 0], {"reduction": "running_mean", "block_bytes": 200}, 5),  # in parts
         ([0, 1], {"reduction": "mean"}, None),
         # Groups: whole updates in a block, parts of two groups, and of one.
-        pytest.param([0, 0], {"reduction": "sum", "num_serialized": 3}, None, marks=pytest.mark.thorough),
+        rarely([0, 0], {"reduction": "sum", "num_serialized": 3}, None),
         ([0, 0], {"reduction": "mean", "num_serialized": 3, "block_bytes": 250}, 6),
-        pytest.param(
-            [0, 0],
-            {"reduction": "running_mean", "num_serialized": 3, "block_bytes": 1},
-            3,
-            marks=pytest.mark.thorough,
-        ),
+        rarely([0, 0], {"reduction": "running_mean", "num_serialized": 3, "block_bytes": 1}, 3),
     ],
     ids=str,
 )
