@@ -169,13 +169,13 @@ def test_equal_layers_are_measured_once(by_size):
 
 def test_pairs_of_layers_take_what_they_do_as_stages(by_size, problems):
     """What two layers take in one stage is measured, and is not the sum of what they take alone."""
-    layers = make_layers([8, 16, 32, 8])
+    parameters = enumerate(make_parameters([8, 16, 32, 8]))
+    layers = [*(engine.Stage(dense, own, name=f"layer{n}") for n, own in parameters), mean_square]
     options = {"schedule": "zero_bubble", "device_mapping": [0, 1]}
     stages = split(layers, 2, **options)
     problem, alone = problems
     assert (problem.cores, alone.cores) == (count_cores(), None)
-    named = automatic_splits._name_layers(layers, None)
-    pairs = [join_layers(named[first : first + 2]) for first in range(0, len(layers), 2)]
+    pairs = [join_layers(layers[first : first + 2]) for first in range(0, len(layers), 2)]
     pipeline = engine.Pipeline(pairs, **{**TRAINING, **options})
     pipeline.init(jax.random.key(0), make_batches()[0])
     expected = pipeline.prepare().measure(pipeline.built.accumulator_dtypes).costs

@@ -600,7 +600,7 @@ def fingerprint(width=6, scale=2.0, **options):
     pipeline = Pipeline(stages, loss=lambda loss: loss, **options)
     pipeline.trace(jax.ShapeDtypeStruct((3, 5), np.float32))
     mapping, timetable = pipeline.device_mapping, pipeline.timetable(4)
-    return describe(pipeline._built, pipeline.options, mapping, timetable, pipeline.dispatch_plan)
+    return describe(pipeline.built, pipeline.options, mapping, timetable, pipeline.dispatch_plan)
 
 
 def test_fingerprints_of_pipelines():
