@@ -64,21 +64,12 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class WholeModel:
-    """How to make a model and what it is called with.
+    """How to make a model and what it is called with."""
 
-    Attributes:
-      make: the model; its weights depend on torch's seed.
-      make_batch: inputs and targets for so many rows.
-      num_inputs: how many of these tensors are given for inference.
-      find_loss: in what forward returns.
-      min_rows: of a micro-batch.
-    """
-
-    make: Callable[[], Whole]
-    make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]]
-    num_inputs: int = 1
-    find_loss: Callable[[Any], torch.Tensor] = lambda outputs: outputs[-1]
-    min_rows: int = 1
+    make: Callable[[], Whole]  # its weights depend on torch's seed
+    make_batch: Callable[[Draw, int], tuple[torch.Tensor, ...]]  # inputs and targets for so many rows
+    num_inputs: int = 1  # so many of these tensors are given for inference
+    min_rows: int = 1  # of a micro-batch
 
 
 WHOLE_MODELS: dict[str, WholeModel] = {}
