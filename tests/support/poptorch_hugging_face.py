@@ -136,15 +136,9 @@ def loss_of(output):
 
 
 class Trained:
-    """A model that trains on devices, and a copy of it that trains in plain torch.
+    """A model that trains on devices, and a copy of it that trains in plain torch; batches are dicts."""
 
-    Attributes:
-      executor: of poptorch.trainingModel.
-      model: the user's.
-      plain: the copy.
-    """
-
-    def __init__(self, model, make_batch, make_optimizers=None, rows=2, accumulation=4, strategy=None):
+    def __init__(self, model, make_batch, make_optimizers=None, rows=2, accumulation=4):
         """Wraps it.
 
         Args:
@@ -153,12 +147,11 @@ class Trained:
           make_optimizers: from a model to an optimizer; two, the first PopTorch's. None: SGD with momentum.
           rows: of a micro-batch.
           accumulation: micro-batches of an update.
-          strategy: of execution.
         """
         ours, theirs = make_optimizers or (make_sgd, make_plain_sgd)
         self.model, self.plain = model, copy.deepcopy(model)
         self.make_batch, self.rows, self.accumulation = make_batch, rows, accumulation
-        self.executor = poptorch.trainingModel(model, make_options(1, accumulation, strategy), ours(model))
+        self.executor = poptorch.trainingModel(model, make_options(1, accumulation), ours(model))
         self.plain_optimizer = theirs(self.plain)
         self.dtype = next(model.parameters()).dtype
 
@@ -220,11 +213,7 @@ OTHERS = {
     "BertForMaskedLM": (_config("Bert", **BASE), masked, ["cls"]),
     "BertForPreTraining": (_config("Bert", **BASE), pairs, ["layer.1"]),
     "BertForTokenClassification": (_config("Bert", **BASE, num_labels=40), masked, ["layer.1"]),
-    "DistilBertForQuestionAnswering": (
-        _config("DistilBert", **_DISTIL),
-        questions_alone,
-        ["layer.1"],
-    ),
+    "DistilBertForQuestionAnswering": (_config("DistilBert", **_DISTIL), questions_alone, ["layer.1"]),
     "RobertaForSequenceClassification": (_config("Roberta", **BASE, num_labels=3), classes, ["layer.1"]),
     "AlbertForQuestionAnswering": (_config("Albert", **BASE, embedding_size=8), questions, []),
     "ElectraForQuestionAnswering": (_config("Electra", **BASE, embedding_size=8), questions, ["layer.1"]),
@@ -232,11 +221,7 @@ OTHERS = {
     "MobileBertForQuestionAnswering": (_config("MobileBert", **_MOBILE), questions, ["layer.1"]),
     "GPT2LMHeadModel": (_config("GPT2", **_GPT2), masked, ["h.1", "h.2", "h.3"]),
     "LlamaForCausalLM": (_config("Llama", **_LLAMA), masked, ["layers.1"]),
-    "MixtralForCausalLM": (
-        _config("Mixtral", **_EXPERTS, num_local_experts=4),
-        masked,
-        ["layers.1"],
-    ),
+    "MixtralForCausalLM": (_config("Mixtral", **_EXPERTS, num_local_experts=4), masked, ["layers.1"]),
     "Qwen3MoeForCausalLM": (_config("Qwen3Moe", **_QWEN), masked, ["layers.1"]),
     "T5ForConditionalGeneration": (_config("T5", **_T5), sequences, ["decoder"]),
     "BartForConditionalGeneration": (_config("Bart", **_BART), sequences, ["decoder"]),
