@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -11,7 +13,7 @@ from ipu_pipeline.command_line import main
 from tests.docs import test_notebooks, test_readme
 from tests.support import browsers, pages
 from tests.support.examples import reference
-from tests.support.programs import ROOT, run
+from tests.support.programs import ROOT
 
 PATTERNS = "*.md", "docs/**/*.md", "tutorial/**/*.md", "examples/**/*.md", "benchmarks/*/README.md"
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
@@ -68,8 +70,10 @@ def test_the_site(tmp_path):
 
 def build(target):
     """Where the site is: `make docs` with another place."""
-    command = "-m sphinx -b html --fail-on-warning --keep-going --quiet -c docs/site . --doctree-dir"
-    run(*command.split(), target / "trees", target / "html")
+    options = f"-b html --fail-on-warning --keep-going --quiet --doctree-dir {target}/trees".split()
+    command = [sys.executable, "-m", "sphinx", *options, "-c", "docs/site", ".", target / "html"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
     return target / "html"
 
 
