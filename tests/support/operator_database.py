@@ -44,17 +44,11 @@ def operators():
 
 @dataclasses.dataclass
 class Outcome:
-    """How an operator does.
+    """How an operator does."""
 
-    Attributes:
-      kind: one of the names above.
-      why: of a refusal the reason, of a difference where it is.
-      has_gradient: whether gradients were compared.
-    """
-
-    kind: str
-    why: str = ""
-    has_gradient: bool = False
+    kind: str  # one of the names above
+    why: str = ""  # of a refusal the reason, of a difference where it is
+    has_gradient: bool = False  # whether gradients were compared
 
 
 class _Sources(TorchDispatchMode):
@@ -188,10 +182,8 @@ class Case:
         if len(made) != len(self.results):
             return f"{len(made)} results, not {len(self.results)}"
         values = zip(made, self.results, self.wide or self.results, strict=True)
-        found = [
-            _difference(*three, f"result {number}", self.kind is UNSET)
-            for number, three in enumerate(values)
-        ]
+        only_form = self.kind is UNSET
+        found = [_difference(*three, f"result {number}", only_form) for number, three in enumerate(values)]
         if self.gradients is not None:
             wide = self.wide_gradients or self.gradients
             for place, *three in zip(self.places, gradients, self.gradients, wide, strict=True):
@@ -209,9 +201,8 @@ def _cotangent(result):
     values = rng.normal(size=result.shape)
     if result.is_complex():
         values = values + 1j * rng.normal(size=result.shape)
-    return torch.from_numpy(np.asarray(values)).to(
-        torch.complex64 if result.is_complex() else torch.float32
-    )
+    dtype = torch.complex64 if result.is_complex() else torch.float32
+    return torch.from_numpy(np.asarray(values)).to(dtype)
 
 
 def _fitting(result, cotangent, counts):
