@@ -83,9 +83,13 @@ def train(
       The outputs of each call, those of inference at the end, the weights, and the optimizer's state.
     """
     index, count = this_process()
-    options = make_options(ITERATIONS, ACCUMULATION, STRATEGIES[strategy])
-    options.outputMode(poptorch.OutputMode[mode], 2 if mode == "EveryN" else None)
-    options.replicationFactor(replicas).autoRoundNumIPUs(True).broadcastBuffers(make_model is TwoLayers)
+
+    def configure(*args):
+        options = make_options(*args).outputMode(poptorch.OutputMode[mode], 2 if mode == "EveryN" else None)
+        options.replicationFactor(replicas).autoRoundNumIPUs(True).broadcastBuffers(make_model is TwoLayers)
+        return options
+
+    options = configure(ITERATIONS, ACCUMULATION, STRATEGIES[strategy])
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType[reduction])
     if offloads:
         settings = poptorch.TensorLocationSettings().useOnChipStorage(False)
@@ -98,10 +102,7 @@ def train(
         batch = make_call(call, replicas * count, dtype=dtype)
         outputs.append(leaves(executor(*own_part(batch, ITERATIONS * ACCUMULATION, index, count))))
     if is_inferred and make_model is TwoLayers:
-        options = make_options(ITERATIONS).replicationFactor(replicas)
-        options.outputMode(poptorch.OutputMode[mode], 2 if mode == "EveryN" else None)
-        options.autoRoundNumIPUs(True).broadcastBuffers(make_model is TwoLayers)
-        inference = poptorch.inferenceModel(model.eval(), options)
+        inference = poptorch.inferenceModel(model.eval(), configure(ITERATIONS))
         (x, _target) = make_call(0, replicas * count, ITERATIONS, dtype)
         outputs.append([inference(*own_part((x,), ITERATIONS, index, count))])
     return outputs, copy.deepcopy(model.state_dict()), optimizer.state_dict()
@@ -193,25 +194,13 @@ def go_through(directory):
     return found
 
 
-class _DataSet(torch.utils.data.Dataset):
-    """Rows of inputs and targets."""
-
-    def __init__(self, num_rows):
-        self.rows = list(zip(*make_batch(num_rows), strict=True))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, number):
-        return self.rows[number]
-
-
 def load_and_train(directory):
     """An epoch of a shuffled data set; returns the batches, the losses and the weights."""
     options = make_options(ITERATIONS, ACCUMULATION).randomSeed(3)
     options.enableProfiling(directory)
     model = seeded(TwoLayers)
-    loader = poptorch.DataLoader(options, _DataSet(52), batch_size=3, shuffle=True)
+    rows = torch.utils.data.TensorDataset(*make_batch(52))
+    loader = poptorch.DataLoader(options, rows, batch_size=3, shuffle=True)
     executor = poptorch.trainingModel(model, options, make_sgd(model.parameters()))
     batches = [tuple(batch) for batch in loader]
     losses = [executor(*batch)[1] for batch in batches]
@@ -260,25 +249,18 @@ def find_faults(directory):
     def call(executor, rows=8):
         return lambda: executor(*make_batch(rows))
 
-    distributed = {}
-    for name, arguments in {"another number": (1 - index, 2), "more": (index, 3)}.items():
-        options = make_options()
-        options.Distributed.configureProcessId(*arguments)
-        distributed[name] = options
-    distributed["alone"] = make_options()
-    distributed["alone"].Distributed.disable()
-    found = {name: say(lambda options=options: wrap(options)) for name, options in distributed.items()}
-
     def refused(change):
         options = make_options().replicationFactor(2)
         change(options)
         return say(lambda: wrap(options))
 
     sharded = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)
-    found |= {
-        "phases": refused(
-            lambda o: o.setExecutionStrategy(poptorch.SerialPhasedExecution("first", "second"))
-        ),
+    phases = poptorch.SerialPhasedExecution("first", "second")
+    found = {
+        "another number": refused(lambda o: o.Distributed.configureProcessId(1 - index, 2)),
+        "more": refused(lambda o: o.Distributed.configureProcessId(index, 3)),
+        "alone": refused(lambda o: o.Distributed.disable()),
+        "phases": refused(lambda o: o.setExecutionStrategy(phases)),
         "sharding": refused(lambda o: o.TensorLocations.setOptimizerLocation(sharded)),
         "groups": refused(lambda o: o.inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)),
         "exceptions": refused(lambda o: o.Precision.enableFloatingPointExceptions(True)),
@@ -296,8 +278,7 @@ def find_faults(directory):
     found["rows"] = say(call(wrap(make_options()), 4 + index))
     found["rates"] = say(call(wrap(make_options(), lr=0.1 + index)))
     found["weights"] = say(call(wrap(make_options(), seed=index)))
-    seeds = wrap(make_options(random_seed=index))
-    found["seeds"] = say(call(seeds))
+    found["seeds"] = say(call(wrap(make_options(random_seed=index))))
     executor = wrap(make_options())
     found["alike"] = say(call(executor))
     found["new rates"] = say(
@@ -309,9 +290,8 @@ def find_faults(directory):
     executor.model.second.bias.detach().sub_(index)
     executor.copyWeightsToDevice()
     found["alike again"] = say(call(executor))
-    straddling = engine.Pipeline(
-        [negative, negative], num_micro_batches=1, num_replicas=2, gathers_outputs=False
-    )
+    counts = {"num_micro_batches": 1, "num_replicas": 2}
+    straddling = engine.Pipeline([negative, negative], **counts, gathers_outputs=False)
     straddling.trace(np.float32(1))
     devices = [[d for d in jax.devices() if d.process_index == process] for process in range(2)]
     mixed = [own[place] for place in range(2) for own in devices]

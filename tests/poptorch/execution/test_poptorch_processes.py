@@ -1,5 +1,6 @@
 """PopTorch's models in several processes: equal to plain torch over the data of all of them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -57,24 +58,12 @@ def results_of(found, name):
     return [own[name] for own in found[1]]
 
 
-def first(outputs):
-    return outputs
-
-
-def make_plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def make_plain_adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 @pytest.mark.thorough  # two processes that import torch take 11 s of CPU time
 def test_two_processes_train_a_model(found_by_others):
     made = results_of(found_by_others, "one layer")
-    plain = reference(seeded(processes.OneLayer), make_plain_sgd)
+    plain = reference(seeded(processes.OneLayer), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for call in range(2):
-        expected = torch.stack(plain.train(make_call(call, 2, 2), 1, 4, first)).detach()
+        expected = torch.stack(plain.train(make_call(call, 2, 2), 1, 4, lambda loss: loss)).detach()
         for index, (losses, _weights, _said) in enumerate(made):
             assert_close([losses[call]], own_part((expected,), 2, index, 2))
     for _losses, weights, (said,) in made:
@@ -82,31 +71,28 @@ def test_two_processes_train_a_model(found_by_others):
         assert "weights differ between the 2 processes: linear.weight, linear.bias. Give all" in said
 
 
-def check(made, replicas=1, make_optimizer=processes.make_sgd, tolerance=1e-5, is_mean=True):
-    """Compares what `train` returned in each process, with OutputMode.All, with plain torch."""
-    dtype = made[0][0][0][0].dtype
-    number = replicas * len(made)
-    plain = reference(seeded(processes.TwoLayers).to(dtype), make_optimizer)
-    for call in range(CALLS):
-        batch = make_call(call, number, dtype=dtype)
-        expected = join(plain.train(batch, ITERATIONS, ACCUMULATION * number, second, is_mean))
-        for index, (outputs, _weights, _state) in enumerate(made):
-            wanted = own_part(expected, ITERATIONS * ACCUMULATION, index, len(made))
-            assert_close(outputs[call], wanted, tolerance)
-    (x, _target) = make_call(0, number, ITERATIONS, dtype)
-    inferred = plain.model(x).detach()
-    for index, (outputs, weights, _state) in enumerate(made):
-        assert_close(outputs[CALLS], own_part((inferred,), ITERATIONS, index, len(made)), tolerance)
-        assert_close(weights.values(), plain.model.state_dict().values(), tolerance)
-        torch.testing.assert_close(weights, made[0][1], rtol=0, atol=0)
-
-
 def check_all(made, cases, tolerance):
+    """Compares what `train` returned in each process, with OutputMode.All, with plain torch."""
     for name, given in cases.items():
+        results = [one[name] for one in made]
+        dtype = results[0][0][0][0].dtype
+        number = given.get("replicas", 1) * len(made)
         is_adam = given.get("make_optimizer") is processes.make_adam
-        optimizer = make_plain_adam if is_adam else processes.make_sgd
-        is_mean = given.get("reduction") != "Sum"
-        check([one[name] for one in made], given.get("replicas", 1), optimizer, tolerance, is_mean)
+        make_adam = functools.partial(torch.optim.Adam, lr=0.01)
+        model = seeded(processes.TwoLayers).to(dtype)
+        plain = reference(model, make_adam if is_adam else processes.make_sgd)
+        for call in range(CALLS):
+            batch, is_mean = make_call(call, number, dtype=dtype), given.get("reduction") != "Sum"
+            expected = join(plain.train(batch, ITERATIONS, ACCUMULATION * number, second, is_mean))
+            for index, (outputs, _weights, _state) in enumerate(results):
+                wanted = own_part(expected, ITERATIONS * ACCUMULATION, index, len(made))
+                assert_close(outputs[call], wanted, tolerance)
+        (x, _target) = make_call(0, number, ITERATIONS, dtype)
+        inferred = plain.model(x).detach()
+        for index, (outputs, weights, _state) in enumerate(results):
+            assert_close(outputs[CALLS], own_part((inferred,), ITERATIONS, index, len(made)), tolerance)
+            assert_close(weights.values(), plain.model.state_dict().values(), tolerance)
+            torch.testing.assert_close(weights, results[0][1], rtol=0, atol=0)
 
 
 @pytest.mark.thorough
@@ -118,9 +104,8 @@ def test_strategies_reductions_and_optimizers(found_by_two):
 def test_processes_that_have_not_joined():
     options = make_options()
     options.Distributed.configureProcessId(1, 2)
-    with pytest.raises(
-        poptorch.Error, match="process 1 of 2, but it has joined none. Start the program by"
-    ):
+    message = "process 1 of 2, but it has joined none. Start the program by"
+    with pytest.raises(poptorch.Error, match=message):
         poptorch.inferenceModel(processes.OneLayer(), options)
 
 
@@ -177,9 +162,8 @@ def test_buffers_and_random_numbers_are_those_of_replicas(found_by_two):
     outputs, weights, _state = processes.train(make_model=processes.make_with_buffers, replicas=2)
     means = [own_weights.pop("norm.running_mean") for _outputs, own_weights, _state in made]
     variances = [own_weights.pop("norm.running_var") for _outputs, own_weights, _state in made]
-    assert_close(
-        [means[0], variances[0]], [weights.pop("norm.running_mean"), weights.pop("norm.running_var")]
-    )
+    assert_close([means[0]], [weights.pop("norm.running_mean")])
+    assert_close([variances[0]], [weights.pop("norm.running_var")])
     assert (means[0] != means[1]).all()
     for index, (own, own_weights, _state) in enumerate(made):
         assert_close(own_weights.values(), weights.values())
@@ -282,11 +266,9 @@ def test_the_tutorial_unchanged():
     """Started by the launcher; one of the processes is shown."""
     program = joined.ROOT / "tutorial" / "poptorch" / "mnist_pipeline.py"
     command = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", "2", program]
-    options = ["--dataset", "digits", "--batch-size", "4", "--epochs", "1"]
+    command += ["--dataset", "digits", "--batch-size", "4", "--epochs", "1"]
     environment = {**os.environ, "PYTHONPATH": str(joined.ROOT), "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("Program ran successfully") == 1
     assert "of 180 images" in ended.stdout

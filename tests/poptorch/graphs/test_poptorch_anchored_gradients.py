@@ -77,7 +77,6 @@ def test_gradients_are_torchs_of_each_micro_batch(num_replicas, strategy, scale)
 def test_gradients_that_there_are_not():
     options = make_options().anchorTensor("kept", "Gradient___shared.weight")
     inference = poptorch.inferenceModel(Tied(), options)
-    with pytest.raises(
-        poptorch.Error, match="Gradient___shared.weight', which is not a value of the model"
-    ):
+    message = "Gradient___shared.weight', which is not a value of the model"
+    with pytest.raises(poptorch.Error, match=message):
         inference(torch.ones(2, 3), torch.ones(2, 2))
