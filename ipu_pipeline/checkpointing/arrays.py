@@ -6,7 +6,10 @@ Orbax writes NumPy arrays in process 0 only.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ from ipu_pipeline.engine import processes
 
 __all__ = ["ARRAYS", "flatten", "read_arrays", "with_empty_ones", "write_arrays"]
 
+# In a path, Orbax takes some of these for a pattern, and TensorStore a backslash for a slash; it takes no
+# bytes that are not UTF-8, for which Python has surrogates.
+_MISREAD = re.compile(r"[*?\[\]\\\ud800-\udfff]")
 ARRAYS = "default"  # the name of the only item of Orbax's CheckpointManager
 _OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
 
@@ -28,8 +34,13 @@ def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Writes the arrays that this process writes; returns where its data sets stand."""
     arrays, own = _storable(snapshot), process_index()
     if arrays and own == 0:
-        with quiet_orbax(), _open_orbax() as checkpointer:
-            _save(checkpointer, directory / ARRAYS, arrays)
+        with quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
+            _save(checkpointer, path / ARRAYS, arrays)
+            found = checkpointer.metadata(path / ARRAYS).item_metadata
+            if found is None or _names(found.tree) != _names(arrays):
+                raise OSError(
+                    f"save: the arrays that were just written to {directory} are not found there."
+                )
     elif arrays:  # Orbax writes NumPy arrays in process 0 only
         leaves = list(flatten(arrays))
         names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
@@ -52,6 +63,28 @@ def _open_orbax() -> Any:
     return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
+@contextlib.contextmanager
+def _taken_literally(directory: Path) -> Iterator[Path]:
+    """A path to a directory; a link to it, if Orbax took its own for a pattern or TensorStore for another.
+
+    Raises:
+      ValueError: the path of the directory for temporary files would be misread, too.
+    """
+    if not _MISREAD.search(str(directory)):
+        yield directory
+        return
+    if _MISREAD.search(tempfile.gettempdir()):
+        raise ValueError(
+            f"The path of the checkpoint {str(directory)!r} has one of [ ] * ? \\, or a byte that is not "
+            "UTF-8. It is written and read through a link in the directory for temporary files, whose path "
+            f"has one, too: {tempfile.gettempdir()!r}. Set TMPDIR to another directory."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder, "checkpoint")
+        link.symlink_to(directory, target_is_directory=True)
+        yield link
+
+
 def _save(checkpointer: Any, path: Path, arrays: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
@@ -64,8 +97,8 @@ def read_arrays(directory: Path) -> dict[str, Any]:
 
     stored: dict[str, Any] = {}
     if (directory / ARRAYS).exists():
-        with quiet_orbax(), _open_orbax() as checkpointer:
-            stored = checkpointer.restore(directory / ARRAYS, args=ocp.args.PyTreeRestore())
+        with quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
+            stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore())
     for part in sorted(directory.glob(f"{_OF_PROCESS}*.npz")):
         with np.load(part, allow_pickle=False) as loaded:
             for number, path in enumerate(json.loads(loaded["names"].tobytes())):
@@ -83,6 +116,10 @@ def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
             yield from flatten(part, (*path, key))
         else:
             yield (*path, key), part
+
+
+def _names(tree: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    return {path for path, _leaf in flatten(tree)}
 
 
 def _storable(snapshot: Snapshot) -> dict[str, Any]:

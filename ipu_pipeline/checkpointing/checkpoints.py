@@ -94,7 +94,7 @@ def _begin(target: Path) -> Path:
     _recover(target)
     if target.exists() and not (target / DOCUMENT).exists():
         raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
-    for left in target.parent.glob(f".{target.name}.{_WRITTEN}-*"):
+    for left in _left_beside(target, _WRITTEN):
         shutil.rmtree(left, ignore_errors=True)
     started = _beside(target, _WRITTEN)
     started.mkdir()
@@ -106,7 +106,7 @@ def _replace(target: Path, started: Path, old: Path) -> None:
     for is_last in [*[False] * _MAX_REPLACEMENTS, True]:
         if target.exists():
             # An interrupted save may have left one.
-            for left in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
+            for left in _left_beside(target, _REPLACED):
                 shutil.rmtree(left, ignore_errors=True)
             target.rename(old)
         try:
@@ -412,11 +412,17 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}-{os.getpid()}-{next(_numbers)}")
 
 
+def _left_beside(target: Path, what: str) -> list[Path]:
+    """The paths beside a checkpoint that were made by `_beside`."""
+    begin = f".{target.name}.{what}-"
+    return [path for path in target.parent.iterdir() if path.name.startswith(begin)]
+
+
 def _recover(target: Path) -> None:
     """Puts back a checkpoint that was being replaced when a process ended."""
     if target.exists() or not target.parent.is_dir():
         return
-    for old in target.parent.glob(f".{target.name}.{_REPLACED}-*"):
+    for old in _left_beside(target, _REPLACED):
         if not target.exists() and (old / DOCUMENT).exists():
             old.rename(target)
 
