@@ -363,7 +363,13 @@ class ModelStages(AutoStages):
         Raises:
           ValueError: the model has no `parameters`, or the state is of another pipeline.
         """
-        return self._graph.read_parameters(state.variables)
+        own = self._graph.parameters
+        if own is None:
+            raise ValueError(
+                "The model has no pytree of parameters: its variables come from get_variable, by the names "
+                "that they have in the state."
+            )
+        return own.read(state.variables)
 
 
 def split(

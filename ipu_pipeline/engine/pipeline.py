@@ -1154,25 +1154,28 @@ class Pipeline:
         return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
 
     @apart
-    def parameters(self, state: PipelineState) -> list[Any]:
-        """The parameters of the stages as pytrees, in a list like that of the stages.
+    def parameters(self, state: PipelineState) -> Any:
+        """The parameters as pytrees: in a list like that of the stages, or a split model's own.
 
         Args:
           state: from `init` or a step; its arrays are not copied.
 
         Returns:
           The pytrees that the pipeline was given as `parameters`, with the state's values; a `Shared` is
-          replaced by its value. None for stages that are functions without a pytree of parameters.
+          replaced by its value. None for stages that are functions without a pytree of parameters. Of the
+          stages of a split: the pytree that the split was given; layers' parts of stacked parameters are
+          stacked again, on the first one's device.
 
         Raises:
           TypeError: it is no state.
-          ValueError: the state lacks some of them, or a step with `donate` has destroyed it.
+          ValueError: the state lacks some of them, a step with `donate` has destroyed it, or other stages
+            are beside those of a split.
         """
         check_state("Pipeline.parameters", state, may_be_traced=True)
         return self._parameters.read(state.variables)
 
     @apart
-    def with_parameters(self, state: PipelineState, parameters: Sequence[Any]) -> PipelineState:
+    def with_parameters(self, state: PipelineState, parameters: Any) -> PipelineState:
         """Replaces the values of parameters in a state. The rest stays, including the optimizer's state.
 
         Args:

@@ -452,3 +452,27 @@ def test_a_state_has_to_be_of_the_model():
         split(skipping, parameters).parameters(other)
     with pytest.raises(ValueError, match="The model has no pytree of parameters"):
         split(variables_model).parameters(other)
+    pipeline = engine.Pipeline(split(variables_model), **OPTIONS)
+    with pytest.raises(
+        ValueError, match="No stage has a pytree of parameters: .*variables=other.variables"
+    ):
+        pipeline.with_parameters(other, pipeline.parameters(other))
+
+
+def test_the_pipeline_has_the_models_parameters():
+    """They were None for each stage, also as what replaces them: a copy had its initial weights."""
+    weights = make_weights("stacked", shape=(4, WIDTH, WIDTH)) | make_weights("last")
+    stages = split(over_layers, weights)
+    pipeline = engine.Pipeline([*stages], **OPTIONS)
+    state = pipeline.init(jax.random.key(0), make_batches()[0])
+    jax.tree.map(np.testing.assert_array_equal, pipeline.parameters(state), weights)
+    for factor in (np.float32(2), jnp.float32(3)):  # NumPy's arrays and JAX's
+        others = jax.tree.map(lambda leaf, factor=factor: factor * leaf, weights)
+        changed = pipeline.with_parameters(state, others)
+        assert changed.variables.keys() == state.variables.keys()
+        jax.tree.map(np.testing.assert_array_equal, pipeline.parameters(changed), others)
+    with pytest.raises(ValueError, match=r"parameters\['stacked'\] must be float32\[4, "):
+        pipeline.with_parameters(state, {**weights, "stacked": weights["stacked"][:2]})
+    beside = engine.Pipeline([*stages, lambda loss: loss], **OPTIONS)
+    with pytest.raises(ValueError, match="other stages beside those of engine.split"):
+        beside.parameters(state)

@@ -25,7 +25,7 @@ from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
-from ipu_pipeline.engine.tracing.stage_parameters import Layout
+from ipu_pipeline.engine.tracing.stage_parameters import Layout, ModelParameters
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.shapes import num_bytes
@@ -261,35 +261,13 @@ class ModelGraph:
         """What a stage has to be given to compute a node."""
         return self.bases_of(self.flat.equations[node].invars)
 
-    def read_parameters(self, variables: Mapping[str, Any]) -> Any:
-        """Makes the model's pytree of parameters of a state's variables.
-
-        Raises:
-          ValueError: it has none, or a variable is missing.
-        """
-        if self._layout is None:
-            raise ValueError(
-                "The model has no pytree of parameters: its variables come from get_variable, by the names "
-                "that they have in the state."
-            )
-        parts: dict[str, list[str]] = {}  # name of the model's variable -> those of its slices, in order
+    @property
+    def parameters(self) -> ModelParameters | None:
+        """How variables and the model's pytree of parameters become each other; None if it has none."""
+        parts: dict[str, list[str]] = {}
         for own in self.slices.values():
             parts.setdefault(own.origin, []).append(own.name)
-
-        def value(name: str) -> Any:
-            names = parts.get(name, [name])
-            missing = next((own for own in names if own not in variables), None)
-            if missing is not None:
-                raise ValueError(
-                    f"The state has no variable {missing}, which is one of the model's. A state of another "
-                    "split of the same layers is moved by engine.resplit(state, pipeline)."
-                )
-            if names == [name]:
-                return variables[name]
-            values = [variables[own] for own in names]
-            return jnp.stack(jax.device_put(values, next(iter(values[0].devices()))))
-
-        return jax.tree.unflatten(self._layout.tree, [value(leaf.name) for leaf in self._layout.leaves])
+        return None if self._layout is None else ModelParameters(self._layout, parts)
 
     def variables_of(self) -> list[frozenset[Any]]:
         """For each node, the inputs of `flat` that are variables and that it reads."""

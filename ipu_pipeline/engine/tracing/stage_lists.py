@@ -15,9 +15,11 @@ import numpy as np
 
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import name_of
+from ipu_pipeline.engine.tracing.model_stages import ModelStage
 from ipu_pipeline.engine.tracing.stage_parameters import (
     Layout,
     Leaf,
+    ModelParameters,
     StageParameters,
     check_length,
     check_names,
@@ -245,7 +247,7 @@ def flatten_stages(
     stages: Sequence[StageEntry | Sequence[StageEntry]],
     device_mapping: Mapping | None,
     parameters: Sequence[Any] | None = None,
-) -> tuple[list[list[StageFunction]], tuple[int, ...], StageParameters]:
+) -> tuple[list[list[StageFunction]], tuple[int, ...], StageParameters | ModelParameters]:
     """Flattens stages into the stage functions level by level, the IPU of each stage, and their parameters.
 
     Parallel stages at the end are followed by a stage on the first one's IPU that only joins their results.
@@ -294,12 +296,7 @@ def flatten_stages(
     ]
     pairs = [pair for level in zip(layouts, grouped, strict=True) for pair in zip(*level, strict=True)]
     check_names((layout, _known(stage)) for layout, stage in pairs if layout is not None)
-    of_stages = StageParameters(
-        [
-            level if isinstance(entry, (list, tuple)) else level[0]
-            for entry, level in zip(stages, layouts, strict=True)
-        ]
-    )
+    of_stages = _find_parameters(stages, layouts)
     shared: set[str] = set()
     in_order = iter(
         stage if layout is None else stage.with_variables(layout, shared) for layout, stage in pairs
@@ -309,6 +306,20 @@ def flatten_stages(
         functions.append([_join])
         per_level.append(per_level[-1][:1])
     return functions, tuple(ipu for level in per_level for ipu in level), of_stages
+
+
+def _find_parameters(
+    stages: Sequence[Any], layouts: Sequence[Sequence[Layout | None]]
+) -> StageParameters | ModelParameters:
+    models = [entry.graph.parameters if isinstance(entry, ModelStage) else None for entry in stages]
+    if models[0] is not None and len({id(getattr(entry, "graph", entry)) for entry in stages}) == 1:
+        return models[0]
+    return StageParameters(
+        [
+            level if isinstance(entry, (list, tuple)) else model or level[0]
+            for entry, model, level in zip(stages, models, layouts, strict=True)
+        ]
+    )
 
 
 def as_level(entry: Any) -> list[Any]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.state_checks import MOVES
 from ipu_pipeline.ground.errors import drop_traceback_note
+from ipu_pipeline.ground.jax_compat import is_traced
 from ipu_pipeline.ground.names import join
 from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
 from ipu_pipeline.ground.values import is_of_numbers
@@ -19,6 +21,7 @@ from ipu_pipeline.ground.values import is_of_numbers
 __all__ = [
     "Layout",
     "Leaf",
+    "ModelParameters",
     "Shared",
     "StageParameters",
     "check_length",
@@ -187,11 +190,62 @@ def check_names(stages: Iterable[tuple[Layout, Any]]) -> None:
             _check_same(leaf.name, (other_place, other_value), (place, value))
 
 
+class ModelParameters:
+    """The parameters of a model that was split: how one pytree becomes variables, and the way back."""
+
+    def __init__(self, layout: Layout, parts: Mapping[str, Sequence[str]]) -> None:
+        """Takes the model's layout, and the variables of layers' parts of a stacked leaf, by its name."""
+        self._layout, self._parts = layout, parts
+
+    def read(self, variables: Mapping[str, Any]) -> Any:
+        """Makes the pytree; layers' parts of stacked parameters are stacked on the first one's device.
+
+        Raises:
+          ValueError: a variable is missing.
+        """
+
+        def value(name: str) -> Any:
+            names = self._parts.get(name, [name])
+            missing = next((own for own in names if own not in variables), None)
+            if missing is not None:
+                raise ValueError(
+                    f"The state has no variable {missing}, which is one of the model's. A state of another "
+                    "split of the same layers is moved by engine.resplit(state, pipeline)."
+                )
+            if names == [name]:
+                return variables[name]
+            values = [variables[own] for own in names]
+            if isinstance(values[0], jax.Array) and not is_traced(values[0]):
+                values = jax.device_put(values, next(iter(values[0].devices())))
+            return jnp.stack(values)
+
+        return jax.tree.unflatten(self._layout.tree, [value(leaf.name) for leaf in self._layout.leaves])
+
+    def write(self, parameters: Any) -> dict[str, Any]:
+        """Makes the variables, by full name; the inverse of `read`.
+
+        Raises:
+          ValueError: structure, shape or dtype differ, or a leaf is not an array.
+        """
+        found: dict[str, tuple[str, Any]] = {}
+        _write_stage(self._layout, parameters, "parameters", found)
+        variables = {}
+        for name, (_place, value) in found.items():
+            names = self._parts.get(name, [name])
+            variables.update(
+                {name: value} if names == [name] else {own: value[n, ...] for n, own in enumerate(names)}
+            )
+        return variables
+
+
 class StageParameters:
     """The parameters of a pipeline's stages: how a list of pytrees becomes variables, and the way back."""
 
     def __init__(self, layouts: Sequence[Any]) -> None:
-        """Takes the layout of each stage, a list of layouts for parallel stages, None for none."""
+        """Takes the layout of each stage, a list of layouts for parallel stages, None for none.
+
+        In place of a layout there is the `ModelParameters` of a model of which the stage is a part.
+        """
         self._layouts = layouts
 
     def read(self, variables: Mapping[str, Any]) -> list[Any]:
@@ -202,6 +256,8 @@ class StageParameters:
         """
 
         def read(entry: Any) -> Any:
+            if isinstance(entry, ModelParameters):
+                raise ValueError(_OF_A_MODEL)
             if not isinstance(entry, Layout):
                 return None if entry is None else [read(parallel) for parallel in entry]
             for leaf in entry.leaves:
@@ -223,6 +279,8 @@ class StageParameters:
         found: dict[str, tuple[str, Any]] = {}  # name -> the place where it was found, and the value
 
         def write(entry: Any, given: Any, what: str) -> None:
+            if isinstance(entry, ModelParameters):
+                raise ValueError(f"{what}: {_OF_A_MODEL}")
             if isinstance(entry, Layout):
                 _write_stage(entry, given, what, found)
             elif entry is not None:
@@ -233,7 +291,18 @@ class StageParameters:
                 raise ValueError(f"{what} must be None, since the stage has no pytree of parameters.")
 
         write(self._layouts, parameters, "parameters")
+        if not found:
+            raise ValueError(
+                "No stage has a pytree of parameters: variables come from get_variable. Give them with "
+                "dataclasses.replace(state, variables=other.variables)."
+            )
         return {name: value for name, (_place, value) in found.items()}
+
+
+_OF_A_MODEL = (
+    "the pipeline has other stages beside those of engine.split, whose model has one pytree of parameters, "
+    "and none for each stage: stages.parameters(state) reads it."
+)
 
 
 def check_length(what: str, given: Any, number: int) -> None:
