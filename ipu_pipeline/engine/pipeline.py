@@ -72,7 +72,7 @@ from ipu_pipeline.engine.planning.choosing import (
     choose_dispatch_plan,
 )
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_dispatch_plan
-from ipu_pipeline.engine.planning.memory import plan_stages
+from ipu_pipeline.engine.planning.memory import find_moments, plan_stages
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
@@ -424,7 +424,7 @@ class Pipeline:
         else:
             fullest = [
                 tuple((chunk_size * before, chunk_size * between) for before, between in moments)
-                for moments in self.timetable(count // chunk_size).fullest
+                for moments in find_moments(self._programs, self.timetable(count // chunk_size))
             ]
         known = {} if self._runner is None else self._runner.residual_bytes
         return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)

@@ -34,11 +34,13 @@ from ipu_pipeline.engine.programs.stage_programs import (
     ValueKind,
     read_sources,
 )
+from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["find_copies", "find_fed", "plan_ipus", "plan_stages"]
+__all__ = ["find_copies", "find_fed", "find_moments", "plan_ipus", "plan_stages"]
 
 
 def plan_stages(
@@ -76,6 +78,24 @@ def plan_stages(
             )
         )
     return tuple(plans)
+
+
+def find_moments(programs: Sequence[StagePrograms], timetable: Timetable) -> list[Moments]:
+    """When each stage may hold most; see `StageMemory.fullest`."""
+    found = list(timetable.fullest)
+    for stage, own in enumerate(programs):
+        if own.backward is None and own.weights is not None:
+            gradients = [value for value in own.weights.arguments if value.kind is ValueKind.COTANGENT]
+            sending = {(value.consumer, _sends_in(programs[value.consumer])) for value in gradients}
+            found[stage] = timetable.fullest_after(stage, sending) if sending else found[stage]
+    return found
+
+
+def _sends_in(programs: StagePrograms) -> ActionKind:
+    """The action in which a stage makes the gradients of its inputs."""
+    if programs.backward is None:
+        return ActionKind.FORWARD
+    return ActionKind.INPUT_GRADIENTS if programs.is_halved else ActionKind.BACKWARD
 
 
 def _find_held(

@@ -10,8 +10,9 @@ row has a whole backward, that becomes both halves, one after the other.
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.schedules.actions import (
@@ -59,6 +60,24 @@ class Timetable:
     fullest: tuple[tuple[tuple[int, int], ...], ...]
     num_time_steps: int
     halved: frozenset[int]
+
+    def fullest_after(
+        self, stage: int, sending: Collection[tuple[int, ActionKind]]
+    ) -> tuple[tuple[int, int], ...]:
+        """`fullest` of a stage without a first half: gradients wait for the second one as they come.
+
+        Args:
+          stage: its number.
+          sending: the stages that the gradients come from, and what they do then.
+        """
+        done = collections.Counter[tuple[int, ActionKind]]()
+        moments = set()
+        for action in self.order:
+            done[action.stage, action.kind] += 1
+            come = max(done[sender] for sender in sending)
+            weights = done[stage, ActionKind.WEIGHT_GRADIENTS]
+            moments.add((done[stage, ActionKind.FORWARD] - come, come - weights))
+        return _find_fullest(moments)
 
 
 def check(

@@ -86,17 +86,24 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
 
 
 @pytest.mark.parametrize(
-    ("mode", "mapping"), [("recompute_then_backpropagate", (0, 1, 2)), (None, (0, 0, 1))]
+    ("schedule", "mode", "mapping"),
+    [
+        ("zero_bubble", "recompute_then_backpropagate", (0, 1, 2)),
+        ("zero_bubble", None, (0, 0, 1)),
+        # The first stage has no first half: gradients wait for the second one.
+        *(("zero_bubble", None, mapping) for mapping in [(0, 1), (0, 1, 0)]),
+        ("zero_bubble_h2", "recompute_then_backpropagate", (0, 1)),
+    ],
 )
-def test_live_bytes_of_halves(mode, mapping):
+def test_live_bytes_of_halves(schedule, mode, mapping):
     """Before the first half what both read, between them what the second reads; all until the second."""
-    pipeline = make(len(mapping), "zero_bubble", mode, device_mapping=mapping)
+    pipeline = make(len(mapping), schedule, mode, device_mapping=mapping)
     peaks, plan = measure(pipeline).peaks, pipeline.plan_memory()
-    for stage, planned in enumerate(plan):
-        assert planned.fullest == pipeline.timetable(NUM_MICRO_BATCHES).fullest[stage]
-        assert peaks[stage] == pytest.approx(planned.num_live_bytes, rel=0.05)
+    fullest = pipeline.timetable(NUM_MICRO_BATCHES).fullest
+    assert [planned.fullest for planned in plan[1:]] == [*fullest[1:]]
+    assert peaks == [planned.num_live_bytes for planned in plan]
     assert plan[-1].num_live_bytes > 0
-    if mode == "recompute_then_backpropagate":  # which only its first half computes again
+    if len(mapping) == 3 and mode is not None:  # of which only its first half computes again
         assert plan[1].num_held_bytes == ACTIVATION
         assert plan[1].num_between_bytes > 2 * ACTIVATION
 
