@@ -28,7 +28,7 @@ from ipu_pipeline.queues.positions import Position
 from ipu_pipeline.tf1.estimator.scalars import FILE
 from tests.support.estimating import assert_same_variables, input_fn, make_small
 from tests.support.front import session_of
-from tests.support.launched import KilledError
+from tests.support.launched import KilledError, finish_writing
 from tests.support.resumable import Batches, Inference, Training, assert_same
 
 
@@ -369,6 +369,7 @@ def test_a_summary_has_the_bytes_of_checkpoints(training, sessions, directory, m
         training.start(session)
         session.resume()
         training.run(session, 3)
+    finish_writing()
     sizes = [path.stat().st_size for path in directory.glob("*of1")]
     assert len(sizes) == 2
     summary = program.summary()
