@@ -242,7 +242,8 @@ def test_wrong_uses(pipeline, restart, directory, monkeypatch):
     checkpoints, state = engine.InMemoryCheckpoints(pipeline), initial(pipeline)
     with pytest.raises(RuntimeError, match="call restore before the first step"):
         checkpoints.save(state)
-    with pytest.raises(TypeError, match=r"Checkpoints\.restore: state must be .* step returns a pair"):
+    message = r"InMemoryCheckpoints\.restore: state must be .* step returns a pair"
+    with pytest.raises(TypeError, match=message):
         checkpoints.restore((state, None))
     checkpoints.restore(state)
     with pytest.raises(RuntimeError, match="was called before"):

@@ -145,6 +145,18 @@ def test_a_failure_ends_the_processes_of_the_other_node_and_all_start_again(lead
     ]
 
 
+def test_a_node_that_had_not_started_when_another_failed_is_not_waited_for(lead, clock):
+    _leader, first, second = make_two(lead)
+    second.tell()
+    first.begin(0)
+    first.end(cause=KILLED)
+    orders = second.tell()
+    assert orders.failed == (3,)
+    second.tell(restart=orders.start.restart)  # it leaves the start out
+    clock.forward(1, lambda: [node.tell() for node in (first, second)])
+    begin(first, second, restart=1)
+
+
 def test_a_lost_node_is_replaced(lead, clock):
     leader, first, second = make_two(lead)
     begin(first, second)
@@ -227,6 +239,30 @@ def test_the_leaders_own_node_is_not_lost(lead, clock):
     assert second.tell().failed == ()
 
 
+def test_node_0_that_ends_does_not_end_the_job(lead, clock):
+    """The others wait for another one, however long the job has run."""
+    leader, first, second = make_two(lead, wait=20.0)
+    begin(first, second)
+    clock.forward(60, lambda: [node.tell() for node in (first, second)])
+    first.tell(signal=signal.SIGTERM)
+    first.end(cause=Cause(0, 143))
+    second.end(cause=Cause(2, 1))
+    for _report in range(3):
+        assert second.tell() == Orders(second.tell().leader)
+    assert leader.take_lines()[-1] == "node 0 ends, with the leader; the others wait for another node 0."
+
+
+def test_another_leader_takes_over(lead):
+    """Its own launcher is new, and the other one's processes are in the fourth start."""
+    leader = lead()
+    first, second = Node(leader, 0), Node(leader, 1, restart=3)
+    first.tell()
+    assert second.tell(is_running=True).what == "was ended: the job is started again"
+    assert first.tell().start is None
+    second.end(cause=Cause(2, 1))
+    begin(first, second, restart=4)
+
+
 @pytest.mark.parametrize("restarts", [0, 5])
 def test_a_signal_while_nodes_are_waited_for(restarts, lead):
     """Without restarts, nothing can take the place of a node, so that each signal ends all."""
@@ -244,6 +280,23 @@ def test_a_node_that_is_asked_to_end_is_not_started(lead):
     second.tell(signal=signal.SIGTERM)
     assert first.tell().start is None
     assert second.tell().start is None
+
+
+def test_a_node_that_is_asked_to_end_after_its_processes_did_is_not_lost(lead):
+    _leader, first, second = make_two(lead)
+    begin(first, second)
+    second.tell(signal=signal.SIGTERM)
+    second.tell(is_running=False, has_left=True)
+    assert first.end().status == 0
+
+
+def test_one_node_of_which_nothing_is_left(lead):
+    """Its launcher ends by an error of its own, such as a pipe that nobody reads."""
+    leader = lead(num_nodes=1)
+    node = Node(leader, 0)
+    node.tell(restart=node.tell().start.restart, is_running=True)
+    node.tell(has_left=True)
+    assert not leader.is_needed()
 
 
 def test_in_memory_checkpoints_need_memory_on_all_nodes(lead):
@@ -370,6 +423,23 @@ def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, monkeypa
     assert ask(address)[1] is not None
 
 
+def test_what_is_too_long_or_one_too_many_is_closed_at_once(meeting):
+    """The other side goes on listening; silence alone would take `PATIENCE`."""
+    _leader, address = meeting
+    with contextlib.ExitStack() as left:
+
+        def connect():
+            return left.enter_context(socket.create_connection(address, timeout=0.8 * PATIENCE))
+
+        connection = connect()
+        greeting = connection.recv(100)
+        connection.sendall(greeting[:-32] + bytes(32) + (2**31).to_bytes(4) + bytes(100))
+        assert connection.recv(4096) == b""
+        opened = [connect() for _number in range(66)]
+        while opened[0].recv(4096):
+            pass
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -385,7 +455,9 @@ def test_who_does_not_know_the_secret_is_refused_and_said_once(meeting, monkeypa
     ],
 )
 def test_wrong_options(options, message, monkeypatch, capfd):
-    monkeypatch.setenv("IPU_PIPELINE_SECRET", "" if "IPU_PIPELINE_SECRET" in message else SECRET)
+    monkeypatch.setenv("IPU_PIPELINE_SECRET", SECRET)
+    if "IPU_PIPELINE_SECRET" in message:
+        monkeypatch.delenv("IPU_PIPELINE_SECRET")
     with pytest.raises(SystemExit):
         main(["launch", "-n", "1", "--nodes", "2", "--node-rank", *options.split(), __file__])
     assert message in capfd.readouterr().err

@@ -202,7 +202,7 @@ def test_moving_statistics_are_never_narrow():
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
     for dtype, param_dtype in dtypes:
         own = {name: state.variables[f"norm_{dtype}/{name}"] for name in ("gamma", *statistics)}
-        np.testing.assert_allclose(own["moving_mean"], 1.5 * (1 - 0.999**2), rtol=1e-3)  # 2**-9 in bfloat16
+        np.testing.assert_allclose(own["moving_mean"], 1.5 * (1 - 0.999**2), rtol=1e-4)  # 2**-9 in bfloat16
         assert own["gamma"].dtype == param_dtype
         assert {own[name].dtype.name for name in statistics} == {"float32"}
 

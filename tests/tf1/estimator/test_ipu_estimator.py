@@ -273,6 +273,7 @@ def test_features_without_labels_and_batch_sizes(tmp_path):
     assert len(list(estimator.predict(features))) == 12
     sizes = {"train": {"batch_size": 4}, "eval": {}, "infer": {"batch_size": 8}}
     assert seen == [(mode, {"rate": 0.1, **size}) for mode, size in sizes.items()]
+    assert [*sizes] == [ipu.ModeKeys.TRAIN, ipu.ModeKeys.EVAL, ipu.ModeKeys.PREDICT]
     for options, message in (
         ({"params": {"batch_size": 1}, "eval_batch_size": 4}, "eval_batch_size is given, and so is params"),
         ({"train_batch_size": 0}, "train_batch_size must be a multiple of num_replicas .1. above 0"),

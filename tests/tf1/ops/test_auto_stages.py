@@ -188,7 +188,7 @@ def test_a_program_shows_where_it_is_cut_and_why(tmp_path):
     assert captured.profile.pipelines[0].cuts == call.cuts
     page = (tmp_path / "report" / "report.html").read_text()
     assert "<h3>Where it is cut</h3>\n<pre>cut by parts" in page
-    by_hand = front.compile_program(lambda: Queues().pipeline([whole], [np.float32(0.1)]))
+    by_hand = front.compile_program(lambda: Queues().pipeline(LAYERS, [np.float32(0.1)]))
     assert by_hand.placement().calls[0].cuts == ""
 
 

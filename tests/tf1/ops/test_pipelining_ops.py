@@ -71,7 +71,7 @@ def optimizing(optimizer, **fields):
         (
             {OPTIMIZER: lambda rate, loss: loss},
             TypeError,
-            "must return a pipelining_ops.OptimizerFunctionO",
+            "must return a pipelining_ops.OptimizerFunctionOutput",
         ),
         (optimizing("sgd"), TypeError, "opt must be an optax.GradientTransformation"),
         (

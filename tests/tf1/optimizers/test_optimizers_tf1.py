@@ -159,8 +159,8 @@ def test_arguments_that_are_refused_or_have_no_effect():
         (tf1.inverse_time_decay, (0.5, True), lambda s: 0.1 / (1 + 0.5 * (s // 4))),
         (tf1.polynomial_decay, (0.01, 2.0), lambda s: 0.09 * (1 - min(s, 4) / 4) ** 2 + 0.01),
         (
-            tf1.polynomial_decay,
-            (0.01, 1.0, True),
+            functools.partial(tf1.polynomial_decay, cycle=True),  # with the default power
+            (0.01,),
             lambda s: 0.09 * (1 - s / (4 * max(1, -(-s // 4)))) + 0.01,
         ),
         (tf1.cosine_decay, (0.2,), lambda s: 0.1 * (0.4 * (1 + np.cos(np.pi * min(s, 4) / 4)) + 0.2)),

@@ -10,7 +10,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator
 from tests.engine.tracing.test_metrics import UPDATES, Model, expected
-from tests.support.estimating import input_fn, make_config, model_fn
+from tests.support.estimating import input_fn, make_config, model_fn, read_events
 from tests.support.resumable import MICRO_BATCHES
 
 
@@ -27,7 +27,9 @@ def test_metrics_of_a_session_are_written_and_go_on_after_a_restore(tmp_path):
         others = {"accuracy": jnp.bfloat16(0.5), "none": float("nan"), "infinite": np.inf}
         writer.write(session.update_count(), others)
         writer.write(99, {"later": 1})
-    written = lines(logs)
+    written, (events,) = lines(logs), logs.glob("events*")
+    told = [(line["step"], line["name"]) for line in written]
+    assert [event[:2] for event in read_events(events)] == told
     for name, values in expected().items():
         own = [(line["step"], line["value"]) for line in written if line["name"] == name]
         assert [step for step, _value in own] == [1, 2, 3]
