@@ -35,6 +35,7 @@ class Store:
     def __init__(self):
         self.texts = {}
         self.changed = threading.Condition()
+        self.deadline = time.monotonic() + 300  # so that who would wait for ever fails
 
     def key_value_set(self, key, value, allow_overwrite=False):
         with self.changed:
@@ -51,7 +52,8 @@ class Store:
     def blocking_key_value_get(self, key, timeout_in_ms):
         with self.changed:
             if not self.changed.wait_for(lambda: key in self.texts, timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody came")
+                kind = "DEADLINE_EXCEEDED" if time.monotonic() < self.deadline else "UNAVAILABLE"
+                raise jax.errors.JaxRuntimeError(f"{kind}: nobody came")
             return self.texts[key]
 
 

@@ -179,7 +179,7 @@ def test_what_is_kept_and_goes_on():
         ({"seen": P("model")}, r"variable seen: axis 0 of its shape \(12,\) must be a multiple of size 8"),
     ],
 )
-def test_partitions_that_are_none(partitions, message):
+def test_wrong_partitions(partitions, message):
     pipeline = make_divided(tensor_parallel=engine.TensorParallel(8, partitions))
     with pytest.raises(ValueError, match=message):
         pipeline.trace(make_steps(1)[0][0])
@@ -234,7 +234,7 @@ def test_dividing_nothing_warns():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("call", "message"),
     [
         (lambda: engine.TensorParallel(0), "size must be an integer of at least 1; got 0"),
         (lambda: engine.TensorParallel(2, "in"), "variables must be a dict from full names"),
@@ -248,9 +248,9 @@ def test_dividing_nothing_warns():
         ),
     ],
 )
-def test_what_is_not_usable(make, message):
+def test_what_is_not_usable(call, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        call()
 
 
 def test_constraints_that_do_not_fit():

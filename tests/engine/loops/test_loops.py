@@ -373,6 +373,21 @@ def test_accumulator_dtypes():
     assert variables_after(train_on("w", 300, 300, dtype="bfloat16")) == {"w": 1 - 256}
 
 
+def test_accumulators_wider_than_their_variable():
+    """The optimizer runs in the wider dtype, and so does its state."""
+
+    def body():
+        optimizer = GradientAccumulationOptimizerV2(optax.sgd(1.0, momentum=0.9), 300, dtype="float32")
+        optimizer.minimize(ipu.get_variable("w", (), "bfloat16", initializer=0.0).astype("float32"))
+
+    program = front.compile_program(lambda: loops.repeat(300, body))
+    with ipu.Session() as session:
+        session.run(program)
+        assert session.variables == {"w": jnp.bfloat16(-300)}  # in bfloat16, 256 + 1 is 256
+        (trace,) = session.optimizer_state("GradientAccumulationOptimizerV2").values()
+        assert (trace, trace.dtype) == (300, np.float32)
+
+
 def test_var_list_and_global_norm():
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
     optimizer = GradientAccumulationOptimizerV2(clipped, 1)
@@ -955,5 +970,8 @@ def test_a_jitted_function_enqueues():
 def test_wrong_optimizers(given, error, message):
     with pytest.raises(error, match=message.format(*given)):
         GradientAccumulationOptimizerV2(**{"opt": optax.sgd(1.0), "num_mini_batches": 1, **given})
+
+
+def test_a_gradient_map_that_is_no_function():
     with pytest.raises(TypeError, match="gradient_mapping_function must be a function"):
         MapGradientOptimizer(optax.sgd(1.0), 3)

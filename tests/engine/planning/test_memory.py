@@ -100,7 +100,8 @@ def test_live_bytes_of_halves(schedule, mode, mapping):
     pipeline = make(len(mapping), schedule, mode, device_mapping=mapping)
     peaks, plan = measure(pipeline).peaks, pipeline.plan_memory()
     fullest = pipeline.timetable(NUM_MICRO_BATCHES).fullest
-    assert [planned.fullest for planned in plan[1:]] == [*fullest[1:]]
+    known = int(mapping in ((0, 1), (0, 1, 0)))  # the first stage whose moments are the timetable's
+    assert [planned.fullest for planned in plan[known:]] == [*fullest[known:]]
     assert peaks == [planned.num_live_bytes for planned in plan]
     assert plan[-1].num_live_bytes > 0
     if len(mapping) == 3 and mode is not None:  # of which only its first half computes again

@@ -75,18 +75,18 @@ def _bytes_by_device():
     return {device: sum(sizes.values()) for device, sizes in found.items()}
 
 
-def make_stage(index, num_stages):
+def make_stage(index, num_stages, width=WIDTH):
     def stage(x, target):
-        x = jnp.tanh(x @ engine.get_variable(f"kernel{index}", (x.shape[-1], WIDTH)))
+        x = jnp.tanh(x @ engine.get_variable(f"kernel{index}", (x.shape[-1], width)))
         return jnp.mean((x - target[:, None]) ** 2) if index == num_stages - 1 else (x, target)
 
     return stage
 
 
-def make(mapping, phases, offload=ALL, **options):
-    options = {"optimizer": optax.adam(0.01), "donate": True} | options
+def make(mapping, phases, offload=ALL, last_width=WIDTH, **options):
+    options, last = {"optimizer": optax.adam(0.01), "donate": True} | options, len(mapping) - 1
     return engine.Pipeline(
-        [make_stage(index, len(mapping)) for index in range(len(mapping))],
+        [*(make_stage(n, len(mapping)) for n in range(last)), make_stage(last, len(mapping), last_width)],
         num_micro_batches=NUM_MICRO_BATCHES,
         loss=lambda loss: loss,
         schedule="sequential",
@@ -248,11 +248,11 @@ def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
 @pytest.mark.parametrize("of_levels", [(0, 1, 1), (0, 0, 1)])
 def test_what_each_program_is_brought_and_leaves(of_levels):
     """In the same phase weights are brought once; what a backward reads, its own forward has left."""
-    options = {"offload": ["weights", "activations"], "optimizer": optax.sgd(0.01)}
+    options = {"offload": ["weights", "activations"], "optimizer": optax.sgd(0.01), "last_width": 1}
     pipeline = make((0, 0, 0), phases_of(0, of_levels=of_levels), **options)
     pipeline.trace(make_step(1)[0])
     found = pipeline.plan_host_memory(engine.LinkSpeed())
-    weights, hidden = (4 * 4 * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH * WIDTH), 4 * ROWS * WIDTH
+    weights, hidden = (4 * 4 * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH), 4 * ROWS * WIDTH
     assert found.num_bytes_to_forward == weights
     assert found.num_bytes_from_backward == (0, 0, 0)
     kept = found.num_bytes_from_forward

@@ -242,7 +242,8 @@ def test_errors(fault):
 
 
 def test_errors_of_names_and_of_stages():
-    with pytest.raises(ValueError, match="Shared: name must be .* string without empty parts; got ''"):
+    message = "Shared: name must be a non-empty string without empty parts; got ''"
+    with pytest.raises(ValueError, match=message):
         engine.Shared("", W)
     stages = [engine.Stage(head, W), head]
     with pytest.raises(ValueError, match=r"stages\[0\] is a Stage, which has parameters of its own"):
