@@ -1,5 +1,6 @@
 """Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
+import itertools
 import os
 import re
 import signal
@@ -479,6 +480,25 @@ if restart < 2:
         said,
     )
     assert "] the file is locked" in errors
+
+
+@pytest.mark.soak
+def test_a_signal_ends_processes_on_standby(tmp_path):
+    """They take away what they have made."""
+    text = """
+signal.signal(signal.SIGTERM, lambda *_given: sys.exit(3))
+await_next()
+print("both are there", flush=True)
+time.sleep(60)
+"""
+    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby", "--all")
+    lines = (line for line in iter(started.stdout.readline, "") if "both are there" in line)
+    assert len(list(itertools.islice(lines, 2))) == 2
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=GUARD)
+    assert started.returncode == 3
+    assert find_left(tmp_path) == []
+    assert list(tmp_path.glob("1-*")) == []
 
 
 PATIENT = """

@@ -252,6 +252,13 @@ def test_node_0_that_ends_does_not_end_the_job(lead, clock):
     assert leader.take_lines()[-1] == "node 0 ends, with the leader; the others wait for another node 0."
 
 
+def test_a_leader_that_was_stopped_loses_nobody(lead, clock):
+    _leader, first, second = make_two(lead)
+    begin(first, second)
+    clock.now += 600
+    assert first.tell().failed == second.tell().failed == ()
+
+
 def test_another_leader_takes_over(lead):
     """Its own launcher is new, and the other one's processes are in the fourth start."""
     leader = lead()
@@ -322,6 +329,19 @@ def test_a_node_of_another_job_is_refused(lead):
     assert (orders.status, orders.refusal) == (2, refusal)
     assert Node(leader, 7).tell().refusal == "there are 2 nodes by node 0's --nodes"
     assert leader.take_lines()[0] == f"a launcher that is to be node 1 is refused: {refusal}."
+
+
+def test_a_refused_launcher_hears_that_the_job_is_over(lead):
+    leader, first, second = make_two(lead)
+    other = Node(leader, 1)
+    begin(first, second)
+    assert other.tell().status is None
+    second.end()
+    assert first.end().status == 0
+    second.tell()
+    assert leader.is_needed()
+    assert other.tell().status == 0
+    assert not leader.is_needed()
 
 
 # Who is heard.

@@ -159,8 +159,8 @@ def test_schedules():
     for schedule in expected:
         options = {STAGES: [FIRST, *[lambda *values: values] * 2, SECOND], COUNT: 6}
         options |= {"pipeline_schedule": schedule, "device_mapping": mappings.get(schedule)}
-        pipeline = front.Model(**options).program.calls[0].pipeline
-        in_flight[schedule] = pipeline.timetable(6).in_flight
+        made = front.Model(**options).program.calls[0].pipeline
+        in_flight[schedule] = made.timetable(6).in_flight
     assert in_flight == expected
 
 
@@ -180,8 +180,8 @@ def test_post_validation():
 
     options = optimizing(optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(0.01)))
     options["repeat_count"] = 2
-    models_ = front.Model(**options, post_validation=True), front.Model(**options)
-    jax.tree.map(np.testing.assert_array_equal, *map(run, models_))
+    both = front.Model(**options, post_validation=True), front.Model(**options)
+    jax.tree.map(np.testing.assert_array_equal, *map(run, both))
 
 
 def test_schedules_by_other_names_functions_and_files(tmp_path):
@@ -370,8 +370,7 @@ def test_gradient_maps_that_change_the_shape_or_capture():
     ):
 
         def optimize(rate, loss, mapped=mapped):
-            map_gradient = lambda g, _v: mapped(g, rate)  # noqa: E731
-            optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), map_gradient)
+            optimizer = ipu.optimizers.MapGradientOptimizer(optax.sgd(rate), lambda g, _v: mapped(g, rate))
             return OptimizerFunctionOutput(optimizer, loss)
 
         with pytest.raises(ValueError, match=message):

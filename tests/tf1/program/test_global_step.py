@@ -201,10 +201,8 @@ def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
     hook = Steps()
     IPUPipelineEstimator(model, tmp_path, config).train(dataset, steps=6, hooks=[hook])
     assert hook.after == [3, 6]
-    assert [(step, value) for step, name, value in scalars_in(tmp_path) if name == "step"] == [
-        (3, 0),
-        (6, 3),
-    ]
+    steps = [(step, value) for step, name, value in scalars_in(tmp_path) if name == "step"]
+    assert steps == [(3, 0), (6, 3)]
 
 
 # Sessions.
