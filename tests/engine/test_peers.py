@@ -361,7 +361,7 @@ def test_processes_that_go_on():
         (STUCK, {"end": ""}, 6, ".*process 1 has ended, and process 0 cannot"),
     ],
 )
-def test_what_is_found(first, other, second, text):
+def test_errors_of_others_and_processes_that_stand_still(first, other, second, text):
     found_second, found = judge(lambda s: [Status(s, **first), Status(s, **OTHER, **other)])
     assert found_second == second
     assert re.match(text, found, re.DOTALL), found

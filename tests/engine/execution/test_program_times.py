@@ -35,7 +35,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """The sizes of programs that were timed, and of how many copies; each takes half a second."""
+    """Of each program that was timed its size and the number of copies; each takes half a second."""
     seen = []
 
     def time(program, compiled, num_copies):

@@ -66,7 +66,7 @@ def weight(name="w"):
 
 
 def minimize(loss, rate=1.0, every=1, accumulation=None, **options):
-    """A training step by the gradient's descent; options of `minimize`."""
+    """A step of gradient descent; `accumulation` are the optimizer's options, the others `minimize`'s."""
     wrapped = GradientAccumulationOptimizerV2(optax.sgd(rate), every, **(accumulation or {}))
     return wrapped.minimize(loss, **options)
 

@@ -106,8 +106,10 @@ def test_schedules_without_a_name(schedule):
         return [[Action(kind, stage, k) for kind in kinds for k in numbers] for stage in range(num_stages)]
 
     case = scenario(mine, forward=1, backward=2)
+    table = case.timetable()
+    assert (table.in_flight, table.num_time_steps) == ((16,) * 4, 2 * (16 + 4 - 1))
     if schedule == "timetable":
-        case = scenario(case.timetable(), forward=1, backward=2)
+        case = scenario(table, forward=1, backward=2)
     rows = what_if(case)
     own = [row.num_micro_batches for row in rows if row.schedule in ("mine", "timetable")]
     assert own[:2] == ([16, 8] if schedule == "function" else [16, 16])
