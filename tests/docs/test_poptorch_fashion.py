@@ -13,6 +13,7 @@ from PIL import Image
 from ipu_pipeline import datasets
 from tests.support.idx_files import write_mnist
 from tests.support.programs import run
+from tests.support.terminals import Terminal
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 FOLDER = POPTORCH / "fashion_mnist"
@@ -289,6 +290,19 @@ def test_what_to_install(monkeypatch):
         command = "pip install scikit-learn==1.9.1 matplotlib==3.11.2"
         assert ended.value.code.startswith(f"Error: there is no module {name}")
         assert ended.value.code.endswith(f"Run: {command}")
+
+
+@pytest.mark.soak
+def test_ctrl_c_in_training(here):
+    """In the middle of an epoch, which takes seconds: an interrupted constructor of tqdm leaves its bar."""
+    options = ("--dataset", "digits", "--batch-size", "1", "--weights", here / "weights.pth")
+    terminal = Terminal(FOLDER / "train.py", *options, "--confusion-matrix", here / "matrix.png")
+    terminal.read_until("loss=")
+    terminal.interrupt()
+    code, lines = terminal.finish()
+    assert (code, lines[-2:]) == (130, ["Interrupted.", ""])
+    assert not [line for line in lines if "Traceback" in line]
+    assert not list(here.iterdir())
 
 
 @pytest.mark.soak

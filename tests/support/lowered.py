@@ -137,7 +137,8 @@ def run_jax(module, args, kwargs, cotangents=None, seed=0):
 
         def with_gradients(varied, cotangents):
             results, transpose, changed = jax.vjp(function, varied, has_aux=True)
-            return results, changed, transpose(list(map(fit, results, cotangents)))[0]
+            given = [fit(*pair) for pair in zip(results, cotangents, strict=True)]
+            return results, changed, transpose(given)[0]
 
         return jax.jit(with_gradients)(varied, cotangents)
 

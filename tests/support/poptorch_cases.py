@@ -91,6 +91,7 @@ def draw_case(seed: int, model: str | None = None, **fixed: Any) -> Case:
         "infers": rng.choice((0, 1, 3)),
         "infers_sharded": rng.random() < 0.25,
     }
+    assert fixed.keys() <= drawn.keys(), fixed
     return Case(model=name, seed=seed, **(drawn | fixed))
 
 

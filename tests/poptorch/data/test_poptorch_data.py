@@ -58,7 +58,7 @@ def fork_server():
 
 @pytest.fixture(autouse=True)
 def no_process_and_no_memory_left():
-    """Those of a test's loaders and accessors end with these."""
+    """Those of a loader or an accessor that is not used any more have ended, also without `terminate`."""
     before = list_shared_memory()
     yield
     gc.collect()  # a failed test's traceback

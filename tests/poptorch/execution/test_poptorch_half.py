@@ -119,8 +119,8 @@ REGIONS = {
 def test_blocks_and_losses_within_autocast(name):
     """As torch's on a CPU: casts are the same, sums are taken in another order."""
     tolerance = 1e-5 if name == "off" else 2e-2
-    make_sgd = functools.partial(torch.optim.SGD, lr=0.5)
-    trained = TrainedAlike(seeded(lambda: Network(REGIONS[name])), make_options(1, 2), make_sgd)
+    make = functools.partial(torch.optim.SGD, lr=0.5)
+    trained = TrainedAlike(seeded(lambda: Network(REGIONS[name])), make_options(1, 2), make)
     for _call in range(2):
         _output, loss = trained.call(*make_data(), tolerance=tolerance)
         assert loss.dtype == torch.float32

@@ -85,8 +85,8 @@ def test_groups_of_replicas_with_the_same_inputs(kind, groups):
     model = make_model(ipus=(0, 0))
     options = with_replicas(4, 2).inputReplicaGrouping(2, CommGroupType[kind])
     executor = poptorch.inferenceModel(model, options)
-    loader = poptorch.DataLoader(options, torch.utils.data.TensorDataset(*make_batch(8)), batch_size=1)
-    assert loader.combinedBatchSize == 4
+    loader = poptorch.DataLoader(options, torch.utils.data.TensorDataset(*make_batch(16)), batch_size=2)
+    assert loader.combinedBatchSize == 8
     for x, _target in loader:
         parts = [model(part).detach() for part in x.chunk(4)]
         assert_close([executor(x)], [torch.cat([parts[2 * k + g] for k in range(2) for g in groups])])

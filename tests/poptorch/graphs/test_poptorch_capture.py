@@ -224,11 +224,12 @@ def differentiate_with_respect_to_a_leaf(self, x):
 
 
 def assigning(name, make):
-    """A forward that assigns what is made of the model."""
+    """A forward that assigns what is made of the model, and uses it."""
 
     def forward(self, x):
         setattr(self, name, make(self))
-        return self.linear(x)
+        made = getattr(self, name)
+        return self.linear(x) + (made(x) if isinstance(made, nn.Module) else made).sum()
 
     return forward
 
@@ -270,7 +271,7 @@ REFUSED = {
     "if": (lambda self, x: x if x.sum() > 0 else -x, r"test_poptorch_capture.py:\d+.* asks for a value"),
     "mask": (lambda self, x: x[x > 0].sum(), "asks for a value of a tensor"),
     "numpy": (lambda self, x: torch.from_numpy(x.numpy()), "asks for a value of a tensor"),
-    "new buffer": (assigning("mask", lambda model: nn.Buffer(x)), NEW_BUFFER),
+    "new buffer": (assigning("mask", lambda model: nn.Buffer(torch.arange(3.0))), NEW_BUFFER),
     "new module": (assigning("late", lambda model: nn.Linear(3, 3)), f"Module late {MADE}"),
     "other parameter": (assigning("weight", lambda model: nn.Parameter(model.weight * 2)), REPLACED),
     "other module": (assigning("linear", lambda model: nn.Linear(3, 3)), OTHER_MODULE),

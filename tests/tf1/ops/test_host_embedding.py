@@ -268,6 +268,22 @@ def test_two_loops_accumulate_for_one_table():
         assert session.variables["words"].ravel().tolist() == [-4, -4, 0, 0]
 
 
+def test_two_tables_in_one_loop():
+    """Each has its own rate; that of one is of the specification without accumulation."""
+    spec = {"optimizer_spec": embedding_ops.HostEmbeddingOptimizerSpec(0.5), "initializer": "zeros"}
+    kinds = embedding_ops.create_host_embedding("kinds/a", [4, 1], np.float32, **spec)
+    words = make_counting()
+
+    def body():
+        return minimize((words.lookup(np.array([0, 2])) + 3 * kinds.lookup(np.array([1, 1]))).sum())
+
+    program = front.compile_program(lambda: loops.repeat(2, body))
+    with ipu.Session() as session, words.register(session), kinds.register(session):
+        session.run(program)
+        assert session.variables["words"].ravel().tolist() == [-2, 0, -2, 0]
+        assert session.variables["kinds/a"].ravel().tolist() == [0, -6, 0, 0]
+
+
 def test_rows_that_are_not_there_do_not_train():
     """Also where only the derivative is needed, and the rows themselves are never looked up."""
     table = make_counting()
