@@ -229,7 +229,8 @@ def test_gradients_in_float64(name):
     """With a rate of 1, the first update of SGD subtracts the gradient."""
     fixed = {"dtype": "float64", "optimizer": "gradient", "is_ours": False, "loss_scaling": 1.0}
     fixed |= {"device_iterations": 1, "output_mode": "All", "period": None, "frozen": 0}
-    check(draw_case(sorted(WHOLE_MODELS).index(name), name, **fixed, splits_groups=False, infers=0))
+    seed = 187 + sorted(WHOLE_MODELS).index(name)  # blocks begin in all of `HOWS`
+    check(draw_case(seed, name, **fixed, splits_groups=False, infers=0))
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,10 @@ MANIFESTS = {
     "version": (update({"version": 99}), "is of version 99 of its format, made by ipu_pipeline"),
     "class": (returns("object", "antigravity:Evil"), "objects of class Evil. Import it from antigravity"),
     "no structure": (returns("object", "subprocess:Popen"), "neither a named tuple nor a data class"),
-    "no data class": (returns("dict of fields", "builtins:dict"), "dict is no dict that is a data class"),
+    "plain dict": (
+        returns("dict of fields", "builtins:dict"),
+        "builtins:dict is no dict that is a data class",
+    ),
     "a data class that is no dict": (
         returns("dict of fields", "ipu_pipeline.poptorch.structures:Structure"),
         "structures:Structure is no dict that is a data class",
