@@ -62,10 +62,8 @@ def test_the_program(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "Data set: the embedded 8x8 digits, as --dataset digits asks"
-    counts = (
-        "Calls per epoch: 1; weight updates per call: 6; micro-batches per weight update: 10, each of 12"
-    )
-    assert lines[1] == f"{counts} images"
+    counts = "Calls per epoch: 1; weight updates per call: 6; micro-batches per weight update: 10"
+    assert lines[1] == f"{counts}, each of 12 images"
     assert EPOCH.fullmatch(lines[2])[1] == "1"
     percent, num_right = re.fullmatch(r"Test accuracy: (\S+)% \((\d+) of 360 images\)", lines[3]).groups()
     assert float(percent) == pytest.approx(int(num_right) / 3.6, abs=0.005)

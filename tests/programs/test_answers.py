@@ -138,8 +138,8 @@ def test_number_of_steps(capsys):
         return tutorial_support.count_steps(parser.parse_args(options), size, number)
 
     assert count(5120, 60000) == 586
-    told = "Steps 586 x examples per step 5120 (== 3000320 training examples, 50.00533333333333 epochs of"
-    assert capsys.readouterr().out == f"{told} 60000 examples)\n"
+    told = "Steps 586 x examples per step 5120 (== 3000320 training examples, 50.00533333333333 epochs"
+    assert capsys.readouterr().out == f"{told} of 60000 examples)\n"
     assert count(160, 330, "--epochs", "1") == 3
     assert count(160, 330, "--steps", "7") == 7
     with pytest.raises(ValueError, match="--epochs is too large: 1e\\+308"):
