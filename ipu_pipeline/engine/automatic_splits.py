@@ -65,7 +65,7 @@ from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import without_traceback_note
-from ipu_pipeline.ground.shapes import as_shape, num_bytes
+from ipu_pipeline.ground.shapes import as_shapes, num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
 
 __all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages", "split"]
@@ -464,7 +464,7 @@ def _trace_model(
         function = model.with_variables(model.layout(0), set())
     else:
         layout, function = None, model
-    shapes = jax.tree.map(as_shape, micro_batch), [jax.tree.map(as_shape, value) for value in inputs]
+    shapes = as_shapes(micro_batch, "The micro-batch"), as_shapes(list(inputs), "The inputs")
     captures = options.captures
     with without_traceback_note():
         traced = trace_model(function, *shapes, options.loss is not None, options.program_names, captures)

@@ -111,7 +111,7 @@ from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.first_run import begin_first_run
-from ipu_pipeline.ground.shapes import as_shape, check_like, describe_structures
+from ipu_pipeline.ground.shapes import as_shapes, check_like, describe_structures
 
 __all__ = ["Pipeline"]
 
@@ -694,8 +694,8 @@ class Pipeline:
           Others: see `stages.trace`, whose faults are raised together with those of `trained`;
             `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
         """
-        element = jax.tree.map(as_shape, micro_batch)
-        input_shapes = tuple(jax.tree.map(as_shape, value) for value in inputs)
+        element = as_shapes(micro_batch, "The micro-batch")
+        input_shapes: tuple[Any, ...] = as_shapes(inputs, "The inputs")
         with self._building:
             if self._built is None:
                 around = Surroundings.now(self.options.program_names)
@@ -732,7 +732,7 @@ class Pipeline:
           ValueError: it has another structure or other dtypes than the first one; there are more than
             `max_shapes`; or what depends on the shapes cannot: see `trace`.
         """
-        element, built = jax.tree.map(as_shape, micro_batch), self.built
+        element, built = as_shapes(micro_batch, "The micro-batch"), self.built
         check_like(element, built.traced.element, "The micro-batch", may_vary=True)
         key = find_key(element)
         with self._building:

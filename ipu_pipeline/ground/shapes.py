@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.ground.values import as_own
+from ipu_pipeline.ground.values import as_own, is_key, is_of_numbers
 
 __all__ = [
     "as_shape",
+    "as_shapes",
     "check_dtype",
     "check_float_dtype",
     "check_like",
@@ -27,12 +28,41 @@ __all__ = [
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype that a value or a `ShapeDtypeStruct` has as a JAX array."""
-    if not hasattr(value, "dtype"):
+    if is_key(value):
+        return jax.ShapeDtypeStruct(tuple(value.shape), value.dtype)
+    if not isinstance(getattr(value, "dtype", None), np.dtype):  # also a tensor of torch
         value = np.asarray(value)
     dtype = value.dtype
     if isinstance(dtype, np.dtype) and not dtype.isnative:
         dtype = dtype.newbyteorder("=")
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def as_shapes(tree: Any, what: str) -> Any:
+    """The shapes and dtypes of a pytree's leaves as JAX arrays.
+
+    Raises:
+      ValueError: a leaf holds neither numbers nor booleans; the error names its path in `what`.
+    """
+
+    def find(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        try:
+            shape = as_shape(leaf)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{_place(what, path)} cannot be made an array: {error}") from error
+        if not is_key(shape) and not is_of_numbers(shape.dtype):
+            raise ValueError(
+                f"{_place(what, path)} must hold numbers, booleans or random keys; got "
+                f"{type(leaf).__name__} {leaf!r:.60}. Leave out what no stage reads. Bind a constant to "
+                "the stages that read it (functools.partial)."
+            )
+        return shape
+
+    return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def _place(what: str, path: Any) -> str:
+    return f"{what}, at {jax.tree_util.keystr(path)}," if path else what
 
 
 def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_objects", "as_own", "as_plain", "cast_exactly", "is_of_numbers"]
+__all__ = ["as_objects", "as_own", "as_plain", "cast_exactly", "is_key", "is_of_numbers"]
 
 
 def as_objects(arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -84,6 +84,12 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
             return cast
         reason = f": it has {array[overflows][0]}"
     raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}{reason}.")
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of typed random keys, or its shape and dtype."""
+    is_of_jax = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+    return is_of_jax and bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def is_of_numbers(dtype: np.dtype[Any]) -> bool:

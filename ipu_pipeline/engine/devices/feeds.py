@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.ground.values import is_key
+
 __all__ = [
     "NEW_SHAPES",
     "Element",
@@ -116,6 +118,8 @@ class Feed:
             own = copy_leaves(leaves)
             stack = Stack([], self._place(own), 1) if self._size == 1 else None
             return Element(stack, 0, own, self.shapes)
+        if any(map(is_key, leaves)):  # NumPy has none
+            return Element(None, 0, copy_leaves(leaves), self.shapes)
         arrays = [np.asarray(leaf) for leaf in leaves]
         with self._lock:
             if self._stack is None or self._row == self._stack.num_rows:
@@ -146,6 +150,8 @@ class Feed:
             return stack.placed
         if any(element.stack is None for element in elements):
             leaves = [element.leaves for element in elements]
+            if self._is_block:
+                leaves += leaves[-1:] * (size - len(leaves))  # rows that nothing reads
             return self._place([_stack_on_device(parts) for parts in zip(*leaves, strict=True)])
         gathered = _make_stack(elements[0].leaves, size)
         for row, element in enumerate(elements):
