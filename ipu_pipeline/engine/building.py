@@ -247,9 +247,11 @@ def _enqueue_gradients(
 
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool) -> dict[str, VariableSpec]:
-    wanted = recipe.options.trained() if callable(recipe.options.trained) else recipe.options.trained
     # The specs as first asked for: conflicts between stages are reported elsewhere.
     known = {name: recipe.options.program_names.variables[name] for name in traced.variables}
+    wanted = recipe.options.trained
+    if callable(wanted):
+        wanted = wanted(known)
     trainable = {name: spec for name, spec in known.items() if spec.trainable}
     if wanted is not None:
         for name in wanted:

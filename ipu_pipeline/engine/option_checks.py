@@ -87,12 +87,12 @@ def _is_function(value: Any) -> bool:
     return value is None or callable(value)
 
 
-def _is_late(value: Any) -> bool:
-    """Whether a value is a function that can be called without arguments, or None."""
+def _is_late(value: Any, *arguments: None) -> bool:
+    """Whether a value is None, or a function that can be called without arguments, or with so many."""
     if value is None or not callable(value):
         return value is None
     try:
-        inspect.signature(value).bind()
+        inspect.signature(value).bind(*arguments)
     except TypeError:
         return False
     except ValueError:  # it does not say what it takes
@@ -101,7 +101,7 @@ def _is_late(value: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    return _is_late(value) or (isinstance(value, Collection) and not isinstance(value, str))
+    return _is_late(value, None) or (isinstance(value, Collection) and not isinstance(value, str))
 
 
 def _is_devices(value: Any) -> bool:
@@ -123,7 +123,11 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "True, False, or a function of the outputs' shapes and dtypes",
     ),
     ("loss", _is_function, "a function of what the last stage returns, or None"),
-    ("trained", _is_names, "a collection of full names, a function that returns one, or None"),
+    (
+        "trained",
+        _is_names,
+        "a collection of full names, a function from the variables to one, or None",
+    ),
     (
         "gradient_map",
         _is_late,

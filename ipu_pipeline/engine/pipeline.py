@@ -1256,8 +1256,9 @@ class Pipeline:
 
         Args:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
-          micro_batches: yields pytrees of arrays, at least one for each of the step's micro-batches in all
-            replicas; the rest is not consumed. Or what `place_micro_batches` returned.
+          micro_batches: yields pytrees of arrays, one for each of the step's micro-batches in all replicas.
+            Of an iterator the rest is not consumed; a list or tuple must have no more. Or what
+            `place_micro_batches` returned.
           *inputs: pytrees of arrays that are constant during the step.
           num_micro_batches: the number of micro-batches, if the pipeline was given None.
 
@@ -1269,7 +1270,8 @@ class Pipeline:
           TypeError: it is called within `jax.jit` or another transformation, or the state is none.
           ValueError: a micro-batch or an input has another dtype or structure than the first; an input has
             another shape, or micro-batches have more than `max_shapes` shapes; the state has been destroyed
-            by a step with `donate`; or `num_micro_batches` is given twice, or not at all.
+            by a step with `donate`; `num_micro_batches` is given twice, or not at all; or there are
+            more micro-batches in a list than a step takes.
         """
         check_not_traced("Pipeline.step", inputs)
         every = self.updated_every(num_micro_batches) * self._num_replicas
@@ -1284,6 +1286,11 @@ class Pipeline:
                     "Call place_micro_batches again."
                 )
             return self._step(state, take_placed, inputs, num_micro_batches, micro_batches.leaves)
+        if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
+            raise ValueError(
+                f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
+                f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
+            )
         iterator = iter(check_elements("Pipeline.step", micro_batches))
         if self._built is None:
             try:

@@ -19,6 +19,7 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
+from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import is_integer
@@ -70,8 +71,8 @@ class PipelineOptions:
       check_nans: whether each step is waited for, and a nan in its results is a FloatingPointError that
         names the operation, its line, the stage and the micro-batch; the state stays as it was. JAX's
         `jax_debug_nans` does the same.
-      trained: full names of the variables to train, or a function that returns them once the
-        stages have been traced; None: all trainable ones.
+      trained: full names of the variables to train, or a function that returns them: it is given the
+        `variables`, once the stages have been traced. None: all trainable ones.
       program_names: the names of the program that the pipeline is part of; by default its own.
       captures: collects traced values from outside that the stages and the optimizer may use. They are
         further inputs of the pipeline, after those that are given. By default none may be used.
@@ -155,7 +156,7 @@ class PipelineOptions:
     devices: Sequence[Any] | None = None
     reduction: str | Reduction = "sum"
     donate: bool = False
-    trained: Collection[str] | Callable[[], Collection[str] | None] | None = None
+    trained: Collection[str] | Callable[[Mapping[str, VariableSpec]], Collection[str] | None] | None = None
     program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
     captures: Captures = field(default_factory=Captures)
     gradient_map: Callable[[], GradientMap | None] | None = None

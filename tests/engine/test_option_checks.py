@@ -21,7 +21,7 @@ X = np.ones(3, np.float32)
         ({"collect_outputs": "loss"}, "collect_outputs must be True, False, or a function"),
         ({"loss": 3}, "loss must be a function of what the last stage returns, or None; got 3"),
         ({"trained": "w"}, "trained must be a collection of full names, .*; got 'w'"),
-        ({"trained": lambda names: names}, "trained must be a collection of full names"),
+        ({"trained": lambda: ["w"]}, "trained must be a collection of full names"),
         ({"gradient_map": lambda gradient, _own: gradient}, "gradient_map=lambda: halve, or None; got"),
         ({"gradient_targets": ()}, r"gradient_targets must be a function without arguments .*; got \(\)"),
         ({"devices": "cpu"}, "devices must be a list of devices, .*; got 'cpu'"),

@@ -254,7 +254,11 @@ def test_random_keys_differ_by_micro_batch_and_step_and_not_by_split(rng):
 
 def test_only_some_variables_trained(rng):
     trained = ["dense0/kernel", "dense3/bias"]
-    pipeline = make(models.mlp_stages(2), optimizer=optax.sgd(0.1, momentum=0.9), trained=trained)
+    pipeline = make(
+        models.mlp_stages(2),
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        trained=lambda variables: [name for name in variables if name in trained],
+    )
     micro_batches = models.mlp_batches(rng, 4)
     start = pipeline.init(jax.random.key(0), micro_batches[0])
     state, _outputs = run_both(pipeline, micro_batches, trained=trained, updates=1)
@@ -284,19 +288,21 @@ def test_compile_counts(rng):
         state = jax.block_until_ready(pipeline.init(jax.random.key(0), micro_batches[0]))
         for _step in range(3):
             with compilations() as compiled:
-                state, outputs = pipeline.step(state, micro_batches)
+                state, outputs = pipeline.step(state, micro_batches[:count])
                 jax.block_until_ready((state, outputs.losses))
             counts.append(len(compiled))
     # Two forwards, two backwards, the last stage's one, three updates; nothing after the first step.
     assert counts == [8, 0, 0] * 2
 
 
-def test_too_few_micro_batches_leave_the_state_alone(rng):
+def test_too_few_or_too_many_micro_batches_leave_the_state_alone(rng):
     pipeline = make(models.mlp_stages(2), donate=True)
     micro_batches = models.mlp_batches(rng, 4)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     with pytest.raises(OutOfRangeError, match="ended after 3 of the 4 micro-batches"):
         pipeline.step(state, micro_batches[:3])
+    with pytest.raises(ValueError, match="a step takes 4; the list has 5. Give each step its own, or all"):
+        pipeline.step(state, [*micro_batches, micro_batches[0]])
     expected, _outputs = beside.step_plainly(pipeline, beside.copied(state), micro_batches)
     state, _outputs = pipeline.step(state, micro_batches)  # the accumulators start from zero again
     models.assert_trees_close(state.variables, expected.variables)

@@ -152,8 +152,9 @@ class LossAndTransformation:
             output = self._call(*args, **kwargs)
         return unwrap(output.opt).transformation, dict(output.apply_gradients_kwargs or {})
 
-    def trained(self) -> Sequence[str] | None:
+    def trained(self, variables: object) -> Sequence[str] | None:
         """The variables to train, once the loss has been traced; None: all."""
+        del variables
         return self._var_list
 
     def gradient_map(self) -> GradientMap | None:
