@@ -90,10 +90,12 @@ from ipu_pipeline.engine.searched_timetables import (
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
 from ipu_pipeline.engine.state_checks import (
     MOVES,
+    as_plain_state,
     check_elements,
     check_exists,
     check_not_traced,
     check_state,
+    without_aliases,
 )
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
@@ -1772,13 +1774,15 @@ class Pipeline:
         """Puts the leaves of a state on the devices of their stages.
 
         Raises:
-          ValueError: a variable is missing, or has another shape or dtype.
+          ValueError: a variable is missing, is no array, or has another shape or dtype; or elements of it
+            are masked.
         """
         placed = self._placed
         if placed is not None and state is placed():
             if placed.hidden:
                 return dataclasses.replace(state, variables={**state.variables, **placed.hidden})
             return state
+        state = as_plain_state(state)
         for name, spec in self.variables.items():
             value = state.variables.get(name)
             if value is None:
@@ -1796,7 +1800,8 @@ class Pipeline:
         }
         if not weights.keys() <= state.variables.keys():
             state = dataclasses.replace(state, variables={**state.variables, **weights})
-        return self.prepare().place_state(state)
+        state = self.prepare().place_state(state)
+        return without_aliases(state) if self.options.donate else state
 
     def take_accumulators(self, other: Pipeline) -> None:
         """Takes over the accumulators of another pipeline: zeros, between two steps.

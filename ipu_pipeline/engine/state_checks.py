@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.values import as_plain
 
-__all__ = ["MOVES", "check_elements", "check_exists", "check_not_traced", "check_state"]
+__all__ = [
+    "MOVES",
+    "as_plain_state",
+    "check_elements",
+    "check_exists",
+    "check_not_traced",
+    "check_state",
+    "without_aliases",
+]
 
 # What errors say of states that lack variables.
 MOVES = (
@@ -50,6 +61,45 @@ def check_state(caller: str, state: Any, *, may_be_traced: bool = False, is_know
         raise _make_deleted_error(f"{caller}: the state's variable {deleted}")
     if not is_known:
         check_exists(f"{caller}: the state's optimizer_state", state.optimizer_state)
+
+
+def as_plain_state(state: PipelineState) -> PipelineState:
+    """The state with NumPy arrays as JAX takes them, in the byte order of this machine.
+
+    Raises:
+      ValueError: a variable is no array, or elements of an array are masked.
+    """
+
+    def plain(path: Any, value: Any) -> Any:
+        what = f"The state's optimizer_state{jax.tree_util.keystr(path)}"
+        return as_plain(value, what) if isinstance(value, np.ndarray) else value
+
+    variables = {}
+    for name, value in state.variables.items():
+        if not hasattr(value, "dtype"):
+            raise ValueError(f"Variable {name} must be an array; the state has {type(value).__name__}.")
+        variables[name] = as_plain(value, f"Variable {name}") if isinstance(value, np.ndarray) else value
+    optimizer_state = jax.tree_util.tree_map_with_path(plain, state.optimizer_state)
+    return dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
+
+
+def without_aliases(state: PipelineState) -> PipelineState:
+    """The placed state with copies of what it has in a second place: a step gives memory away once."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, jax.Array) or value.size == 0:
+            return value
+        found = {shard.data.unsafe_buffer_pointer() for shard in value.addressable_shards}
+        if found & seen:
+            return jax.device_put(value, value.sharding, may_alias=False)
+        seen.update(found)
+        return value
+
+    variables = {name: own(value) for name, value in state.variables.items()}
+    return dataclasses.replace(
+        state, variables=variables, optimizer_state=jax.tree.map(own, state.optimizer_state)
+    )
 
 
 def check_exists(what: str, tree: Any) -> None:

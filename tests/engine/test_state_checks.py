@@ -114,3 +114,44 @@ def test_steps_with_constants_in_a_function_that_is_differentiated():
     state = init(pipeline)
     expected = float(loss_of(pipeline, state))
     assert jax.grad(lambda x: x * float(loss_of(pipeline, state)))(1.0) == expected
+
+
+@pytest.mark.parametrize("mapping", [(0, 1), (0, 0)])
+def test_one_array_in_several_places_of_a_state(mapping):
+    """With donate on one device XLA was asked to destroy it twice."""
+    found = []
+    for donate in (True, False):
+        array = jnp.full((3, 3), 0.2)
+        pipeline = make(donate=donate, device_mapping=mapping)
+        state = init(pipeline)
+        trace = dict.fromkeys(state.variables, array) | {
+            "stage1/parameter": state.variables["stage1/parameter"]
+        }
+        momentum = state.optimizer_state[0]._replace(trace=trace)
+        state = dataclasses.replace(
+            state,
+            variables={**state.variables, "stage0/w": array},
+            optimizer_state=(momentum, *state.optimizer_state[1:]),
+        )
+        found.append(pipeline.step(state, MICRO_BATCHES)[0].variables)
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_numpy_arrays_in_a_state():
+    pipeline = make()
+    state = init(pipeline)
+    expected = pipeline.step(state, MICRO_BATCHES)[0].variables
+    own = np.full((3, 3), 0.5, "float32")
+
+    def step(value):
+        variables = {**state.variables, "stage0/w": value}
+        return pipeline.step(dataclasses.replace(state, variables=variables), MICRO_BATCHES)[0].variables
+
+    for value in (own.astype(">f4"), np.ma.masked_array(own)):
+        jax.tree.map(np.testing.assert_array_equal, step(value), expected)
+    with pytest.raises(
+        ValueError, match="Variable stage0/w is a masked array: 1 of its 9 elements are mask"
+    ):
+        step(np.ma.masked_array(own, mask=[[1, 0, 0], [0] * 3, [0] * 3]))
+    with pytest.raises(ValueError, match="Variable stage0/w must be an array; the state has list."):
+        step(own.tolist())
