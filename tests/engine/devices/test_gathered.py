@@ -38,14 +38,14 @@ OPTIONS = {
 def test_functions_of_a_whole_state(options):
     pipeline = make(**options)
     state = pipeline.init(jax.random.key(0), MICRO_BATCHES[0])
-    state, _outputs = pipeline.step(state, MICRO_BATCHES)
+    state, _outputs = pipeline.step(state, iter(MICRO_BATCHES))
     expected = jax.device_get(state.variables)
     gathered = engine.gathered(state)
     arrays = [leaf for leaf in jax.tree.leaves(gathered) if isinstance(leaf, jax.Array)]
     assert {array.sharding.memory_kind for array in arrays} == {"device"}
     assert {array.device for array in arrays} == {jax.devices()[0]}
     assert len(arrays) == len(jax.tree.leaves(state)) - 2  # two counts
-    pipeline.step(state, MICRO_BATCHES)  # which destroys the state, and not the copies
+    pipeline.step(state, iter(MICRO_BATCHES))  # which destroys the state, and not the copies
     norm = np.sqrt(sum(np.sum(value**2) for value in expected.values()))
     np.testing.assert_allclose(optax.tree.norm(gathered.variables), norm, rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, gathered.variables, expected)
@@ -70,6 +70,6 @@ def test_wrong_uses():
         engine.gathered(state, 1)
     with pytest.raises(TypeError, match="gathered was called in a function that JAX traces"):
         jax.jit(engine.gathered)(np.ones(2))
-    pipeline.step(state, MICRO_BATCHES)
+    pipeline.step(state, iter(MICRO_BATCHES))
     with pytest.raises(ValueError, match=r"tree\['stage0/w'\] has been deleted. With donate=True"):
         engine.gathered(state.variables)
