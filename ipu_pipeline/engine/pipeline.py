@@ -1157,7 +1157,7 @@ class Pipeline:
 
     @apart
     def parameters(self, state: PipelineState) -> Any:
-        """The parameters as pytrees: in a list like that of the stages, or a split model's own.
+        """The parameters as pytrees: one for each stage, in a list; of a split, the model's.
 
         Args:
           state: from `init` or a step; its arrays are not copied.
@@ -1170,8 +1170,8 @@ class Pipeline:
 
         Raises:
           TypeError: it is no state.
-          ValueError: the state lacks some of them, a step with `donate` has destroyed it, or other stages
-            are beside those of a split.
+          ValueError: the state lacks some of them, a step with `donate` has destroyed it, or the
+            pipeline has other stages besides those of a split.
         """
         check_state("Pipeline.parameters", state, may_be_traced=True)
         return self._parameters.read(state.variables)

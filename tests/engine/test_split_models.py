@@ -474,5 +474,5 @@ def test_the_pipeline_has_the_models_parameters():
     with pytest.raises(ValueError, match=r"parameters\['stacked'\] must be float32\[4, "):
         pipeline.with_parameters(state, {**weights, "stacked": weights["stacked"][:2]})
     beside = engine.Pipeline([*stages, lambda loss: loss], **OPTIONS)
-    with pytest.raises(ValueError, match="other stages beside those of engine.split"):
+    with pytest.raises(ValueError, match="other stages besides those of engine.split"):
         beside.parameters(state)

@@ -300,7 +300,7 @@ class StageParameters:
 
 
 _OF_A_MODEL = (
-    "the pipeline has other stages beside those of engine.split, whose model has one pytree of parameters, "
+    "the pipeline has other stages besides those of engine.split, whose model has one pytree of parameters, "
     "and none for each stage: stages.parameters(state) reads it."
 )
 
