@@ -1157,7 +1157,7 @@ class Pipeline:
 
     @apart
     def parameters(self, state: PipelineState) -> Any:
-        """The parameters as pytrees: one for each stage, in a list; of a split, the model's.
+        """The parameters as pytrees: a list with one for each stage, or a split model's only one.
 
         Args:
           state: from `init` or a step; its arrays are not copied.

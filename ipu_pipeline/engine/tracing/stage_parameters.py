@@ -300,8 +300,8 @@ class StageParameters:
 
 
 _OF_A_MODEL = (
-    "the pipeline has other stages besides those of engine.split, whose model has one pytree of parameters, "
-    "and none for each stage: stages.parameters(state) reads it."
+    "the pipeline has other stages besides those of engine.split, whose model has one pytree of "
+    "parameters, and none for each stage: stages.parameters(state) reads it."
 )
 
 
