@@ -234,9 +234,10 @@ def make_plain_step(
 
         zeros = jax.tree.map(jnp.zeros_like, parameters)
         total, losses = jax.lax.scan(accumulate, zeros, micro_batches, unroll=unroll)
+        mean = jax.tree.map(lambda g: g / num_micro_batches, total)
         if optimizer is None:
-            return jax.tree.map(lambda p, g: p - RATE * g, parameters, total), losses
-        changes, state = optimizer.update(total, state, parameters)
+            return jax.tree.map(lambda p, g: p - RATE * g, parameters, mean), losses
+        changes, state = optimizer.update(mean, state, parameters)
         return (optax.apply_updates(parameters, changes), state), losses
 
     stacked = [np.stack(part) for part in zip(*model.micro_batches(num_micro_batches), strict=True)]

@@ -260,7 +260,6 @@ def make_trainer(config: Config, seed: int, **options: Any) -> engine.Pipeline:
         make_stages(config, is_training=True),
         parameters=init(config, jax.random.key(seed)),
         loss=lambda loss: loss,
-        reduction="mean",
         collect_outputs=False,
         **options,
     )

@@ -58,9 +58,9 @@ def plain_loss(parameters: Any, x: Any, target: Any, last: Callable[..., Any] = 
 
 
 def plain_gradients(micro_batches: Any) -> Any:
-    """Summed over the micro-batches, on one device."""
+    """Their mean over the micro-batches, on one device."""
     found = [jax.grad(plain_loss)(layers(4), *one) for one in micro_batches]
-    return jax.tree.map(lambda *parts: sum(parts), *found)
+    return jax.tree.map(lambda *parts: sum(parts) / len(parts), *found)
 
 
 def pipeline_of(stages: Any = STAGES, **options: Any) -> Any:
@@ -190,7 +190,8 @@ def tied_weights() -> Verdict:
     state, _outputs = pipeline.step(state, micro_batches)
 
     def loss(table: Any) -> Any:
-        return sum(final({"table": table}, *first({"table": table, "w": w}, *one)) for one in micro_batches)
+        losses = [final({"table": table}, *first({"table": table, "w": w}, *one)) for one in micro_batches]
+        return sum(losses) / len(losses)
 
     check_close([state.variables["table"]], [table - RATE * jax.grad(loss)(table)])
     return Verdict(WORKS, "`engine.Shared`: one variable, the gradients of both stages added")
@@ -315,8 +316,8 @@ def stage_meshes() -> Verdict:
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     state, _outputs = pipeline.step(state, micro_batches)
     gradients = [jax.grad(plain_loss)(layers(2), *one) for one in micro_batches]
-    total = [sum(parts) for parts in zip(*gradients, strict=True)]
-    expected = [w - RATE * np.asarray(g) for w, g in zip(layers(2), total, strict=True)]
+    mean = [sum(parts) / len(parts) for parts in zip(*gradients, strict=True)]
+    expected = [w - RATE * np.asarray(g) for w, g in zip(layers(2), mean, strict=True)]
     check_close(jax.device_get(pipeline.parameters(state)), expected)
     run = "`shard_map` with `psum`, and a constraint, over 2 devices of each of 2 stages"
     return Verdict(WORKS, f"`engine.stage_mesh`: {run}")

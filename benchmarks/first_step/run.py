@@ -184,7 +184,8 @@ def run_plain(case: str, modules: list[Any], parameters: list[Any] | None, key: 
 
     @functools.partial(jax.jit, donate_argnums=(1, 2))
     def update(total: Any, state: Any, parameters: Any) -> Any:
-        changes, state = optimizer.update(total, state, parameters)
+        mean = jax.tree.map(lambda g: g / COUNT, total)
+        changes, state = optimizer.update(mean, state, parameters)
         return state, optax.apply_updates(parameters, changes)
 
     zeros = jax.jit(lambda own: jax.tree.map(jnp.zeros_like, own))

@@ -78,7 +78,7 @@ class Loop(Pipeline):
             schedule="sequential",
             donate=True,
             block_bytes=block_bytes,
-            reduction=Reduction.SUM if training is None else training.reduction,
+            reduction=Reduction.MEAN if training is None else training.reduction,
             offload=[Offload.WEIGHT_UPDATE_VARIABLES] if training and training.offloads_state else [],
             shard=[Shard.OPTIMIZER_STATE] if training and training.shards_state else [],
         )

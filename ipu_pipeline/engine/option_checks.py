@@ -63,7 +63,7 @@ def _find_only_for_training(fields: Fields) -> Iterator[str]:
     for name in ("trained", "gradient_map", "gradient_targets", "accumulator_dtype", "recompute"):
         if fields[name] is not None:
             yield name
-    if Reduction(fields["reduction"]) is not Reduction.SUM:
+    if Reduction(fields["reduction"]) is not Reduction.MEAN:
         yield "reduction"
     used = {Offload.WEIGHTS}
     if fields["execution_phases"] is not None:

@@ -66,7 +66,7 @@ class PipelineOptions:
       device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
         default each stage has its own.
       devices: the JAX device of each IPU; by default the first of `jax.devices()`.
-      reduction: "sum", "mean" or "running_mean" of the gradients over the micro-batches.
+      reduction: "mean", "running_mean" or "sum" of the gradients over the micro-batches.
       donate: whether `step` may destroy the state that it is given. False makes it a pure function.
       check_nans: whether each step is waited for, and a nan in its results is a FloatingPointError that
         names the operation, its line, the stage and the micro-batch; the state stays as it was. JAX's
@@ -154,7 +154,7 @@ class PipelineOptions:
     schedule: schedules.Schedule = "grouped"
     device_mapping: stage_lists.Mapping | None = None
     devices: Sequence[Any] | None = None
-    reduction: str | Reduction = "sum"
+    reduction: str | Reduction = "mean"
     donate: bool = False
     trained: Collection[str] | Callable[[Mapping[str, VariableSpec]], Collection[str] | None] | None = None
     program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)

@@ -115,7 +115,7 @@ def step(
     micro_batches: Sequence[Any],
     *inputs: Any,
     optimizer: Optimizer | None = None,
-    reduction: str | Reduction = "sum",
+    reduction: str | Reduction = "mean",
     trained: Sequence[str] | None = None,
     accumulator_dtypes: Mapping[str, Any] | None = None,
     num_replicas: int = 1,

@@ -138,7 +138,7 @@ def test_parameters_from_keys_and_shared_ones():
 def test_functions_and_parameters_beside_them():
     layers = [functools.partial(dense), *[dense] * 4]
     layers.append(lambda parameters, x, labels: jnp.mean((dense(parameters, x, labels)[0] - labels) ** 2))
-    options = {"recompute": "auto", "reduction": "mean", "accumulator_dtype": np.float32}
+    options = {"recompute": "auto", "accumulator_dtype": np.float32}
     stages = split(layers, 3, parameters=make_parameters(), measure=False, **options)
     pipeline = engine.Pipeline(stages, **TRAINING)
     state = pipeline.init(jax.random.key(0), make_batches()[0])

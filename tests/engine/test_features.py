@@ -167,25 +167,25 @@ NOT_PARALLEL |= {SEARCHED}
 FEATURES: dict[str, Feature] = {
     # Schedules and places.
     "grouped": Feature({"schedule": "grouped"}),
-    "interleaved": Feature({"schedule": "interleaved", "reduction": "mean"}),
+    "interleaved": Feature({"schedule": "interleaved", "reduction": "sum"}),
     "sequential": Feature({"schedule": "sequential", "reduction": "running_mean"}),
     "grouped, looped": Feature({"schedule": "grouped", "donate": True}, LOOPED),
     "interleaved, mixed": Feature({"schedule": "interleaved"}, MIXED),
     "sequential, neighbours": Feature({"schedule": "sequential", "donate": True}, NEIGHBOURS),
     "one IPU": Feature({"donate": True, "optimizer": COUNTING}, ONE),
-    "one IPU, mean": Feature({"reduction": "mean"}, ONE),
+    "one IPU, sum": Feature({"reduction": "sum"}, ONE),
     "one IPU, running mean": Feature({"reduction": "running_mean"}, ONE),
     "one IPU, in parts": Feature({"block_bytes": 600, "donate": True}, ONE),
     # Programs.
     "chunks": Feature(CHUNKS),
-    "chunks of all": Feature({"dispatch_plan": engine.Chunking(4), "reduction": "mean"}, LOOPED),
+    "chunks of all": Feature({"dispatch_plan": engine.Chunking(4), "reduction": "sum"}, LOOPED),
     "chunks, interleaved": Feature(
         {**CHUNKS, "schedule": "interleaved", "reduction": "running_mean"}, NEIGHBOURS
     ),
-    "count given": Feature({"reduction": "mean"}, given=True),
+    "count given": Feature({"reduction": "sum"}, given=True),
     "count given, one IPU": Feature({"reduction": "running_mean"}, ONE, given=True),
     "groups": Feature(ONE_GROUP, ONE),
-    "groups, in parts": Feature({**ONE_GROUP, "block_bytes": 1, "reduction": "mean"}, ONE),
+    "groups, in parts": Feature({**ONE_GROUP, "block_bytes": 1, "reduction": "sum"}, ONE),
     "groups, recomputed": Feature({**ONE_GROUP, "recompute": THEN, "offload": MEMORY}, ONE),
     # Memory.
     "recomputed": Feature({"recompute": "auto"}),
@@ -217,7 +217,7 @@ FEATURES: dict[str, Feature] = {
         {**IN_TURN, **CHUNKS, "offload": MEMORY}, ONE, phases={"of_levels": (0, 0, 1, 1), "num_ahead": 0}
     ),
     # Replicas and devices of an IPU.
-    "two replicas": Feature({"schedule": "interleaved", "reduction": "mean"}, num_replicas=2),
+    "two replicas": Feature({"schedule": "interleaved", "reduction": "sum"}, num_replicas=2),
     "two replicas, sequential": Feature({"schedule": "sequential", "donate": True}, MIXED, 2),
     "replicas, chunks": Feature({**CHUNKS, "reduction": "running_mean"}, num_replicas=2),
     "three replicas, one IPU": Feature({}, ONE, 3),
@@ -228,7 +228,7 @@ FEATURES: dict[str, Feature] = {
     "replicas, shared out, one IPU": Feature({**SHARED_OUT, "recompute": "auto"}, ONE, 2),
     "replicas, shared out and offloaded": Feature({**SHARED_OUT, "offload": MEMORY}, LOOPED, 2),
     "turns": Feature({"num_turns": 2, "reduction": "running_mean", **CHUNKS}, num_replicas=2),
-    "turns, one IPU": Feature({"num_turns": 3, "reduction": "mean", "recompute": "auto"}, ONE, 3),
+    "turns, one IPU": Feature({"num_turns": 3, "reduction": "sum", "recompute": "auto"}, ONE, 3),
     "turns, offloaded": Feature({"num_turns": 2, **SHARED_OUT, "offload": MEMORY}, LOOPED, 4),
     "turns, phases": Feature(
         {"num_turns": 2, **IN_TURN, "offload": MEMORY}, ONE, 2, phases={"of_levels": (0, 0, 1, 1)}
@@ -243,16 +243,16 @@ FEATURES: dict[str, Feature] = {
     "looped": Feature(
         {"schedule": "looped", "recompute": "auto", "donate": True, "optimizer": COUNTING}, LOOPED
     ),
-    "looped, chunks": Feature({"schedule": "looped", "reduction": "mean", **CHUNKS}, LOOPED),
+    "looped, chunks": Feature({"schedule": "looped", "reduction": "sum", **CHUNKS}, LOOPED),
     "halves": Feature({**HALVES, "donate": True}),
     "halves, more held": Feature({"schedule": "zero_bubble_h2", "reduction": "running_mean"}),
     "halves, around": Feature({"schedule": "looped_zero_bubble", "donate": True}, LOOPED),
     "halves, down and up": Feature({"schedule": "zero_bubble_v", "donate": True}, V_SHAPE),
-    "halves, half held": Feature({"schedule": "v_half", "reduction": "mean"}, V_SHAPE),
+    "halves, half held": Feature({"schedule": "v_half", "reduction": "sum"}, V_SHAPE),
     "halves, a third held": Feature({"schedule": "v_min", "recompute": "auto"}, V_SHAPE),
     "halves, both ways": Feature({"schedule": "dual_pipe_v"}, V_SHAPE),
     "all forwards": Feature({"schedule": "all_forwards", "donate": True}, MIXED),
-    "halves, count given": Feature({**HALVES, "reduction": "mean"}, given=True),
+    "halves, count given": Feature({**HALVES, "reduction": "sum"}, given=True),
     "halves, looped": Feature({**HALVES, "reduction": "running_mean"}, LOOPED),
     "halves, recomputed": Feature({**HALVES, "recompute": "auto"}, MIXED),
     "halves, recomputed at once": Feature({**HALVES, "recompute": THEN, **CHUNKS}),
@@ -263,7 +263,7 @@ FEATURES: dict[str, Feature] = {
         {**HALVES, **SHARED_OUT, **CHUNKS, "offload": MEMORY, "recompute": "auto"}, MIXED, 2
     ),
     "halves, tensor parallel": Feature({**HALVES, "tensor_parallel": divided(2)}),
-    "halves, of the loss": Feature({**HALVES, "optimizer": of_loss, "reduction": "mean"}, NEIGHBOURS),
+    "halves, of the loss": Feature({**HALVES, "optimizer": of_loss, "reduction": "sum"}, NEIGHBOURS),
     "halves, of the norm": Feature({**HALVES, "optimizer": CLIPPED}, LOOPED),
     "searched": Feature({"schedule": SEARCHED, "donate": True}),
     "searched, replicas, all": Feature(
@@ -282,7 +282,7 @@ FEATURES: dict[str, Feature] = {
     "of the norm, tensor parallel": Feature(
         {"optimizer": CLIPPED, "tensor_parallel": divided(2), "schedule": "sequential"}
     ),
-    "sums": Feature({"sum_collected": True, "reduction": "mean"}, num_replicas=2),
+    "sums": Feature({"sum_collected": True, "reduction": "sum"}, num_replicas=2),
     "sums, turns": Feature({"sum_collected": True, "num_turns": 2}, LOOPED, 4),
     # Forwards only.
     "inference": Feature({"optimizer": None}),
@@ -353,7 +353,7 @@ COMBINED = {
 # What `make test` runs with another model than the layers, with 64 bits, or with two sizes.
 RICH = {
     "interleaved": ("layers", "float32", "different"),
-    "one IPU, mean": ("layers", "float32", "different"),
+    "one IPU, sum": ("layers", "float32", "different"),
     "one IPU, running mean": ("everything", "float32", "same"),
     "one IPU, in parts": ("parameters", "float64", "same"),
     "recomputed": ("layers", "float64", "same"),

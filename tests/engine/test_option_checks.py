@@ -90,7 +90,7 @@ def test_what_is_refused_as_it_starts(options, text):
         {"gradient_targets": lambda: ()},
         {"accumulator_dtype": jnp.float32},
         {"recompute": "auto"},
-        {"reduction": "mean"},
+        {"reduction": "sum"},
         {"offload": ["weights", "activations"]},
         {"shard": ["weights", "optimizer_state"], "num_replicas": 2},
         {"collect_losses": False},

@@ -113,7 +113,7 @@ def case(make, steps, **options):
 CASES = {
     "interleaved, offloaded": case(make_mlp, mlp_steps, schedule="interleaved", offload=OFFLOADED),
     "folded, recomputed": case(make_mlp, mlp_steps, device_mapping=[0, 3, 3, 0], donate=True, **RECOMPUTED),
-    "one by one": case(make_mlp, mlp_steps, device_mapping=[3, 2, 1, 0], reduction="mean"),
+    "one by one": case(make_mlp, mlp_steps, device_mapping=[3, 2, 1, 0], reduction="sum"),
     "all on the last": case(make_mlp, mlp_steps, device_mapping=[3, 3, 3, 3], sum_collected=True),
     "scaled": case(make_scaled, mlp_steps, donate=True),
     "flattened": case(make_mlp, mlp_steps, optimizer=optax.flatten(optax.adam(0.01)), donate=True),

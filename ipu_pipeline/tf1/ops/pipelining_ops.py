@@ -372,7 +372,7 @@ def pipeline(
         optimizer=None if optimizer is None else optimizer.transformation,
         schedule=schedule,
         device_mapping=device_mapping,
-        reduction="sum" if is_inference else reduction_method.name.lower(),
+        reduction="mean" if is_inference else reduction_method.name.lower(),
         donate=True,
         trained=None if optimizer is None else optimizer.trained,
         program_names=builder.names,

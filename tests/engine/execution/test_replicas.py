@@ -193,7 +193,7 @@ def test_replicas_that_compute_together(num_replicas):
         total = jax.tree.map(jnp.add, total, grads)
         actual = np.atleast_1d(np.asarray(outputs.losses[number]))
         models.assert_trees_close(actual, np.asarray(losses))
-    after = {name: value - jnp.float32(0.1) * total[name] for name, value in variables.items()}
+    after = {name: value - jnp.float32(0.1) / COUNT * total[name] for name, value in variables.items()}
     models.assert_trees_close(state.variables, after)
 
 

@@ -60,7 +60,7 @@ def make_stages():
 
 
 def make_divided(num_replicas=1, size=2, stages=None, **options):
-    given = {"tensor_parallel": engine.TensorParallel(size, divide), "reduction": "mean"}
+    given = {"tensor_parallel": engine.TensorParallel(size, divide)}
     return make(make_stages() if stages is None else stages, num_replicas, **{**given, **options})
 
 
@@ -226,7 +226,7 @@ def test_a_state_of_another_layout():
 def test_dividing_nothing_warns():
     element = make_steps(1)[0][0]
     stages = models.mlp_stages(2)
-    pipeline = make_divided(stages=stages, tensor_parallel=engine.TensorParallel(2), reduction="sum")
+    pipeline = make_divided(stages=stages, tensor_parallel=engine.TensorParallel(2))
     with pytest.warns(UserWarning, match="each IPU has 2 devices, but nothing is divided over them"):
         pipeline.trace(element)
     with warnings.catch_warnings(action="error"):

@@ -40,7 +40,6 @@ def make(middle=(1, 2), **options):
         num_micro_batches=2,
         loss=lambda loss: loss,
         optimizer=make_optimizer(),
-        reduction="mean",
         **options,
     )
 

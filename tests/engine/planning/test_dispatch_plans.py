@@ -58,7 +58,7 @@ def expected(chunked):
     results = []
     for step in make_steps():
         state, outputs = reference.step(
-            pipeline.traced, state, step, SCALE, optimizer=models.showing_gradients(), reduction="sum"
+            pipeline.traced, state, step, SCALE, optimizer=models.showing_gradients()
         )
         results.append((state, outputs.losses, outputs.outputs))
     return results

@@ -215,6 +215,7 @@ def sums_of_ones(accumulator_dtype, mapping, dtype=jnp.bfloat16, **options):
         num_micro_batches=300,
         loss=lambda total, _x: total.astype(jnp.float32),
         optimizer=optax.sgd(1.0),
+        reduction="sum",
         device_mapping=mapping,
         accumulator_dtype=accumulator_dtype,
         **options,

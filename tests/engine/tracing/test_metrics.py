@@ -199,7 +199,7 @@ def test_the_engine_returns_those_of_a_step():
         state, outputs = pipeline.step(state, rows()[update * COUNT :][:COUNT])
         found.append(outputs.metrics)
     together = {name: np.array([values[name] for values in found]) for name in found[0]}
-    check({"update": np.arange(1, UPDATES + 1), **together})
+    check({"update": np.arange(1, UPDATES + 1), **together}, "mean")
 
 
 def test_recomputation_does_not_report_again():
@@ -211,7 +211,7 @@ def test_recomputation_does_not_report_again():
         recompute="recompute_then_backpropagate",
     )
     _state, outputs = pipeline.step(pipeline.init(jax.random.key(0), rows()[0]), rows()[:COUNT])
-    wanted = expected()
+    wanted = expected("mean")
     optimizer_s = {"loss", "gradient_norm", "update_norm", "learning_rate"}
     assert outputs.metrics.keys() == wanted.keys() - optimizer_s
     for name, value in outputs.metrics.items():

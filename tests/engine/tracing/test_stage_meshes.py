@@ -89,7 +89,6 @@ def make(block, size, parameters=None, **options):
         "stages": [first, last],
         "parameters": parameters or [make_parameters(rng), make_parameters(rng)],
         "num_micro_batches": COUNT,
-        "reduction": "mean",
         "tensor_parallel": None if size is None else engine.TensorParallel(size, divide),
         "loss": lambda loss: loss,
         "optimizer": optax.sgd(0.1),
@@ -177,7 +176,7 @@ def test_equal_stages_share_a_program(monkeypatch, no_cache):
     """A program with `shard_map` names no devices, so one executable serves equal stages."""
     loaded = []
     monkeypatch.setattr(Compilation, "note_loaded", lambda _self, number: loaded.append(number))
-    options = {"stages": [mapped_block] * 2, "loss": None, "optimizer": None, "reduction": "sum"}
+    options = {"stages": [mapped_block] * 2, "loss": None, "optimizer": None}
     pipeline = make(None, None, **options)
     step = [np.ones((4096, 4), "float32")] * COUNT  # smaller programs are compiled for each device
     pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)

@@ -74,7 +74,9 @@ def test_parameters_equal_plain_jax(rng):
 
     before = (given[0].pop("table"), given[0], {"w": given[1]["w"]})
     state, outputs = pipeline.step(state, step)
-    losses, expected, _left = models.plain_loop(plain, before, [[each] for each in step], 4, optax.sgd(0.1))
+    losses, expected, _left = models.plain_loop(
+        plain, before, [[each] for each in step], 4, optax.sgd(0.1), "MEAN"
+    )
     models.assert_trees_close(list(outputs.losses), list(losses[:, 0]))
     models.assert_trees_close(pipeline.parameters(state), tied(*expected))
 

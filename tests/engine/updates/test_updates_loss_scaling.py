@@ -69,6 +69,7 @@ def by_hand(variables, dtype, scale, dynamic):
         for x, labels in step:
             gradients = scaled_gradients(variables, x, labels, scale)
             total = {name: total[name] + gradients[name].astype("float32") for name in NAMES}
+        total = {name: value / len(step) for name, value in total.items()}
         finite = {name: bool(np.all(np.isfinite(value))) for name, value in total.items()}
         if all(finite.values()):
             wide = models.as_float32(variables)
