@@ -26,6 +26,7 @@ from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.state_checks import check_state
+from ipu_pipeline.engine.updates.cutting import StateLeaf
 from ipu_pipeline.engine.updates.loss_weights import without_weights
 from ipu_pipeline.ground.shapes import describe
 from ipu_pipeline.ground.tables import shorten
@@ -126,9 +127,7 @@ def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline:
         template = updates.state_tree.unflatten(range(len(updates.state_leaves)))
         paths = [path for path, _number in jax.tree_util.tree_flatten_with_path(template)[0]]
         optimizer = _Optimizer(leaves, origins, shapes)
-        moved = [
-            optimizer.move(path, leaf.aval) for path, leaf in zip(paths, updates.state_leaves, strict=True)
-        ]
+        moved = [optimizer.move(path, leaf) for path, leaf in zip(paths, updates.state_leaves, strict=True)]
         optimizer.check_all_taken()
         optimizer_state = updates.state_tree.unflatten(moved)
     placed = pipeline.place(
@@ -147,7 +146,7 @@ class _Optimizer:
         self._are_others = any(origin.whole != name for name, origin in origins.items())
         self._left = set(leaves)
 
-    def move(self, path: tuple[Any, ...], aval: Any) -> Any:
+    def move(self, path: tuple[Any, ...], wanted: StateLeaf) -> Any:
         """Finds a leaf.
 
         Raises:
@@ -158,13 +157,14 @@ class _Optimizer:
         place = next((place for place, name in enumerate(names) if name in self._origins), None)
         if place is None:
             leaf = self._take(text)
-            if self._are_others and leaf is not None and leaf.shape:
+            if self._are_others and leaf is not None and wanted.grows:
                 raise ValueError(
                     f"The optimizer's state at {text} has the shape {tuple(leaf.shape)} and belongs to no "
                     "single variable, as that of optax.flatten. It cannot be moved between splits."
                 )
         else:
             leaf = self._of_variable(path, place, self._origins[names[place]])
+        aval = wanted.aval
         if leaf is None or tuple(leaf.shape) != aval.shape or leaf.dtype != aval.dtype:
             got = "is missing there" if leaf is None else f"is {describe(leaf)} there, not {describe(aval)}"
             raise ValueError(f"{_OTHER_OPTIMIZER}: {text} {got}.")

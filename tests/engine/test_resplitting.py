@@ -351,6 +351,22 @@ def test_other_optimizers():
             engine.resplit(state, as_lists([1, 3], optimizer=optimizer))
 
 
+def test_what_an_optimizer_keeps_beside_its_variables_moves():
+    """As Muon keeps the coefficients of its iteration."""
+
+    def update(gradients, state, params=None):
+        del params
+        return jax.tree.map(lambda gradient: -state[1] * gradient, gradients), 2 * state
+
+    optimizer = optax.GradientTransformation(lambda _parameters: jnp.array([0.1, 0.2]), update)
+    one, other = (as_lists(sizes, optimizer=optimizer) for sizes in ([2, 2], [1, 3]))
+    state = begin(one, 1)
+    moved = engine.resplit(state, other)
+    assert moved.optimizer_state.tolist() == pytest.approx([0.2, 0.4])
+    (_state, losses), (_moved, others) = go_on(one, state), go_on(other, moved)
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+
+
 def test_optimizer_state_of_all_variables_together():
     one, other, same = (
         as_lists(sizes, optimizer=optax.flatten(optax.adam(1e-2))) for sizes in ([2, 2], [1, 3], [2, 2])

@@ -88,7 +88,7 @@ def test_skips_and_tied_weights():
 
 
 def test_scans_over_layers_are_cut_between_iterations():
-    """In both directions, in another dtype, with what each layer returns, and keys of their own."""
+    """In both directions, in another dtype, with what each layer returns, keys, and a decay by rank."""
 
     def model(parameters, x, targets):
         cast = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
@@ -105,7 +105,8 @@ def test_scans_over_layers_are_cut_between_iterations():
         return jnp.mean((x - targets) ** 2) + 1e-5 * jnp.sum(sizes * others[::-1]) + 1e-4 * decay
 
     blocks = {"w": make_weights("w", shape=(3, WIDTH, WIDTH))["w"], "g": np.ones((3, WIDTH), np.float32)}
-    stages, _pipeline, state = check(model, {"blocks": blocks})
+    decay = optax.adamw(1e-2, weight_decay=0.5, mask=lambda tree: jax.tree.map(lambda w: w.ndim > 1, tree))
+    stages, _pipeline, state = check(model, {"blocks": blocks}, optimizer=decay)
     assert len(stages.table.layers) > 6
     names = sorted(name for name in state.variables if "/g/" in name)
     assert names == [f"model/blocks/g/{number}" for number in range(3)]

@@ -313,6 +313,7 @@ class _Stacked:
             return self._make(key)[place]
 
         initialize.needs_key = False  # type: ignore[attr-defined]  # it is that of the whole variable
+        initialize.is_of_row = True  # type: ignore[attr-defined]
         return dataclasses.replace(whole, name=name, shape=whole.shape[1:], initializer=initialize)
 
     def _make(self, key: jax.Array) -> Any:

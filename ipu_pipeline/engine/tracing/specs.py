@@ -60,6 +60,11 @@ class VariableSpec:
     trainable: bool
     is_on_host: bool = False
 
+    @property
+    def is_row(self) -> bool:
+        """Whether it is one layer's row of a variable of a model that `engine.split` has cut."""
+        return getattr(self.initializer, "is_of_row", False)
+
     def __repr__(self) -> str:
         return f"{self.name}: {self.dtype.name}{list(self.shape)}"
 

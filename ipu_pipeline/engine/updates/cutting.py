@@ -25,10 +25,14 @@ from ipu_pipeline.engine.jaxprs import partitioning
 from ipu_pipeline.engine.jaxprs.costs import count_operations
 from ipu_pipeline.engine.jaxprs.equal_parts import divide_equal_parts
 from ipu_pipeline.engine.tracing.frames import Enqueued
-from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.updates.guessing import Guessing, find_guessing
 from ipu_pipeline.engine.updates.loss_scaling import LossScale
-from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, UpdateKind, UpdateValue
+from ipu_pipeline.engine.updates.optimizer_tracing import (
+    TracedOptimizer,
+    UpdateKind,
+    UpdateValue,
+    find_variable,
+)
 
 __all__ = [
     "Move",
@@ -58,13 +62,15 @@ class UpdateProgram:
 class StateLeaf(NamedTuple):
     """A leaf of the optimizer's state: its path, shape and dtype, and the stage where it lives.
 
-    `variable` is the full name of the variable that it belongs to; None if there is none.
+    `variable` is the full name of the variable that it belongs to; None if there is none. `grows` tells
+    whether its shape depends on those of variables.
     """
 
     path: str
     aval: jax.ShapeDtypeStruct
     stage: int
     variable: str | None
+    grows: bool
 
 
 class Move(NamedTuple):
@@ -103,7 +109,7 @@ class Updates:
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
     """Partitions an optimizer by home."""
     stages = sorted({variable_homes[name] for name in traced.trained})
-    variables = [_leaf_variable(path, traced.trained) for path in traced.state_paths]
+    variables = [find_variable(path, traced.trained) for path in traced.state_paths]
     owners: list[partitioning.Home | None] = [
         None if name is None else variable_homes[name] for name in variables
     ]
@@ -156,9 +162,9 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     sent: dict[Any, UpdateValue] = {}
     updates = _make_programs("update", pieces, results, traced.labels, stage_of, sent)
     state_leaves = tuple(
-        StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner), name)
-        for path, aval, owner, name in zip(
-            traced.state_paths, traced.state_avals, owners, variables, strict=True
+        StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner), name, grows)
+        for path, aval, owner, name, grows in zip(
+            traced.state_paths, traced.state_avals, owners, variables, traced.grows, strict=True
         )
     )
 
@@ -191,13 +197,6 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         traced.enqueued,
         find_guessing(placed, whole, pieces, results, traced.labels, sent),
     )
-
-
-def _leaf_variable(path: Sequence[Any], trained: Mapping[str, VariableSpec]) -> str | None:
-    for entry in reversed(path):
-        if isinstance(entry, jax.tree_util.DictKey) and entry.key in trained:
-            return str(entry.key)
-    return None
 
 
 def _make_programs(

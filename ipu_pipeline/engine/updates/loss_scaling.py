@@ -15,7 +15,7 @@ import optax
 
 from ipu_pipeline.engine.programs.accumulation import count_dtype
 
-__all__ = ["LossScale", "LossScaleState", "LossScaled", "scale_loss"]
+__all__ = ["LossScale", "LossScaleState", "LossScaled", "scale_loss", "wrap"]
 
 
 class LossScale(NamedTuple):
@@ -95,4 +95,13 @@ def scale_loss(
 
     made = LossScaled(init, update)
     made.initial_scale = initial_scale
+    return made
+
+
+def wrap(inner: optax.GradientTransformation, init: Any, update: Any) -> Any:
+    """A transformation of these functions, which is loss scaled if the one within is."""
+    if not isinstance(inner, LossScaled):
+        return optax.GradientTransformationExtraArgs(init, update)
+    made = LossScaled(init, update)
+    made.initial_scale = inner.initial_scale
     return made

@@ -19,7 +19,7 @@ from ipu_pipeline.engine.tracing.scopes import Scope, opened
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled, wrap
 
 __all__ = [
     "check_not_mapped",
@@ -100,11 +100,7 @@ def divide_by_weight(inner: optax.GradientTransformation) -> optax.GradientTrans
         changes, state = wrapped.update(means, state, params, **extra)
         return {**changes, counter: jnp.zeros_like(total)}, state
 
-    if not is_scaled:
-        return optax.GradientTransformationExtraArgs(init, update)
-    made = LossScaled(init, update)
-    made.initial_scale = inner.initial_scale
-    return made
+    return wrap(inner, init, update)
 
 
 def check_not_mapped(trained: Collection[VariableSpec]) -> None:

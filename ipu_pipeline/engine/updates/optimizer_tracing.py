@@ -27,6 +27,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import as_arguments
 from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
 from ipu_pipeline.engine.updates.loss_weights import divide_by_weight, is_loss_weight, without_weights
+from ipu_pipeline.engine.updates.stacked_rows import see_as_stacks
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.shapes import describe_structures
@@ -38,6 +39,7 @@ __all__ = [
     "UpdateKind",
     "UpdateValue",
     "describe_other_optimizer",
+    "find_variable",
     "lift_captures",
     "trace_optimizer",
 ]
@@ -91,6 +93,7 @@ class TracedOptimizer:
     state_tree: Any  # structure of the state
     state_paths: tuple[Any, ...]  # the path of each of its leaves
     state_avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes
+    grows: tuple[bool, ...]  # whether their shapes depend on those of variables
     loss_scale: LossScale | None  # where the scale of the loss is; None without loss scaling
     enqueued: tuple[frames.Enqueued, ...]  # what the update enqueues
 
@@ -156,6 +159,9 @@ def trace_optimizer(
                 "The optimizer must be an optax.GradientTransformation; got "
                 f"{describe_other_optimizer(made)}."
             )
+        rows = {name for name, spec in trained.items() if spec.is_row}
+        if rows:
+            made = see_as_stacks(made, rows)
         if any(map(is_loss_weight, trained)):
             made = divide_by_weight(made)
         return optax.with_extra_args_support(made), extra
@@ -177,6 +183,17 @@ def trace_optimizer(
         init_jaxpr = jax.make_jaxpr(init)(parameter_avals, output_avals)
     state_tree, paths, loss_scale = state_trees
     state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
+    grows = [bool(aval.shape) for aval in state_avals]
+    if any(own and find_variable(path, trained) is None for own, path in zip(grows, paths, strict=True)):
+        longer = {
+            name: jax.ShapeDtypeStruct(tuple(size + 1 for size in spec.shape) or (2,), spec.dtype)
+            for name, spec in trained.items()
+        }
+        # An optimizer may refuse these shapes.
+        with contextlib.suppress(Exception), jax.numpy_dtype_promotion("standard"):
+            others = jax.eval_shape(init, longer, output_avals)
+            shapes = dict(zip(state_trees[1], (other.shape for other in others), strict=True))
+            grows = [shapes.get(path) != aval.shape for path, aval in zip(paths, state_avals, strict=True)]
 
     def update(
         parameters: dict[str, Any],
@@ -236,6 +253,7 @@ def trace_optimizer(
         state_tree,
         tuple(paths),
         tuple(state_avals),
+        tuple(grows),
         loss_scale,
         tuple(enqueued),
     )
@@ -257,6 +275,14 @@ def _noting(trained: Mapping[str, VariableSpec]) -> Iterator[None]:
             f"to array (masks and labels of Optax have to fit it): {names}"
         )
         raise
+
+
+def find_variable(path: Sequence[Any], trained: Mapping[str, VariableSpec]) -> str | None:
+    """The full name of the variable that a leaf of the state belongs to; None if there is none."""
+    for entry in reversed(path):
+        if isinstance(entry, jax.tree_util.DictKey) and entry.key in trained:
+            return str(entry.key)
+    return None
 
 
 def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:
