@@ -61,6 +61,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "silu": jax.nn.silu,
     "softmax": jax.nn.softmax,
     "softplus": jax.nn.softplus,
+    "softsign": jax.nn.soft_sign,
     "swish": jax.nn.silu,
     "tanh": jnp.tanh,
 }

@@ -68,9 +68,9 @@ class Dense(VariableLayer):
 class Embedding(VariableLayer):
     """A row of `embeddings` for each integer.
 
-    A number from `-input_dim` to -1 counts from the end. For a number outside of that the row is NaN, so
-    that the loss shows it, and `embeddings` gets no gradient from it. Both are `jnp.take`'s behaviour, and
-    Keras's on JAX; the values are not known when the program is compiled, so there is no error.
+    For a number below 0, or not below `input_dim`, the row is NaN, so that the loss shows it, and
+    `embeddings` gets no gradient from it. The values are not known when the program is compiled, so there
+    is no error, as TensorFlow raised on a CPU.
 
     Example:
       >>> def stage(tokens):
@@ -106,7 +106,8 @@ class Embedding(VariableLayer):
         if inputs.dtype.itemsize < 4:  # input_dim need not fit into a narrow dtype
             inputs = inputs.astype(jnp.int32)
         embeddings = self._get_variable("embeddings", (self.input_dim, self.output_dim))
-        return self._cast(jnp.take(embeddings, inputs, axis=0))
+        rows = jnp.where(inputs < 0, self.input_dim, inputs)  # a negative one would count from the end
+        return self._cast(jnp.take(embeddings, rows, axis=0))
 
 
 @with_arguments

@@ -5,7 +5,8 @@ Normalization, arXiv:1607.06450; Y. Wu and K. He, Group Normalization, arXiv:180
 
     outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
 
-The variance is the biased one, the mean of the squared distances from the mean. All of this is computed
+The variance is the biased one, the mean of the squared distances from the mean; batch normalization says
+which one moves. All of this is computed
 in float32 at least, with the inputs as they are in the layer's dtype, and `gamma` and `beta` as they are in
 its `param_dtype`; the outputs have the layer's dtype.
 """
@@ -37,6 +38,8 @@ from ipu_pipeline.tf1.layers.base import VariableLayer, at_least_float32, common
 
 __all__ = ["BatchNormalization", "GroupNormalization", "LayerNormalization"]
 
+
+_LEAST_FUSED_EPSILON = 1.001e-5  # of `tf.nn.fused_batch_norm`
 
 _check_epsilon = check_number("at least 0", lambda value: value >= 0)
 
@@ -85,10 +88,6 @@ class _Normalization(VariableLayer):
             )
         return tuple(sorted(found))
 
-    def _normalize(self, inputs: jax.Array, mean: jax.Array, variance: jax.Array) -> jax.Array:
-        """Mean and variance have 1 for the axes that they do not depend on."""
-        return (inputs - mean) * jax.lax.rsqrt(variance + self.epsilon)
-
     def _scale_and_center(self, normalized: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         """Applies `gamma` and `beta`, which have the given axes; the result has the outputs' dtype."""
         size = tuple(normalized.shape[axis] for axis in axes)
@@ -110,9 +109,10 @@ class BatchNormalization(_Normalization):
 
         moving = moving * momentum + of the micro-batch * (1 - momentum)
 
-    Otherwise by the moving ones. The variance that goes into `moving_variance` is the biased one, which
-    also normalizes, as in Keras 3. (TensorFlow 1's fused kernel, for inputs of rank 4, took the unbiased
-    one.)
+    Otherwise by the moving ones. As in TensorFlow 1, inputs of rank 4 with `axis` 1 or 3 and a dtype of at
+    most 32 bits are a case of their own, which its fused kernel computed: `moving_variance` gets the
+    variance with Bessel's correction, n / (n - 1) times the biased one of the n numbers that normalizes,
+    and `epsilon` is at least 1.001e-5. For other inputs it gets the biased one.
 
     Each replica has statistics of its own micro-batches. Where they are synchronized, they are those of
     micro-batch k of all replicas together, as if these were one. Either way the moving ones become their
@@ -176,17 +176,21 @@ class BatchNormalization(_Normalization):
         """`training` None: True in a program that trains, False in others."""
         inputs = self._as_statistics_dtype(inputs)
         axes = self._find_axes(inputs, [self.axis])
-        mean = self._moving("moving_mean", inputs.shape[axes[0]])
-        variance = self._moving("moving_variance", inputs.shape[axes[0]])
+        is_fused = inputs.ndim == 4 and axes[0] in (1, 3) and inputs.dtype.itemsize <= 4
+        features = inputs.shape[axes[0]]
+        mean, variance = self._moving("moving_mean", features), self._moving("moving_variance", features)
         if self._is_training(training):
             moving_mean, moving_variance = mean, variance
             is_shared = selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
             mean, variance = _moments(inputs, axes[0], is_shared)
             self._move("moving_mean", moving_mean, mean)
-            self._move("moving_variance", moving_variance, variance)
+            number = inputs.size // features * (engine.replica_count() if is_shared else 1)
+            correction = number / jnp.maximum(number - 1, 1) if is_fused else 1.0
+            self._move("moving_variance", moving_variance, variance * correction)
         mean, variance = mean.astype(inputs.dtype), variance.astype(inputs.dtype)
-        normalized = self._normalize(inputs, _along(axes, inputs, mean), _along(axes, inputs, variance))
-        return self._scale_and_center(normalized, axes)
+        epsilon = max(self.epsilon, _LEAST_FUSED_EPSILON) if is_fused else self.epsilon
+        mean, variance = _along(axes, inputs, mean), _along(axes, inputs, variance)
+        return self._scale_and_center(_normalize(inputs, mean, variance, epsilon), axes)
 
     def _moving(self, name: str, features: int) -> jax.Array:
         return self._get_variable(name, (features,), at_least_float32(self.param_dtype), trainable=False)
@@ -228,7 +232,7 @@ class LayerNormalization(_Normalization):
         axes = self._find_axes(inputs, self.axis)
         mean = jnp.mean(inputs, axes, keepdims=True)
         variance = jnp.var(inputs, axes, keepdims=True)
-        return self._scale_and_center(self._normalize(inputs, mean, variance), axes)
+        return self._scale_and_center(_normalize(inputs, mean, variance, self.epsilon), axes)
 
 
 @with_arguments
@@ -247,8 +251,8 @@ class GroupNormalization(_Normalization):
     kind = "group_normalization"
 
     groups: int = argument(
-        "how many groups of neighbouring channels there are; divides the channels. -1: each channel is a "
-        "group (instance normalization).",
+        "how many groups there are; divides the channels. -1: each channel is a group (instance "
+        "normalization).",
         _check_groups,
         default=32,
     )
@@ -261,6 +265,12 @@ class GroupNormalization(_Normalization):
     beta_initializer: InitVar[Any] = initializer("beta", "[channels]", default="zeros")
     gamma_initializer: InitVar[Any] = initializer("gamma", "[channels]", default="ones")
     _: KW_ONLY
+    strided_channel_grouping: bool = argument(
+        "True: channel c is in group c modulo `groups`, as on IPUs by default; False: groups consist of "
+        "neighbouring channels, as in Keras.",
+        check_flag,
+        default=True,
+    )
     dtype: InitVar[Any] = common("of the outputs; None: see `mixed_precision`, by default float32.")
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
@@ -279,13 +289,20 @@ class GroupNormalization(_Normalization):
                 f"{self._full_name()}: groups must divide the channels of the inputs; got groups={groups} "
                 f"and {channels} channels, in inputs of shape {inputs.shape}. -1 makes each a group."
             )
-        shape = (*inputs.shape[:axis], groups, channels // groups, *inputs.shape[axis + 1 :])
-        grouped = inputs.reshape(shape)
-        others = tuple(other for other in range(1, grouped.ndim) if other != axis)
+        sizes, own = (groups, channels // groups), axis  # the axis of the groups
+        if self.strided_channel_grouping:
+            sizes, own = (channels // groups, groups), axis + 1
+        grouped = inputs.reshape(*inputs.shape[:axis], *sizes, *inputs.shape[axis + 1 :])
+        others = tuple(other for other in range(1, grouped.ndim) if other != own)
         mean = jnp.mean(grouped, others, keepdims=True)
         variance = jnp.var(grouped, others, keepdims=True)
-        normalized = self._normalize(grouped, mean, variance).reshape(inputs.shape)
+        normalized = _normalize(grouped, mean, variance, self.epsilon).reshape(inputs.shape)
         return self._scale_and_center(normalized, axes)
+
+
+def _normalize(inputs: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float) -> jax.Array:
+    """Mean and variance have 1 for the axes that they do not depend on."""
+    return (inputs - mean) * jax.lax.rsqrt(variance + epsilon)
 
 
 def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, jax.Array]:

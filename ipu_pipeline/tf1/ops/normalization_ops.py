@@ -65,7 +65,7 @@ def group_norm(
       trainable: whether `beta` and `gamma` are trained.
       scope: the scope of the variables; None: "GroupNorm", the next one "GroupNorm_1".
       strided_channel_grouping: True: channel c is in group c modulo `groups`, as on IPUs by default; False:
-        groups consist of neighbouring channels, as in `layers.GroupNormalization`.
+        groups consist of neighbouring channels.
 
     Returns:
       The shape and dtype of the inputs; within `mixed_precision`, its dtype. `beta` and `gamma` have the
