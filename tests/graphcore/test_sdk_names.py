@@ -267,7 +267,7 @@ def test_names_of_tensorflow_that_are_looked_for_here():
     [
         ("train", "  tf.train.Saver: ipu.Saver."),
         ("contrib", "  tf.contrib.opt.AdamWOptimizer: ipu.optimizers.tf1.AdamWOptimizer."),
-        ("nn", "  tf.nn.softmax_cross_entropy_with_logits: It was a loss."),
+        ("nn", "  tf.nn.sigmoid_cross_entropy_with_logits: It was a loss."),
     ],
 )
 def test_modules_of_tensorflow_that_are_looked_for_here(name, line):

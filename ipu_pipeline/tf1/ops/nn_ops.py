@@ -1,4 +1,9 @@
-"""Activations as functions, as Graphcore's `ipu.nn_ops` has them."""
+"""Activations as functions, as Graphcore's `ipu.nn_ops` has them, and losses of TensorFlow 1's `tf.nn`.
+
+The losses have the gradients of TensorFlow's kernels, which are those of labels that sum to 1 whatever the
+labels sum to, and NaN for a label that is no class (`xent_op` and `sparse_xent_op` of tf2xla in TensorFlow
+1.15, which compiled them for IPUs).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.tf1.layers.base import at_least_float32
 
-__all__ = ["gelu", "hard_sigmoid"]
+__all__ = [
+    "gelu",
+    "hard_sigmoid",
+    "softmax_cross_entropy_with_logits",
+    "softmax_cross_entropy_with_logits_v2",
+    "sparse_softmax_cross_entropy_with_logits",
+]
 
 
 def gelu(x: Any, approximate: bool = True, name: str | None = None) -> jax.Array:
@@ -50,6 +62,119 @@ def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
     del name
     x = jnp.asarray(x)
     return jnp.clip(x * jnp.asarray(0.2, x.dtype) + jnp.asarray(0.5, x.dtype), 0, 1)
+
+
+def softmax_cross_entropy_with_logits(
+    *, labels: Any, logits: Any, axis: int = -1, name: str | None = None
+) -> jax.Array:
+    """The same as `softmax_cross_entropy_with_logits_v2`, without a gradient of the labels.
+
+    Example:
+      >>> logits, labels = np.array([[0, 0]], np.float32), np.array([[0, 2]], np.float32)
+      >>> ipu.nn_ops.softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+      Array([1.3862944], dtype=float32)
+    """
+    labels = jax.lax.stop_gradient(jnp.asarray(labels))
+    return softmax_cross_entropy_with_logits_v2(labels, logits, axis, name)
+
+
+def softmax_cross_entropy_with_logits_v2(
+    labels: Any, logits: Any, axis: int = -1, name: str | None = None
+) -> jax.Array:
+    """The cross entropy of the logits' softmax with respect to labels: -sum(labels * log(softmax(logits))).
+
+    The gradient of the logits is softmax(logits) - labels, whatever the labels sum to, and that of the
+    labels -log(softmax(logits)).
+
+    Example:
+      >>> logits, labels = np.array([[0, 0]], np.float32), np.array([[0, 2]], np.float32)
+      >>> jax.grad(lambda x: ipu.nn_ops.softmax_cross_entropy_with_logits_v2(labels, x).sum())(logits)
+      Array([[ 0.5, -1.5]], dtype=float32)
+
+    Args:
+      labels: the part of each class, of the shape of the logits.
+      logits: floating-point numbers, [..., classes].
+      axis: that of the classes.
+      name: the name of an operation in TensorFlow; not used here.
+
+    Returns:
+      The shape of the logits without the axis of the classes, in their dtype; computed in float32 at least.
+
+    Raises:
+      TypeError: the logits are not floating-point numbers.
+      ValueError: the shapes differ, or there is no such axis.
+    """
+    del name
+    what = "softmax_cross_entropy_with_logits"
+    logits, labels = _as_logits(what, logits), jnp.asarray(labels)
+    if labels.shape != logits.shape:
+        raise ValueError(
+            f"{what}: labels must have the shape of the logits; got {labels.shape} and {logits.shape}. "
+            "sparse_softmax_cross_entropy_with_logits takes the numbers of classes."
+        )
+    if not -logits.ndim <= axis < logits.ndim:
+        raise ValueError(f"{what}: axis must be one of the logits; got {axis} for shape {logits.shape}.")
+    wide = at_least_float32(logits.dtype)
+    logarithms = jax.nn.log_softmax(logits.astype(wide), axis)
+    labels = labels.astype(wide)
+    loss = -jnp.sum(labels * logarithms, axis)
+    # Of value 0. Its gradient makes up for labels that do not sum to 1, whose softmax has another factor.
+    norms = jax.nn.logsumexp(logits.astype(wide), axis)
+    rest = jax.lax.stop_gradient(1 - jnp.sum(labels, axis))
+    return (loss + rest * (norms - jax.lax.stop_gradient(norms))).astype(logits.dtype)
+
+
+def sparse_softmax_cross_entropy_with_logits(
+    *, labels: Any, logits: Any, name: str | None = None
+) -> jax.Array:
+    """The cross entropy of the logits' softmax with respect to classes: -log(softmax(logits)[label]).
+
+    For a label that is no class, such as -1, the loss and the gradient of its logits are NaN.
+
+    Example:
+      >>> logits = np.zeros([2, 4], np.float32)
+      >>> labels = np.array([3, -1], np.int32)
+      >>> ipu.nn_ops.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+      Array([1.3862944,       nan], dtype=float32)
+
+    Args:
+      labels: integers from 0 to less than the number of classes, of the shape of the logits without their
+        last axis.
+      logits: floating-point numbers, [..., classes].
+      name: the name of an operation in TensorFlow; not used here.
+
+    Returns:
+      The shape of the labels, in the dtype of the logits; computed in float32 at least.
+
+    Raises:
+      TypeError: the logits are not floating-point numbers, or the labels no integers.
+      ValueError: the shapes do not fit.
+    """
+    del name
+    what = "sparse_softmax_cross_entropy_with_logits"
+    logits, labels = _as_logits(what, logits), jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{what}: labels must be integers; got {labels.dtype.name}.")
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{what}: labels must have the shape of the logits without their last axis; got "
+            f"{labels.shape} and {logits.shape}."
+        )
+    logarithms = jax.nn.log_softmax(logits.astype(at_least_float32(logits.dtype)))
+    is_class = (labels >= 0) & (labels < logits.shape[-1])
+    indices = jnp.where(is_class, labels, 0)[..., jnp.newaxis]
+    chosen = jnp.take_along_axis(logarithms, indices, -1)[..., 0]
+    return (jnp.where(is_class, -1.0, jnp.nan).astype(chosen.dtype) * chosen).astype(logits.dtype)
+
+
+def _as_logits(what: str, logits: Any) -> jax.Array:
+    logits = jnp.asarray(logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim == 0:
+        raise TypeError(
+            f"{what}: logits must be floating-point numbers, [..., classes]; got "
+            f"{logits.dtype.name}{list(logits.shape)}."
+        )
+    return logits
 
 
 explain_missing(__name__)

@@ -2,13 +2,16 @@
 
 Where Optax computes the same, these are Optax's. Its defaults differ, and so do Adam's epsilon, AdamW's
 decay of weights and LAMB's correction of the bias. The formulas are those of the documentation of
-`tf.train` and `tf.contrib.opt` in TensorFlow 1.15; LAMB's is that of https://arxiv.org/abs/1904.00962
-without correction of the bias, as programs for BERT have it.
+`tf.train` and `tf.contrib.opt` in TensorFlow 1.15. Two are those of programs for BERT, which do not correct
+the bias: AdamWeightDecay's (https://arxiv.org/abs/1810.04805) and LAMB's (https://arxiv.org/abs/1904.00962).
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +33,7 @@ __all__ = [
     "AdagradOptimizer",
     "AdamOptimizer",
     "AdamWOptimizer",
+    "AdamWeightDecayOptimizer",
     "FtrlOptimizer",
     "GradientDescentOptimizer",
     "LAMBOptimizer",
@@ -47,8 +51,21 @@ Rate = Any  # a number, a value traced in the optimizer function, or a schedule 
 Tree = Any
 
 
-class _Plain(Optimizer):
-    """An optimizer around a transformation, which it changes in nothing."""
+class _Plain(Optimizer, optax.GradientTransformationExtraArgs):
+    """An optimizer around a transformation, which it changes in nothing, and so one itself."""
+
+    def __new__(cls, *_args: Any, **_options: Any) -> Any:
+        """A transformation is a tuple of two functions, here of those that `__init__` is given."""
+
+        def init(params: Tree) -> Any:
+            return created.wrapped.init(params)
+
+        def update(gradients: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+            transformation = optax.with_extra_args_support(created.wrapped)
+            return transformation.update(gradients, state, params, **extra)
+
+        created: Any = super().__new__(cls, init, update)
+        return created
 
     def __init__(self, transformation: optax.GradientTransformation, use_locking: bool, name: str) -> None:
         if use_locking:
@@ -153,6 +170,47 @@ class AdamWOptimizer(_Plain):
         super().__init__(optax.chain(scaled, decay), use_locking, name)
 
 
+class AdamWeightDecayOptimizer(_Plain):
+    """`w -= rate * (m / (sqrt(v) + epsilon) + weight_decay_rate * w)`, of programs for BERT.
+
+    m and v are Adam's; their bias is not corrected.
+
+    Example:
+      >>> optimizer = ipu.optimizers.tf1.AdamWeightDecayOptimizer(
+      ...     1e-4, weight_decay_rate=0.01, exclude_from_weight_decay=["gamma", "beta", "bias"]
+      ... )
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        weight_decay_rate: float = 0.0,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+        name: str = "AdamWeightDecayOptimizer",
+    ) -> None:
+        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`.
+
+        Args:
+          learning_rate: see there.
+          weight_decay_rate: of the formula.
+          beta_1: Adam's.
+          beta_2: Adam's.
+          epsilon: of the formula.
+          exclude_from_weight_decay: regular expressions; a variable in whose full name one of them is found
+            does not decay. None: all decay.
+          name: see there.
+        """
+        transformation = optax.chain(
+            _scale_by_adam(beta_1, beta_2, epsilon, corrects_bias=False),
+            _excluding(exclude_from_weight_decay, optax.add_decayed_weights(weight_decay_rate)),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        super().__init__(transformation, False, name)
+
+
 class LAMBOptimizer(_Plain):
     """`u = m / (sqrt(v) + epsilon) + weight_decay_rate * w; w -= rate * |w| / |u| * u`.
 
@@ -170,12 +228,29 @@ class LAMBOptimizer(_Plain):
         beta_2: float = 0.999,
         epsilon: float = 1e-6,
         name: str = "LAMBOptimizer",
+        *,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+        exclude_from_layer_adaptation: Sequence[str] | None = None,
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        """Takes what the formula has; other arguments as of `AdamWeightDecayOptimizer`.
+
+        Args:
+          learning_rate: see there.
+          weight_decay_rate: of the formula.
+          beta_1: Adam's.
+          beta_2: Adam's.
+          epsilon: of the formula.
+          name: see there.
+          exclude_from_weight_decay: see there.
+          exclude_from_layer_adaptation: likewise, of variables whose ratio of norms is left out; None:
+            those of `exclude_from_weight_decay`.
+        """
+        if exclude_from_layer_adaptation is None:
+            exclude_from_layer_adaptation = exclude_from_weight_decay
         transformation = optax.chain(
             _scale_by_adam(beta_1, beta_2, epsilon, corrects_bias=False),
-            optax.add_decayed_weights(weight_decay_rate),
-            optax.scale_by_trust_ratio(),
+            _excluding(exclude_from_weight_decay, optax.add_decayed_weights(weight_decay_rate)),
+            _excluding(exclude_from_layer_adaptation, optax.scale_by_trust_ratio()),
             optax.scale_by_learning_rate(learning_rate),
         )
         super().__init__(transformation, False, name)
@@ -317,6 +392,20 @@ class FtrlOptimizer(_Plain):
 def _check_positive(name: str, value: float) -> None:
     if value <= 0:
         raise ValueError(f"{name} must be positive; got {value}.")
+
+
+def _excluding(
+    patterns: Sequence[str] | None, transformation: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """A transformation of the variables in whose names none of some regular expressions is found."""
+    if not patterns:
+        return transformation
+
+    def is_included(path: Any, _value: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return not any(re.search(pattern, name) for pattern in patterns)
+
+    return optax.masked(transformation, functools.partial(jax.tree_util.tree_map_with_path, is_included))
 
 
 class _Moments(NamedTuple):

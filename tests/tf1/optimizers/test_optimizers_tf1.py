@@ -28,7 +28,7 @@ def by_hand(rule):
 
 def by_optax(optimizer):
     w = jnp.array([0.3, -0.2, 1.5, 0.0])
-    state, found, update = optimizer.wrapped.init(w), [], jax.jit(optimizer.wrapped.update)
+    state, found, update = optimizer.init(w), [], jax.jit(optimizer.update)
     for _count in range(5):
         with jax.numpy_dtype_promotion("standard"):
             updates, state = update(w**2 - 1, state, w)
@@ -55,6 +55,11 @@ def adam(w, g, count, state, decay=0.0, epsilon=1e-2):
     m, v = moments(g, state)
     rate = RATE * np.sqrt(1 - 0.999**count) / (1 - 0.9**count)
     return w - decay * w - rate * m / (np.sqrt(v) + epsilon)
+
+
+def adam_weight_decay(w, g, count, state, decay=0.01):
+    m, v = moments(g, state)
+    return w - RATE * (m / (np.sqrt(v) + 1e-6) + decay * w)
 
 
 def lamb(w, g, count, state):
@@ -104,6 +109,7 @@ OPTIMIZERS = {
     "nesterov": (tf1.MomentumOptimizer(RATE, 0.9, use_nesterov=True), momentum(True)),
     "adam": (tf1.AdamOptimizer(RATE, epsilon=1e-2), adam),
     "adamw": (tf1.AdamWOptimizer(0.02, RATE, epsilon=1e-2), functools.partial(adam, decay=0.02)),
+    "adam weight decay": (tf1.AdamWeightDecayOptimizer(RATE, 0.01), adam_weight_decay),
     "lamb": (tf1.LAMBOptimizer(RATE, 0.01), lamb),
     "rmsprop": (tf1.RMSPropOptimizer(RATE, 0.8, 0.5), rmsprop(False)),
     "centered rmsprop": (tf1.RMSPropOptimizer(RATE, 0.8, 0.5, centered=True), rmsprop(True)),
@@ -123,10 +129,38 @@ def test_each_is_tensorflows_formula():
             np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+def test_variables_are_excluded_by_their_names():
+    """Of BERT's decay, and in LAMB of the ratio of norms, too."""
+    names = ["layer0/ffn/bias", "layer0/LayerNorm/gamma", "kernel"]
+    params = {name: jnp.array([0.3, -0.2]) for name in names}
+    for optimizer, rule in (
+        (tf1.AdamWeightDecayOptimizer(RATE, 0.01, exclude_from_weight_decay=["LayerNorm", "bias$"]), None),
+        (tf1.LAMBOptimizer(RATE, 0.01, exclude_from_weight_decay=["LayerNorm", "bias$"]), lamb),
+    ):
+        updates, _state = optimizer.update(params, optimizer.init(params), params)
+        w = np.array([0.3, -0.2])
+        for name, update in updates.items():
+            own = adam_weight_decay if name == "kernel" else functools.partial(adam_weight_decay, decay=0)
+            own = rule if rule is not None and name == "kernel" else own
+            np.testing.assert_allclose(w + update, own(w, w, 1, {}), rtol=1e-5, err_msg=name)
+
+
+def test_they_are_transformations():
+    """Gradients clipped by their global norm, then TensorFlow 1's Adam, and averaged weights."""
+    adam_of_part = optax.chain(optax.clip_by_global_norm(1.0), tf1.AdamOptimizer(RATE, epsilon=1e-2))
+    averaged = ipu.optimizers.with_averaged_weights(adam_of_part, 0.5)
+    found = by_optax(optax.multi_transform({"all": averaged}, "all"))
+
+    def rule(w, g, count, state):
+        return adam(w, g / max(1, np.linalg.norm(g)), count, state)
+
+    np.testing.assert_allclose(found, by_hand(rule), rtol=2e-5, atol=2e-6)
+
+
 def test_defaults_are_tensorflows():
     assert tf1.AdamOptimizer().name == "Adam"
     small = tf1.RMSPropOptimizer(RATE)  # a mean of squares of 1 at first, and epsilon within the root
-    updates, _state = small.wrapped.update(jnp.ones(1), small.wrapped.init(jnp.ones(1)), jnp.ones(1))
+    updates, _state = small.update(jnp.ones(1), small.init(jnp.ones(1)), jnp.ones(1))
     np.testing.assert_allclose(updates, [-RATE / np.sqrt(0.9 + 0.1 + 1e-10)], rtol=1e-6)
 
 
@@ -193,7 +227,7 @@ def test_in_programs_as_they_write_them():
     with ipu.Session() as session:
         session.run(ipu.global_variables_initializer())
         found = session.run(program, {rate: RATE})
-    transformation = tf1.RMSPropOptimizer(RATE).wrapped
+    transformation = tf1.RMSPropOptimizer(RATE)
     w, total = jnp.full(2, 0.5), 0.0
     state = transformation.init(w)
     for _count in range(5):
