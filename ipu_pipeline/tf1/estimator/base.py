@@ -127,9 +127,10 @@ class Estimator(abc.ABC):
     ) -> Self:
         """Trains, from the last checkpoint in `model_dir` if there is one.
 
-        The data set goes on where it stood at the checkpoint, if that was trained by an `input_fn` of the
-        same name and the data had not ended. So training that was interrupted, or done in parts, gives the
-        same result as all of it at once. The data set has to give the same elements again.
+        As in TensorFlow, the data set of `input_fn` begins with its first element. But a training that was
+        interrupted, by a signal, an error or the death of a process, goes on where its data stood at the
+        checkpoint, if `input_fn` has the same name. So it gives the same result as without. The data set
+        has to give the same elements again.
 
         Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
         FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
@@ -181,16 +182,15 @@ class Estimator(abc.ABC):
             if in_memory is not None:
                 in_memory.leave()  # a later call may be the one that was interrupted
             return self
-        is_same_data = begins_anew = False
+        is_same_data = False
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if found is not None:
                 snapshot, path = found.snapshot, found.source
                 check_program(snapshot, path, made.program, allow_extra=False)
                 check_optimizers(snapshot, path, made.program)
                 is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
-                goes_on = is_same_data and not snapshot.extra.get("data_has_ended")
-                session.take_over(snapshot, path, fits=False, feeds=goes_on)
-                begins_anew = goes_on and bool(snapshot.extra.get("is_complete"))
+                has_ended = snapshot.extra.get("data_has_ended") or snapshot.extra.get("is_complete")
+                session.take_over(snapshot, path, fits=False, feeds=is_same_data and not has_ended)
                 _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
             elif self._warm_start_from is not None:
                 session.load(find_warm_variables(self._warm_start_from, made.program))
@@ -200,8 +200,7 @@ class Estimator(abc.ABC):
                 hook.begin()
             for listener in listeners:
                 listener.begin()
-            initializer = made.infeed.initializer
-            session.run(initializer)
+            session.run(made.infeed.initializer)
             with contextlib.closing(ScalarWriter(self._model_dir, global_step)) as scalars:
                 training = Training(
                     made,
@@ -212,9 +211,7 @@ class Estimator(abc.ABC):
                     scalars,
                     input_fn,
                     global_step,
-                    initializer,
                     is_same_data,
-                    begins_anew,
                     listeners,
                     saved_step=0 if found is None else found.saved_step,
                 )

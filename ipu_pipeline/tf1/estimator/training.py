@@ -109,9 +109,7 @@ class Training:
         scalars: ScalarWriter,
         input_fn: Any,
         global_step: int,
-        initializer: Any,
         is_same_data: bool,
-        begins_anew: bool,
         listeners: Sequence[CheckpointSaverListener] = (),
         saved_step: int | None = None,
     ) -> None:
@@ -126,9 +124,7 @@ class Training:
           scalars: where scalars go.
           input_fn: the function that returned the data.
           global_step: the step at which training begins.
-          initializer: the infeed's initializer.
           is_same_data: whether the session's checkpoint is from training on this `input_fn`'s data.
-          begins_anew: whether the data are to begin again if there are no more of them right away.
           listeners: called around saves.
           saved_step: the step of the newest checkpoint on disk; None: `global_step`.
         """
@@ -142,9 +138,7 @@ class Training:
         self._first_step = self._step = global_step
         self._saved_step = global_step if saved_step is None else saved_step
         self._is_same_data = is_same_data
-        self._begins_anew = begins_anew
         self._listeners = listeners
-        self._initializer = initializer
         self._has_ended = False  # whether the data have ended
         self._is_complete = False  # whether all steps were done that were asked for
         self._logged = _Since(config.log_step_count_steps, global_step)
@@ -237,10 +231,6 @@ class Training:
                 stops = functools.partial(_is_stopped, request)
                 run = self._runs.run(self._step, wanted, self._mean_loss, stops)
             except OutOfRangeError as error:
-                if is_first and self._begins_anew:  # the last call ended at the end of the data
-                    self._begins_anew = False
-                    self._session.run(self._initializer)
-                    continue
                 self._end_with_data(error)
                 return
             except BaseException:
@@ -267,9 +257,9 @@ class Training:
         _logger.info("Training ends at step %d: %s", self._step, error)
         if self._step == self._first_step:
             warnings.warn(
-                "train: nothing was trained, since the data of input_fn, or what an earlier call left of "
-                f"them, ended within the first weight update: {error} Give more of them, or repeat them, "
-                "or a smaller gradient_accumulation_count.",
+                "train: nothing was trained, since the data of input_fn, or what an interrupted training "
+                f"left of them, ended within the first weight update: {error} Give more of them, or repeat "
+                "them, or a smaller gradient_accumulation_count.",
                 stacklevel=5,
             )
 

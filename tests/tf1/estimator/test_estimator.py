@@ -175,13 +175,15 @@ def test_a_scalar_of_each_micro_batch_is_one_prediction(trained):
 
 
 @pytest.mark.parametrize("make", [make_small, pytest.param(make_estimator, marks=pytest.mark.thorough)])
-def test_max_steps_and_training_in_parts(make, request, tmp_path, caplog):
-    """The same as at once, also with random numbers and statistics."""
+def test_max_steps_and_training_that_is_interrupted(make, request, tmp_path, caplog):
+    """The same as without, also with random numbers and statistics."""
     trained = request.getfixturevalue("trained" if make is make_small else "whole")
     estimator = copy_of(trained, tmp_path / "model", 16, make, save_checkpoints_secs=1e-9)
     estimator.train(input_fn, max_steps=16)
     assert "Skipping training since max_steps has already saved." in caplog.text
-    estimator.train(input_fn, max_steps=17)
+    hook, _ended = raising(ArithmeticError("after a run"))
+    with pytest.raises(ArithmeticError, match="after a run"):
+        estimator.train(input_fn, hooks=[hook], max_steps=17)
     assert estimator.get_variable_value("global_step") == 20  # whole weight updates
     estimator.evaluate(finite_of(5))
     assert estimator.train(input_fn, max_steps=32) is estimator
@@ -192,8 +194,10 @@ def other_input_fn():
     return Batches()
 
 
-def test_other_data_begin_at_their_beginning(trained, tmp_path):
-    estimator = copy_of(trained, tmp_path / "model").train(other_input_fn, steps=8)
+@pytest.mark.parametrize("function", [input_fn, other_input_fn])
+def test_another_call_begins_with_the_first_element(function, trained, tmp_path):
+    """As in TensorFlow, where the call before did its steps; and other data in any case."""
+    estimator = copy_of(trained, tmp_path / "model").train(function, steps=8)
     session = ipu.Session()
     session.restore(estimator.latest_checkpoint())
     assert [feed.position.count for feed in session.take_snapshot().feeds] == [8]

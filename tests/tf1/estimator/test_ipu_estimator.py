@@ -120,11 +120,10 @@ def trained(initial, tmp_path_factory):
 
 
 def test_training_equals_a_plain_loop(initial, trained, tmp_path):
-    """A weight update in each step; and in each third one, by a rate that depends on the step, in parts."""
+    """A weight update in each step; and in each third one, by a rate that depends on the step."""
     models.assert_values_close(variables_of(trained), plain_loop(initial, [0.1] * 12, 1))
     estimator = make_estimator(tmp_path, params={"count": 3, "decay_steps": 4})
-    assert estimator.train(dataset(), max_steps=6) is estimator
-    estimator.train(dataset(), max_steps=12)
+    assert estimator.train(dataset(), max_steps=12) is estimator
     assert estimator.get_variable_value("global_step") == 12
     rates = [0.1 * 0.5 ** (step / 4) for step in range(0, 12, 3)]
     models.assert_values_close(variables_of(estimator), plain_loop(initial, rates, 3))
