@@ -182,7 +182,7 @@ class Estimator(abc.ABC):
             if in_memory is not None:
                 in_memory.leave()  # a later call may be the one that was interrupted
             return self
-        is_same_data = False
+        is_same_data, first_step = False, global_step
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if found is not None:
                 snapshot, path = found.snapshot, found.source
@@ -190,7 +190,10 @@ class Estimator(abc.ABC):
                 check_optimizers(snapshot, path, made.program)
                 is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
                 has_ended = snapshot.extra.get("data_has_ended") or snapshot.extra.get("is_complete")
-                session.take_over(snapshot, path, fits=False, feeds=is_same_data and not has_ended)
+                goes_on = is_same_data and not has_ended
+                session.take_over(snapshot, path, fits=False, feeds=goes_on)
+                if goes_on:
+                    first_step = int(snapshot.extra.get("first_step", global_step))
                 _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
             elif self._warm_start_from is not None:
                 session.load(find_warm_variables(self._warm_start_from, made.program))
@@ -212,6 +215,7 @@ class Estimator(abc.ABC):
                     input_fn,
                     global_step,
                     is_same_data,
+                    first_step,
                     listeners,
                     saved_step=0 if found is None else found.saved_step,
                 )

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.engine import update_count
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1 import ipu_compiler, scopes
@@ -349,10 +348,10 @@ def compile_spec(
     outfeed = IPUOutfeedQueue()
     step_offset = placeholder(np.int32, [], name="global_step")
 
-    def count_steps() -> Any:
+    def count_steps(updates: Any) -> Any:
         offset = step_offset.traced()
         is_training = mode is ModeKeys.TRAIN
-        return update_count() * np.int32(spec.micro_batches_per_update) + offset if is_training else offset
+        return updates * np.int32(spec.micro_batches_per_update) + offset if is_training else offset
 
     def model() -> Any:
         return pipelining_ops.pipeline(

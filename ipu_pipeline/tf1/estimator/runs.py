@@ -21,6 +21,7 @@ from ipu_pipeline.tf1.ipu_session_run_hooks import (
     SessionRunHook,
     SessionRunValues,
 )
+from ipu_pipeline.tf1.program.calls import PipelineCall
 from ipu_pipeline.tf1.session.session import Session
 
 __all__ = ["Run", "Runs"]
@@ -49,7 +50,12 @@ class Runs:
     """Runs a program and calls the hooks."""
 
     def __init__(
-        self, made: EstimatorProgram, session: Session, hooks: Sequence[SessionRunHook], global_step: int
+        self,
+        made: EstimatorProgram,
+        session: Session,
+        hooks: Sequence[SessionRunHook],
+        global_step: int,
+        first_step: int | None = None,
     ) -> None:
         """Takes a session that has the program's variables.
 
@@ -58,6 +64,8 @@ class Runs:
           session: the session.
           hooks: all of them.
           global_step: micro-batches that the variables were trained on.
+          first_step: the global step at which the runs began, which may have been before an interruption;
+            None: now.
         """
         self.made = made
         self.session = session
@@ -65,6 +73,8 @@ class Runs:
         # Training counts on from where it begins; earlier updates may have had other counts per update.
         per_update = made.spec.micro_batches_per_update if made.mode is ModeKeys.TRAIN else 0
         offset = global_step - per_update * session.update_count(made.name)
+        first = global_step if first_step is None else first_step
+        self._first_update = (first - offset) // per_update if per_update else 0
         session.count_steps(per_update, offset)
         self._feeds = made.feed_steps(offset)
         self._fetched: dict[str, Any] = {}
@@ -103,10 +113,19 @@ class Runs:
         context = SessionRunContext(self.session, global_step)
         asked = [hook.before_run(context) for hook in self.hooks]
         before = self.session.execution_count(made.name)
-        data_end = None
+        data_end, num_done = None, 0
+        (call,) = made.program.calls
+        # Values that stay the same during a run do so wherever training was interrupted or saved.
+        if isinstance(call, PipelineCall) and call.begin_input is not None:
+            num_done = (self.session.update_count(made.name) - self._first_update) % call.repeat_count
+            max_updates = min(max_updates, call.repeat_count - num_done)
         try:
             self.session.run_part(
-                made.program, self._feeds, max_updates=max_updates, should_stop=should_stop
+                made.program,
+                self._feeds,
+                num_done=num_done,
+                max_updates=max_updates,
+                should_stop=should_stop,
             )
         except OutOfRangeError as error:  # updates before the data's end were done
             data_end = error

@@ -110,6 +110,7 @@ class Training:
         input_fn: Any,
         global_step: int,
         is_same_data: bool,
+        first_step: int,
         listeners: Sequence[CheckpointSaverListener] = (),
         saved_step: int | None = None,
     ) -> None:
@@ -125,10 +126,12 @@ class Training:
           input_fn: the function that returned the data.
           global_step: the step at which training begins.
           is_same_data: whether the session's checkpoint is from training on this `input_fn`'s data.
+          first_step: the step at which this training began, which may have been before an interruption.
           listeners: called around saves.
           saved_step: the step of the newest checkpoint on disk; None: `global_step`.
         """
-        self._runs = Runs(made, session, hooks, global_step)
+        self._runs = Runs(made, session, hooks, global_step, first_step)
+        self._begun_step = first_step
         self._made = made
         self._session = session
         self._config = config
@@ -345,6 +348,7 @@ class Training:
         """What checkpoints have besides the session's state."""
         return {
             "global_step": self._step,
+            "first_step": self._begun_step,
             "input_fn": self._input_fn,
             "data_has_ended": self._has_ended,
             "is_complete": self._is_complete,

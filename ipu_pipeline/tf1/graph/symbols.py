@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -18,8 +18,10 @@ from ipu_pipeline.engine.fronts import has_update_count, is_tracing
 __all__ = [
     "ComputedStep",
     "GlobalStep",
+    "SplitInputs",
     "StepSymbol",
     "Symbol",
+    "at_run_begin",
     "counting_steps",
     "get_global_step",
     "has_step",
@@ -122,8 +124,9 @@ class GlobalStep(StepSymbol):
                 "optimizer. Elsewhere, Python's operators and the decays of ipu.optimizers.tf1 take it; "
                 "their results may be used in these places, or passed in `inputs`."
             )
-        counts = _counting.get()
-        return update_count() if counts is None else counts()
+        begin, counts = _run_begin.get(), _counting.get()
+        updates = update_count() if begin is None else begin
+        return updates if counts is None else counts(updates)
 
 
 class ComputedStep(StepSymbol):
@@ -149,20 +152,31 @@ class ComputedStep(StepSymbol):
         return value
 
 
-_counting: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar(
+_counting: contextvars.ContextVar[Callable[[Any], Any] | None] = contextvars.ContextVar(
     "counting", default=None
 )
+_run_begin: contextvars.ContextVar[Any] = contextvars.ContextVar("run_begin", default=None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @contextlib.contextmanager
-def counting_steps(count: Callable[[], Any]) -> Iterator[None]:
-    """Sets what the global step counts in programs compiled inside a `with` block."""
+def counting_steps(count: Callable[[Any], Any]) -> Iterator[None]:
+    """Sets what the global step is, of the weight updates, in programs compiled inside a `with` block."""
     token = _counting.set(count)
     try:
         yield
     finally:
         _counting.reset(token)
+
+
+@contextlib.contextmanager
+def at_run_begin(num_updates: Any) -> Iterator[None]:
+    """Gives the global step the value of a run's beginning, after so many updates, in a `with` block."""
+    token = _run_begin.set(num_updates)
+    try:
+        yield
+    finally:
+        _run_begin.reset(token)
 
 
 def has_step() -> bool:
@@ -197,25 +211,42 @@ for _kind in (GlobalStep, ComputedStep):
     jax.tree_util.register_pytree_node(_kind, _flatten, _unflatten)
 
 
-def split_steps(inputs: Any) -> tuple[Any, int, Callable[[Sequence[Any]], list[Any]] | None]:
-    """Takes symbols of the global step out of the `inputs` of a function."""
-    if inputs is None:
-        return inputs, 0, None
+class SplitInputs(NamedTuple):
+    """The `inputs` of a function, without symbols of the global step.
+
+    Attributes:
+      rest: the inputs, with a number of weight updates, 0, in place of the first symbol, and None in place
+        of others.
+      number: how many arguments they are.
+      position: of the number of weight updates among the leaves of `rest`.
+      put_back: makes of the arguments for `rest` the number of weight updates, and the inputs with symbols.
+    """
+
+    rest: list[Any]
+    number: int
+    position: int
+    put_back: Callable[[Sequence[Any]], tuple[Any, list[Any]]]
+
+
+def split_steps(inputs: Any) -> SplitInputs | None:
+    """Takes symbols of the global step out of the `inputs` of a function; None if there are none."""
     given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     tree: Any
     leaves, tree = jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
     is_step = [isinstance(leaf, StepSymbol) for leaf in leaves]
     if not any(is_step):
-        return inputs, len(given), None
-    rest = tree.unflatten([None if known else leaf for known, leaf in zip(is_step, leaves, strict=True)])
+        return None
+    position = is_step.index(True)
+    others = [None if known else leaf for known, leaf in zip(is_step, leaves, strict=True)]
+    rest = tree.unflatten([*others[:position], np.int32(0), *others[position + 1 :]])
 
-    def put_back(arguments: Sequence[Any]) -> list[Any]:
-        values = iter(jax.tree.leaves(list(arguments)))
-        filled = [leaf if known else next(values) for known, leaf in zip(is_step, leaves, strict=True)]
-        found: list[Any] = tree.unflatten(filled)
-        return found
+    def put_back(arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+        values = jax.tree.leaves(list(arguments))
+        num_updates, others = values.pop(position), iter(values)
+        filled = [leaf if known else next(others) for known, leaf in zip(is_step, leaves, strict=True)]
+        return num_updates, tree.unflatten(filled)
 
-    return rest, len(given), put_back
+    return SplitInputs(rest, len(given), position, put_back)
 
 
 def get_global_step() -> GlobalStep:
@@ -230,8 +261,9 @@ def get_global_step() -> GlobalStep:
     pipeline, in its optimizer_function, and in the `update` of its optimizer: there it has another value
     for every weight update. Elsewhere Python's operators and the decays of `optimizers.tf1` take it, and
     return symbols that are computed where they are used. The step and such symbols may be among the
-    `inputs` of a pipeline. If several pipelines train, each has a count under its name
-    (`Session.update_count`). Optax's own schedules count weight updates by themselves and do not need it.
+    `inputs` of a pipeline, which stay the same during a run: there it is the step before the run. If
+    several pipelines train, each has a count under its name (`Session.update_count`). Optax's own schedules
+    count weight updates by themselves and do not need it.
 
     Example:
       >>> rate = ipu.optimizers.tf1.exponential_decay(0.1, ipu.get_global_step(), 1000, 0.96)

@@ -39,7 +39,7 @@ from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs, input_shapes
 from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder
-from ipu_pipeline.tf1.program.global_steps import drop_steps, give_steps
+from ipu_pipeline.tf1.program.global_steps import give_steps, keep_steps
 from ipu_pipeline.tf1.program.optimizer_functions import (
     LossAndTransformation,
     OptimizerFunction,
@@ -345,7 +345,7 @@ def pipeline(
         count = count.traced()
     has_count_operand = isinstance(count, jax.Array)
     found = computational_stages
-    inputs, computational_stages = give_steps(inputs, found)
+    inputs, computational_stages, begin_input = give_steps(inputs, found, trains=not is_inference)
     if isinstance(found, AutoStages):
         computational_stages = AutoStages(computational_stages, found.groups, found.table)
     input_leaves, input_tree = as_traced_inputs(inputs)
@@ -419,6 +419,7 @@ def pipeline(
         outfeeds_loss=outfeed_loss,
         outfeed_tree=outfeed_tree,
         has_count_operand=has_count_operand,
+        begin_input=begin_input,
         recompute=recompute,
         asks_for_recomputation=recomputation_mode is not None and not is_inference,
         replication=replication,
@@ -497,7 +498,7 @@ def auto_stages(
         memory.
     """
     check_arguments(layers, infeed_queue, None, optimizer_function)
-    inputs, given_layers = give_steps(inputs, layers)
+    inputs, given_layers, _begin = give_steps(inputs, layers, trains=optimizer_function is not None)
     num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
     given = _give(
         num_known,
@@ -603,7 +604,7 @@ def split(
         memory.
     """
     check_arguments([model], infeed_queue, None, optimizer_function)
-    rest, (given_model,) = give_steps(inputs, [model])
+    rest, (given_model,), begin = give_steps(inputs, [model], trains=optimizer_function is not None)
     given = _give(
         num_stages if is_integer(num_stages, 1) else 1,
         rest,
@@ -633,8 +634,7 @@ def split(
         program_names=ProgramNames() if builder is None else builder.names,
         **given.options,
     )
-    # `pipeline` gives the first stage the global step, if it is among the inputs; the model asked for it.
-    return AutoStages([drop_steps(inputs, found[0]), *found[1:]], found.groups, found.table)
+    return AutoStages([keep_steps(found[0], begin), *found[1:]], found.groups, found.table)
 
 
 class _Given(NamedTuple):

@@ -138,6 +138,8 @@ class PipelineCall(_Call):
       outfeeds_loss: whether the loss is enqueued, not the outputs.
       outfeed_tree: the structure of what is enqueued.
       has_count_operand: whether the first operand is the number of micro-batches per weight update.
+      begin_input: the position among the inputs of the number of weight updates before the run; None: they
+        do not have it.
       recompute: what stages keep if recomputation is allowed.
       asks_for_recomputation: whether the user asked for recomputation, and so expects it.
       replication: how many replicas it has, and where.
@@ -151,6 +153,7 @@ class PipelineCall(_Call):
     outfeeds_loss: bool
     outfeed_tree: Any
     has_count_operand: bool
+    begin_input: int | None
     recompute: Recomputation
     asks_for_recomputation: bool
     replication: Replication

@@ -1,4 +1,8 @@
-"""The global step among the `inputs` of a pipeline: not a constant, so the first stage asks for it."""
+"""The global step among the `inputs` of a pipeline: not a constant, so the first stage computes it.
+
+Inputs stay the same during a run. So the stage is given the number of weight updates before the run, which
+the session fills in, in place of the first of these inputs.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +12,56 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.tf1.graph.symbols import StepSymbol, split_steps
+from ipu_pipeline.engine import update_count
+from ipu_pipeline.tf1.graph.symbols import at_run_begin, split_steps
 
-__all__ = ["drop_steps", "give_steps"]
+__all__ = ["give_steps", "keep_steps"]
+
+_HAS_STEPS = "_computes_global_steps"  # an attribute of stages; see `keep_steps`
 
 
-def give_steps(inputs: Any, stages: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Makes the first stage ask for the global step, and values computed from it, in `inputs`."""
-    rest, number, put_back = split_steps(inputs)
-    if put_back is None:
-        return inputs, stages
+def give_steps(inputs: Any, stages: Sequence[Any], trains: bool) -> tuple[Any, Sequence[Any], int | None]:
+    """Makes the first stage compute the global step, and values computed from it, in `inputs`.
+
+    Args:
+      inputs: the inputs.
+      stages: the stages.
+      trains: whether there are weight updates; else the global step is the same in all of a run anyway.
+
+    Returns:
+      The inputs of the stages that are returned; the stages; and the position of the number of weight
+      updates before the run among the leaves of the inputs, None if the global step is not among them.
+    """
+    split = split_steps(inputs)
+    if split is None:
+        return inputs, stages, None
 
     def wrap(stage: Callable[..., Any]) -> Callable[..., Any]:
+        if hasattr(stage, _HAS_STEPS):
+            return stage
+
         @functools.wraps(stage)
         def wrapped(*arguments: Any, **named: Any) -> Any:
-            # Symbols have their values as their leaves here.
-            given = jax.tree.map(lambda leaf: leaf, put_back(arguments[:number]))
-            return stage(*given, *arguments[number:], **named)
+            begin, symbols = split.put_back(arguments[: split.number])
+            with at_run_begin(begin if trains else update_count()):
+                given = jax.tree.map(lambda leaf: leaf, symbols)  # their values are their leaves
+            return stage(*given, *arguments[split.number :], **named)
 
         return wrapped
 
     first = stages[0]
     wrapped = [wrap(one) for one in first] if isinstance(first, (list, tuple)) else wrap(first)
-    return rest, [wrapped, *stages[1:]]
+    return split.rest, [wrapped, *stages[1:]], split.position
 
 
-def drop_steps(inputs: Any, stage: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves out what `give_steps` gives a first stage, for a stage that asks for it by itself."""
-    _rest, number, put_back = split_steps(inputs)
-    if put_back is None:
+def keep_steps(stage: Callable[..., Any], position: int | None) -> Callable[..., Any]:
+    """Marks a first stage that was made of one of `give_steps`, with the same inputs: it computes them."""
+    if position is None:
         return stage
-    given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-    known, tree = jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
 
     @functools.wraps(stage)
-    def dropped(*arguments: Any, **named: Any) -> Any:
-        leaves = zip(known, jax.tree.leaves(arguments[:number]), strict=True)
-        given = [None if isinstance(own, StepSymbol) else leaf for own, leaf in leaves]
-        rest = jax.tree.unflatten(tree, given)
-        return stage(*rest, *arguments[number:], **named)
+    def kept(*arguments: Any, **named: Any) -> Any:
+        return stage(*arguments, **named)
 
-    return dropped
+    setattr(kept, _HAS_STEPS, True)
+    return kept

@@ -45,8 +45,9 @@ _BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host checks
 
 @dataclass(frozen=True)
 class Limit:
-    """The point at which pipelines end before their `repeat_count`; see `Session.run_part`."""
+    """The part of their `repeat_count` that pipelines run; see `Session.run_part`."""
 
+    num_done: int = 0
     max_updates: int | None = None
     should_stop: Callable[[], bool] | None = None
 
@@ -128,6 +129,9 @@ def _run_pipeline(
     runner, devices = _prepare(call, devices)
     num_replicas = pipeline.num_replicas
     inputs = fit_replicas(call.name, inputs, num_replicas)
+    if call.begin_input is not None:
+        begin = store.update_count(call) - limit.num_done
+        inputs[call.begin_input] = np.array(begin % 2**32, np.uint32).astype(np.int32)
     pipeline.introduce(call.name)
     take: Take = take_nothing
     is_synthetic = uses_synthetic_data()

@@ -523,6 +523,7 @@ class Session:
         program: Program,
         feed_dict: Mapping[Any, Any] | None = None,
         *,
+        num_done: int,
         max_updates: int,
         should_stop: Callable[[], bool],
     ) -> Any:
@@ -531,11 +532,12 @@ class Session:
         Args:
           program: the program.
           feed_dict: placeholder -> value.
+          num_done: how many weight updates other parts of the same run have done.
           max_updates: the largest number of weight updates of each pipeline; executions, in inference.
           should_stop: called after each update, or block of updates: whether the pipeline ends there.
         """
         with self._turns.alone(together="a run of a session"):
-            self._limit = Limit(max_updates, should_stop)
+            self._limit = Limit(num_done, max_updates, should_stop)
             try:
                 return self.run(program, feed_dict)
             finally:

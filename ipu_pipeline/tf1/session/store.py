@@ -264,10 +264,14 @@ class Store:
         return PipelineState(
             variables=variables,
             optimizer_state=optimizer_state,
-            update_count=record.update_count if call.trains else self.step_of_weights(call.name),
+            update_count=self.update_count(call),
             execution_count=record.execution_count,
             key=self.key,
         )
+
+    def update_count(self, call: Call) -> int:
+        """The number of weight updates of the variables of a pipeline."""
+        return self.record(call.name).update_count if call.trains else self.step_of_weights(call.name)
 
     def place_loop_state(self, call: LoopCall) -> RunState:
         """Places the state of a loop on its devices, with the gradients that an earlier run accumulated."""

@@ -139,6 +139,21 @@ def test_a_decay_in_an_estimator_goes_by_micro_batches(make_spec, initial, tmp_p
     models.assert_values_close(variables_of(estimator), plain_loop(initial, rates))
 
 
+def test_inputs_of_an_estimator_are_those_of_its_runs(initial, tmp_path):
+    """Of two weight updates, wherever a checkpoint is saved, and if it is interrupted within one."""
+
+    def fail(*_arguments):
+        raise ArithmeticError
+
+    estimator = estimator_of(through_inputs, tmp_path, save_checkpoints_steps=COUNT)
+    with pytest.raises(ArithmeticError):
+        estimator.train(dataset, steps=12, hooks=[hook_of(after_run=fail)])
+    assert estimator.get_variable_value("global_step") == COUNT
+    estimator.train(dataset, max_steps=12)
+    rates = [0.1 * 0.5 ** (step / 6) for step in (0, 0, 6, 6)]
+    models.assert_values_close(variables_of(estimator), plain_loop(initial, rates))
+
+
 @pytest.mark.thorough
 def test_training_goes_on_with_another_accumulation(initial, tmp_path):
     """The global step goes on from the checkpoint's: updates before it were of three micro-batches."""
@@ -214,12 +229,15 @@ def test_metrics_scalars_and_hooks_tell_the_same_step(tmp_path):
 
 
 def test_a_session_counts_weight_updates(initial, tmp_path):
-    """With a rate that decays by them, computed before the pipeline, as TensorFlow 1 code has it."""
+    """With a rate that decays by them, computed before the pipeline, as TensorFlow 1 code has it.
+
+    It is among the inputs, which stay the same during a run.
+    """
     step = ipu.get_global_step()
     stages = [lambda rate, *xy: (rate, *first(*xy)), lambda rate, *xy: (rate, *second(*xy))]
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(dataset())
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
-    options = {"repeat_count": 4, "infeed_queue": infeed, "outfeed_queue": outfeed, "outfeed_loss": True}
+    options = {"repeat_count": 2, "infeed_queue": infeed, "outfeed_queue": outfeed, "outfeed_loss": True}
 
     def optimize(rate, prediction, y):
         return OptimizerFunctionOutput(optax.sgd(rate), loss_of(prediction, y))
@@ -230,9 +248,11 @@ def test_a_session_counts_weight_updates(initial, tmp_path):
 
     with ipu.Session(seed=7) as session:
         assert session.run(step) == 0
-        session.run([infeed.initializer, compile_program(model)])
+        program = compile_program(model)
+        session.run([infeed.initializer, program])
+        session.run(program)
         assert session.run({"step": step, "losses": outfeed.dequeue()})["step"] == 4
-        rates = [0.1 * 0.5 ** (update / 6) for update in range(4)]
+        rates = [0.1 * 0.5 ** (update / 6) for update in (0, 0, 2, 2)]
         models.assert_values_close(session.variables, plain_loop(initial, rates))
         path = ipu.Saver().save(session, tmp_path, global_step=step)
     assert path == str(tmp_path / "4")
