@@ -19,6 +19,7 @@ import jax
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground import jax_compat
 
 __all__ = [
     "Enqueued",
@@ -33,6 +34,7 @@ __all__ = [
     "frame",
     "has_update_count",
     "is_in_stage",
+    "is_repeated",
     "is_traced_again",
     "is_tracing",
     "is_training",
@@ -41,6 +43,9 @@ __all__ = [
     "unchanged",
     "unchanged_on_error",
 ]
+
+
+_AGAIN = "traced_again_by_ipu_pipeline"  # a scope's name
 
 
 class OutsideOfBodyError(RuntimeError):
@@ -279,10 +284,21 @@ def has_update_count() -> bool:
     return current is not None and (current.has_metrics or current.is_traced_again)
 
 
-def tracing_again(place: str) -> contextlib.AbstractContextManager[Frame]:
+@contextlib.contextmanager
+def tracing_again(place: str) -> Iterator[Frame]:
     """Traces a function again inside a `with` block: it may ask for its variables again.
+
+    What it prints, or calls back for, is left out of a weight update (see `is_repeated`): it has its effect
+    where the function was traced before.
 
     Args:
       place: what errors call the function.
     """
-    return frame(Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True))
+    own = Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True)
+    with jax.named_scope(_AGAIN), frame(own):
+        yield own
+
+
+def is_repeated(equation: Any) -> bool:
+    """Whether an equation was traced by a function that `tracing_again` traced."""
+    return _AGAIN in jax_compat.scope_names(equation)

@@ -314,7 +314,23 @@ def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr,
     flat = jaxprs.flatten(closed_jaxpr, rule)
     leaves = [atom for _number, atoms in sorted(found.items()) for atom in atoms]
     outputs = [*flat.outputs[:num_results], *leaves, *flat.outputs[num_results:]]
-    return dataclasses.replace(flat, inputs=list(flat.inputs), outputs=outputs), counts
+    kept, inputs = _drop_repeated(flat.equations, outputs), list(flat.inputs)
+    return dataclasses.replace(flat, inputs=inputs, equations=kept, outputs=outputs), counts
+
+
+def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The equations that are needed for outputs, or have effects that are not those of a stage as well."""
+
+    def variables(atoms: Sequence[Any]) -> list[Any]:
+        return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
+
+    needed, kept = {*variables(outputs)}, []
+    for equation in reversed(equations):
+        has_effects = equation.effects and not frames.is_repeated(equation)
+        if has_effects or any(var in needed for var in equation.outvars):
+            kept.append(equation)
+            needed.update(variables(equation.invars))
+    return kept[::-1]
 
 
 def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:

@@ -222,10 +222,10 @@ def test_losses_are_averaged_over_a_run_and_hooks_of_the_model_are_called(tmp_pa
 
 
 def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
-    """The optimizer's trace of the model_fn logs nothing more."""
+    """The optimizer's trace of the model_fn logs nothing more, and calls back no more."""
     caplog.set_level(logging.INFO, "ipu_pipeline")
     hook = IPULoggingTensorHook(every_n_iter=1, formatter=lambda values: f"mean is {values['mean']:.6f}")
-    losses = []
+    losses, told = [], []
     args = ipu.ipu_session_run_hooks.SessionRunArgs("loss")
     seen = hook_of(
         before_run=lambda _context: args, after_run=lambda _context, values: losses.append(values)
@@ -236,6 +236,13 @@ def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
         hidden = ipu.layers.BatchNormalization()(ipu.layers.Dropout(0.3)(features))
         for one in (hook, own):
             one.log({"mean": jnp.mean(features)})
+        jax.debug.callback(lambda value: told.append(("alone", float(value))), features[0, 0])
+
+        def step(carry, row):
+            jax.debug.callback(lambda value: told.append(("in a scan", float(value))), row[0])
+            return carry, row
+
+        hidden = jax.lax.scan(step, 0, hidden)[1]
         ipu.metric("mean", jnp.mean(features))
         spec = model_fn(hidden, labels, mode, params)
         spec.training_hooks = (hook, own)
@@ -246,6 +253,11 @@ def test_layers_that_draw_and_assign_and_hooks_that_log(tmp_path, caplog):
     for word in ("is", "="):
         logged = re.findall(rf"mean {word} (\S+)", caplog.text)
         np.testing.assert_allclose([float(text) for text in logged], [X[3].mean(), X[7].mean()], atol=1e-6)
+    jax.effects_barrier()
+    assert {text for text, value in told} == {"alone", "in a scan"}
+    found = [value for text, value in told if text == "alone"]
+    np.testing.assert_array_equal(sorted(found), sorted(X[:8, 0, 0]))
+    assert len(told) == 8 + 8 * 4
     assert len(losses) == 2
     moving = estimator.get_variable_value("batch_normalization/moving_mean")
     assert np.abs(moving).max() > 0
