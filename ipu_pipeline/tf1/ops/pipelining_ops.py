@@ -179,7 +179,8 @@ def pipeline(
         `get_global_step()` and what is computed from it, with the value at the weight update.
       infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
       outfeed_queue: takes what the last stage returns, or the loss.
-      optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. With an
+      optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. A dict
+        is one argument, or its entries are keyword arguments if the function has their names. With an
         `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the selected IPUs
         have room for. It is traced twice: for the loss in the last stage, and for the optimizer in the
         weight update, on what the last stage returned for the last micro-batch. None: the pipeline only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -171,6 +172,8 @@ class LossAndTransformation:
         return self._averages_replicas
 
     def _call(self, *args: Any, **kwargs: Any) -> OptimizerFunctionOutput:
+        if kwargs and not _takes(self._function, **kwargs) and _takes(self._function, kwargs):
+            args, kwargs = (kwargs,), {}  # the dict as it is, as Graphcore passes it
         check_signature(
             self._function, (args, kwargs), "what the last stage returns", "the optimizer_function"
         )
@@ -181,6 +184,15 @@ class LossAndTransformation:
                 f"{type(output).__name__}."
             )
         return output
+
+
+def _takes(function: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a function can be called with these arguments, as far as its signature says."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _choose(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:

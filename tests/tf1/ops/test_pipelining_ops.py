@@ -324,6 +324,29 @@ def test_var_list_and_extra_arguments_of_the_update():
     assert [n for n in before if not np.array_equal(before[n], after[n])] == ["first/dense/bias"]
 
 
+def test_a_dict_of_the_last_stage_is_one_argument_or_several():
+    """As Graphcore passes it, or its entries by name where the optimizer function has their names."""
+
+    def last(*values):
+        return dict(zip(("rate", "training_loss"), SECOND(*values), strict=True))
+
+    def as_one(outputs):
+        return OptimizerFunctionOutput(optax.sgd(outputs["rate"]), outputs["training_loss"])
+
+    def by_name(rate, training_loss):
+        return OptimizerFunctionOutput(optax.sgd(rate), training_loss)
+
+    found = []
+    for stage, function in ((SECOND, by_name), (last, by_name), (last, as_one)):
+        model = front.Model(computational_stages=[FIRST, stage], optimizer_function=function)
+        with ipu.Session() as session:
+            session.run(model.initializer)
+            model.run(session)
+            found.append(session.variables)
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
 def var_list(names):
     return {"compute_gradients_kwargs": {"var_list": names}}
 
