@@ -30,6 +30,7 @@ from ipu_pipeline.engine.jaxprs.meshes import (
     uses_mesh,
     without_mesh,
 )
+from ipu_pipeline.engine.jaxprs.several_losses import join_losses
 from ipu_pipeline.engine.jaxprs.slicing import (
     any_equation,
     can_reduce,
@@ -66,6 +67,7 @@ __all__ = [
     "has_primitive",
     "has_shard_map",
     "is_inlined",
+    "join_losses",
     "lift_captures",
     "map_atoms",
     "reduce",

@@ -6,6 +6,7 @@ micro-batch is what the previous iteration and the feed give it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -143,7 +144,23 @@ def _trace(
     changing_vars = [carried_vars[number] for number in changing]
     sources = {var: Source("input", n) for n, var in enumerate([*captured_vars, *constant_vars])}
     sources |= {var: Source("element", n) for n, var in enumerate([*changing_vars, *feed_vars])}
-    loss, *read = marked.get((minimize_p, None), [None])
+    loss, read = None, []
+    if recorder.minimized:
+        # The last step's optimizer is that of all of them.
+        marks = [marked[minimize_p, number] for number in range(len(recorder.minimized))]
+        losses, read = [mark[0] for mark in marks], marks[-1][1:]
+        loss = losses[0]
+        if len(losses) > 1:
+            names = [spec.name for spec in hoisted.variables]
+            by_name = dict(zip(names, hoisted.flat.inputs[: len(names)], strict=True))
+            assert recorder.training_step is not None
+            trained = recorder.training_step.optimizer.trained
+            frozen = [
+                {by_name[name] for name in trained if name not in step.trained}
+                for step in recorder.minimized
+            ]
+            flat, loss = jaxprs.join_losses(hoisted.flat, losses, frozen)
+            hoisted = dataclasses.replace(hoisted, flat=flat)
     outputs = [*read, *(results[number] for number in changing)]
     enqueued = []
     for index, entry in enumerate(recorded):

@@ -19,6 +19,7 @@ from ipu_pipeline.engine.programs.gradient_maps import GradientMap, check_gradie
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.updates.loss_scaling import LossScaled
 from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, lift_captures, trace_optimizer
 from ipu_pipeline.ground import jax_compat, jax_core
 
@@ -47,14 +48,28 @@ class TrainingStep:
     averages_replicas: bool = False  # whether gradients are averaged over replicas
 
 
+@dataclass(frozen=True, eq=False)
+class Minimized:
+    """A recorded call of `minimize`."""
+
+    transformation: optax.GradientTransformation
+    trained: Mapping[str, VariableSpec]  # by full name
+    step: TrainingStep  # of this call alone, but for the optimizer
+
+
 @dataclass(eq=False)
 class Recorder:
     """Records what a body does while it is traced."""
 
     # the variables that it asked for, by full name
     variables: dict[str, VariableSpec] = field(default_factory=dict)
-    training_step: TrainingStep | None = None  # the recorded one
+    minimized: list[Minimized] = field(default_factory=list)  # the calls of `minimize`
+    training_step: TrainingStep | None = None  # of all of them together
     asks_for_training: bool = False  # whether a layer asked whether the program trains
+
+
+# What training steps of one body have in common.
+_SETTINGS = ("num_mini_batches", "reduction", "offloads_state", "shards_state", "averages_replicas")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +102,8 @@ minimize_p = jax_core.Primitive("minimize")
 
 
 @minimize_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _minimize_abstract(*values: Any) -> Any:
-    del values  # the loss, and what the optimizer captured
+def _minimize_abstract(*values: Any, index: int) -> Any:
+    del values, index  # the loss, and what the optimizer captured
     return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
@@ -126,7 +141,11 @@ def record_training_step(
     shards_state: bool = False,
     averages_replicas: bool = False,
 ) -> str:
-    """Records the training step of a body, at this point of its trace.
+    """Records a training step of a body, at this point of its trace.
+
+    A body may have several, of different variables. Then each loss gives the gradients of its own variables
+    alone, all of them are those of the values before the iteration, and the state is kept under the first
+    name.
 
     Args:
       body: see `current_body`.
@@ -146,7 +165,7 @@ def record_training_step(
       The name of the training step.
 
     Raises:
-      NotImplementedError: there is one already.
+      NotImplementedError: the body has another one that does not go together with it.
       ValueError: there is nothing to train, or `var_list` names a variable that cannot be trained.
     """
     recorder = body.recorder
@@ -158,17 +177,19 @@ def record_training_step(
     dtypes = {
         known: find_accumulator_dtype(spec, accumulator_dtype, "dtype") for known, spec in trained.items()
     }
+    own_trained, number, first = trained, len(recorder.minimized), recorder.training_step
+    own_transformation = transformation
+    if first is not None:
+        trained = {**first.optimizer.trained, **trained}
+        dtypes = {**first.accumulator_dtypes, **dtypes}
+        parts = [(one.transformation, one.trained) for one in recorder.minimized]
+        transformation = _join([*parts, (transformation, own_trained)])
     traced = trace_optimizer(transformation, trained, None, (), reduction, dtypes)
     captures = Captures()
     traced = lift_captures(traced, captures.find_number)
     name = body.names.layer_name("", name)
-    if recorder.training_step is not None:
-        raise NotImplementedError(
-            "minimize was called twice in the body of one loop, or in one compiled function without loops; "
-            "each has one training step. Add the losses, or train in two loops."
-        )
-    recorder.training_step = TrainingStep(
-        name=name,
+    step = TrainingStep(
+        name=name if first is None else first.name,
         optimizer=traced,
         num_mini_batches=num_mini_batches,
         reduction=reduction,
@@ -178,8 +199,61 @@ def record_training_step(
         shards_state=shards_state,
         averages_replicas=averages_replicas,
     )
-    minimize_p.bind(loss, *captures.values)
+    minimized = Minimized(own_transformation, own_trained, step)
+    for other in recorder.minimized:
+        _check_together(other, minimized)
+    recorder.minimized.append(minimized)
+    recorder.training_step = step
+    minimize_p.bind(loss, *captures.values, index=number)
     return name
+
+
+def _check_together(one: Minimized, other: Minimized) -> None:
+    """Raises if a body cannot have two training steps.
+
+    Raises:
+      NotImplementedError: it cannot.
+    """
+    what = "minimize was called twice in the body of one loop, or in one compiled function without loops"
+    if shared := [name for name in one.trained if name in other.trained]:
+        raise NotImplementedError(
+            f"{what}, and both train {', '.join(shared)}. Give each its own variables by var_list; or add "
+            "the losses, or train in two loops."
+        )
+    for name in _SETTINGS:
+        if getattr(one.step, name) != getattr(other.step, name):
+            raise NotImplementedError(
+                f"{what}, with optimizers that accumulate, average or place their state differently "
+                f"({name}). Give both the same settings, or train in two loops."
+            )
+    is_scaled = any(isinstance(own.transformation, LossScaled) for own in (one, other))
+    if is_scaled or one.step.gradient_map is not None or other.step.gradient_map is not None:
+        raise NotImplementedError(
+            f"{what}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step alone "
+            "may have. Train in two loops, or change gradients in the optimizers, by optax.chain."
+        )
+
+
+def _join(
+    parts: Sequence[tuple[optax.GradientTransformation, Mapping[str, Any]]],
+) -> optax.GradientTransformation:
+    """One transformation of several, each with its own variables."""
+
+    def init(params: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(own.init({name: params[name] for name in names}) for own, names in parts)
+
+    def update(gradients: Mapping[str, Any], states: tuple[Any, ...], params: Any) -> Any:
+        changes: dict[str, Any] = {}
+        new_states = []
+        for (own, names), state in zip(parts, states, strict=True):
+            given = ({name: values[name] for name in names} for values in (gradients, params))
+            own_gradients, own_params = given
+            own_changes, new_state = own.update(own_gradients, state, own_params)
+            changes.update(own_changes)
+            new_states.append(new_state)
+        return changes, tuple(new_states)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _find_trained(

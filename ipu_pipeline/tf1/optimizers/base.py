@@ -173,6 +173,10 @@ class Optimizer(abc.ABC):
 
         It is called in the body of a loop, or in a compiled function without loops and pipelines.
 
+        A body may have several training steps, each with its own variables in `var_list`, as in adversarial
+        training. Each loss then gives the gradients of its own variables alone. All gradients are those of
+        the values before the iteration, and the state and the count are kept under the first one's name.
+
         In the `model_fn` of an `IPUEstimator` the operation is the specification's `train_op`.
 
         Args:
@@ -191,7 +195,7 @@ class Optimizer(abc.ABC):
           RuntimeError: not called in one of these places.
           ValueError: the loss is no scalar, there is nothing to train, or `var_list` names a variable that
             cannot be trained.
-          NotImplementedError: the body has a training step already.
+          NotImplementedError: the body has another training step that does not go together with it.
         """
         what = f"{type(self).__name__}.minimize"
         collected = _minimized.get()

@@ -403,6 +403,45 @@ def test_var_list_and_global_norm():
     np.testing.assert_allclose(variables["w"], 2 - 5 / np.sqrt(25 + 8), rtol=1e-6)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_losses_of_different_variables(sharded):
+    """Adversarial training: each loss depends on the variables that the other one trains."""
+    shard = ipu.scopes.ipu_shard if sharded else unsharded
+    data = np.random.default_rng(3).normal(size=(6, 2, 4)).astype(np.float32)
+    infeed, tf1 = IPUInfeedQueue(list(data)), ipu.optimizers.tf1
+
+    def losses_of(generator, critic, x):
+        fake = jnp.tanh(x @ generator)
+        scores = jnp.tanh(fake @ critic)
+        return jnp.mean((scores - 1) ** 2), jnp.mean(scores**2) + jnp.mean((x @ critic - 1) ** 2)
+
+    def body(rate, x):
+        with shard(0):
+            generator, critic = (ipu.get_variable(name, [4, 4]) for name in ("generator", "critic"))
+        with shard(1):
+            first, second = losses_of(generator, critic, x)
+        train = tf1.AdamOptimizer(rate).minimize(first, var_list=["generator"])
+        return rate * 0.9, train, minimize(second, rate, var_list=["critic"])
+
+    program = front.compile_program(lambda: loops.repeat(6, body, [np.float32(RATE)], infeed))
+    with ipu.Session(seed=3) as session:
+        session.run([infeed.initializer, ipu.global_variables_initializer()])
+        before = session.variables
+        session.run(program)
+        found, count = session.variables, session.update_count("Adam")
+    assert count == 6
+    adam = tf1.AdamOptimizer(lambda number: RATE * 0.9**number)
+    generator, critic, rate = before["generator"], before["critic"], RATE
+    state = adam.init(generator)
+    for x in data:
+        of_generator = jax.grad(lambda g, x=x, c=critic: losses_of(g, c, x)[0])(generator)
+        of_critic = jax.grad(lambda c, x=x, g=generator: losses_of(g, c, x)[1])(critic)
+        change, state = adam.update(of_generator, state)
+        generator, critic = generator + change, critic - np.float32(rate) * of_critic
+        rate *= 0.9
+    models.assert_values_close(found, {"generator": generator, "critic": critic})
+
+
 def test_optimizer_state_is_shared_by_name_and_what_was_accumulated_is_checked():
     first = LoopModel(4, 3)
     second = LoopModel(2, 3)
@@ -936,6 +975,14 @@ WRONG_CALLS = {
     NotImplementedError: {
         "called twice in the body of one loop": (
             lambda: compile_loop(lambda: [minimize(weight()), minimize(jnp.sin(1.0))])
+        ),
+        "accumulate, average or place their state differently .num_mini_batches": (
+            lambda: compile_loop(
+                lambda: [
+                    minimize(weight(), var_list=["w"]),
+                    minimize(weight("v"), every=2, var_list=["v"]),
+                ]
+            )
         ),
     },
 }
