@@ -105,6 +105,7 @@ class PoplarExecutor:
         self._training: ModelOptimizer | None = None
         self._detached: Mapping[str, Any] | None = None
         self._has_run = False
+        self._is_connected = False  # whether the devices have the newest state of the optimizer
         self._hook: RemovableHandle | None = None  # of an optimizer of torch's
         self._groupings: Mapping[str, Any] = {}  # those that it was compiled with
         self._seen_version = 0
@@ -291,11 +292,7 @@ class PoplarExecutor:
             self._wrapped, arguments, self._optimizer, progress, groupings, self._graph
         )
         if training is not None:
-            assert self._optimizer is not None
-            saved = training.take_saved(self._optimizer)
-            compare_state(saved)
-            if saved is not None:
-                _put_saved(compiled, training, saved)
+            self._put_optimizer_state(compiled, training)
         with progress.compiling():
             compiled.compile(num_compiled(self._wrapped))
         is_resumed = self._resumption is not None and self._resumption.is_pending
@@ -320,6 +317,9 @@ class PoplarExecutor:
             if self._seen_version != self._host.version or not self._has_run:
                 self._compiled.read_from_host()
                 self._seen_version = self._host.version
+        if self._training is not None and not self._is_connected:  # another model had the state since
+            self._put_optimizer_state(self._compiled, self._training)
+            self._connect()
         if isinstance(self._optimizer, Optimizer):
             loaded = self._optimizer.device_state.take_loaded()
             if loaded is not None:
@@ -357,20 +357,52 @@ class PoplarExecutor:
                     state = self._training.put_values(self._detached["optimizer_state"])
                     self._detached = {**self._detached, "optimizer_state": state}
             if optimizer is not self._optimizer:
+                was_connected = self._is_connected
                 self._disconnect()
                 self._optimizer = optimizer
-                self._connect()
+                if was_connected:
+                    self._connect()
+
+    def _put_optimizer_state(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
+        """Puts the optimizer's state on the devices, from another model that has it, or from the host."""
+        assert self._optimizer is not None
+        others = {*self._host.trainers}
+        if isinstance(self._optimizer, Optimizer):
+            others = {self._optimizer.device_state.user} - {None}
+        for other in others:
+            other.leave_optimizer(self._optimizer, training)
+        saved = training.take_saved(self._optimizer)
+        compare_state(saved)
+        if saved is not None:
+            _put_saved(compiled, training, saved)
+
+    def leave_optimizer(self, optimizer: torch.optim.Optimizer, training: ModelOptimizer) -> None:
+        """Leaves the state of an optimizer, if this model has it, to another model that trains with it.
+
+        Raises:
+          Error: the state is kept by names, and the models differ in them.
+        """
+        with self._host.lock:
+            if optimizer is self._optimizer and self._is_connected:
+                if isinstance(optimizer, Optimizer):
+                    assert self._training is not None
+                    training.check_same_names(self._training)
+                self._disconnect()
 
     def _connect(self) -> None:
         if self._training is None or self._optimizer is None:
             return
+        self._is_connected = True
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.device_state.connect(self._fetch_optimizer_state)
         else:
             self._hook = call_before_saving(self._optimizer, self._leave_optimizer_state)
 
     def _disconnect(self) -> None:
-        if self._training is not None and isinstance(self._optimizer, Optimizer):
+        if not self._is_connected:
+            return
+        self._is_connected = False
+        if isinstance(self._optimizer, Optimizer):
             self._optimizer.device_state.disconnect()
         if self._hook is not None:
             self._leave_optimizer_state()

@@ -80,7 +80,8 @@ class Resumption:
             "What is in memory",
             compiled.pipeline,
         )
-        training.go_on_with(snapshot.extra[_OPTIMIZER], values=not self.has_new_values)
+        if not self.has_new_values:
+            training.go_on_with(snapshot.extra[_OPTIMIZER])
         compiled.replace(
             **{
                 **vars(state),

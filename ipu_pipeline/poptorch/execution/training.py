@@ -66,7 +66,6 @@ class ModelOptimizer:
         self._is_automatic = options.Training.automatic_loss_scaling
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
-        self._counts = dict.fromkeys(self._tensors, 0.0)  # updates before those of this model
         self._required = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         self.group_of = assign_groups(optimizer, self._tensors)
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -171,30 +170,22 @@ class ModelOptimizer:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What a state of the devices lacks of the optimizer, as JSON."""
+        """Returns the values in use, as JSON."""
         spec = self.spec
         return {
-            "counts": self._counts,
             "values": list(map(dict, spec.values)),
             "loss_scaling": spec.loss_scaling,
             "max_grad_norm": spec.max_grad_norm,
         }
 
-    def go_on_with(self, described: Mapping[str, Any], values: bool) -> None:
-        """Takes what `describe` returned.
-
-        Args:
-          described: from an optimizer of the same class, with the same groups.
-          values: whether also the values in use.
-        """
-        self._counts = described["counts"]
-        if values:
-            groups = [
-                {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
-                for group in described["values"]
-            ]
-            own = {name: described[name] for name in ("loss_scaling", "max_grad_norm")}
-            self.spec = dataclasses.replace(self.spec, values=tuple(groups), **own)
+    def go_on_with(self, described: Mapping[str, Any]) -> None:
+        """Takes the values that `describe` returned of an optimizer of the same class and groups."""
+        groups = [
+            {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
+            for group in described["values"]
+        ]
+        own = {name: described[name] for name in ("loss_scaling", "max_grad_norm")}
+        self.spec = dataclasses.replace(self.spec, values=tuple(groups), **own)
 
     def put_values(self, optimizer_state: Any) -> Any:
         """Returns an optimizer's state with the values in use."""
@@ -207,6 +198,22 @@ class ModelOptimizer:
             for key, tensor, rows in self._with_rows(saved)
         }
         return import_state(optimizer_state, saved._replace(ipu_state=found), self.spec, self.group_of)
+
+    def check_same_names(self, other: ModelOptimizer) -> None:
+        """Checks that another model that shares this optimizer has the same names for its parameters.
+
+        Raises:
+          Error: a parameter has two names, or a name stands for two parameters.
+        """
+        names = {id(tensor): name for name, tensor in other._tensors.items()}
+        for name, tensor in self._tensors.items():
+            if names.get(id(tensor), name) != name or other._tensors.get(name, tensor) is not tensor:
+                raise Error(
+                    "An optimizer of poptorch.optim keeps its state by the names of parameters, and two "
+                    f"wrapped models that train with this one differ in {name}: it is another parameter in "
+                    "the other model, or has another name there. Give each model an optimizer of its own, "
+                    "or both one of torch.optim."
+                )
 
     def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
         """Returns the optimizer's state for its `state_dict`."""
@@ -227,12 +234,13 @@ class ModelOptimizer:
     def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
         """Returns the state that an optimizer has when a model begins to use it; None if it has none."""
         if isinstance(optimizer, optim.Optimizer):
-            return optimizer.device_state.take()
+            is_loaded, saved = optimizer.device_state.is_loaded, optimizer.device_state.take()
+            if saved is None or is_loaded:
+                return saved
+            names = {"", *self.group_of}  # it may have more of its parameters: frozen, or another model's
+            own = {key: tensor for key, tensor in saved.ipu_state.items() if variable_of(key) in names}
+            return saved._replace(ipu_state=own)
         with on_host(*self._tensors.values()):
-            self._counts = {
-                name: float(optimizer.state.get(tensor, {}).get("step", 0.0))
-                for name, tensor in self._tensors.items()
-            }
             return read_torch_state(optimizer, {name: self._tensors[name] for name in self.group_of})
 
     def leave_saved(
@@ -241,10 +249,8 @@ class ModelOptimizer:
         """Gives torch's optimizer its state when a model no longer uses it. Ours keep it themselves."""
         if isinstance(optimizer, optim.Optimizer):
             return
-        done = state.update_count if isinstance(state, PipelineState) else state["update_count"]
-        counts = {name: count + done for name, count in self._counts.items()}
         with on_host(*self._tensors.values()):
-            write_torch_state(optimizer, self.save(state), self._tensors, counts)
+            write_torch_state(optimizer, self.save(state), self._tensors)
 
 
 def call_before_saving(

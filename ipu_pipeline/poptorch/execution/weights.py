@@ -165,6 +165,7 @@ class HostWeights:
     Attributes:
       version: the number of times they were read from a device, or given to one by a training model.
       lock: held while weights are copied, or the newer ones are replaced.
+      trainers: the executors that train them.
     """
 
     def __init__(self) -> None:
@@ -175,26 +176,26 @@ class HostWeights:
         self._watchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._executors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._newest: weakref.ref[Any] | None = None  # the executor with newer weights
 
     def find_trainer(self, model: torch.nn.Module) -> Any:
         """Returns the wrapper that trains a model, or None. Wrappers that are not in use do not count."""
         self.refresh()  # otherwise newer weights keep a wrapper alive
-        return next((trainer for trainer in self._trainers if trainer.model is model), None)
+        return next((trainer for trainer in self.trainers if trainer.model is model), None)
 
     def register(self, executor: Any, model: torch.nn.Module, trains: bool) -> None:
         """Notes that a model is wrapped, and gives it a method `destroy`."""
         self._executors.add(executor)
         if trains:
-            self._trainers.add(executor)
+            self.trainers.add(executor)
         if not hasattr(type(model), "destroy"):
             vars(model)["destroy"] = vars(model)[_HOLDER]
 
     def unregister(self, executor: Any, model: torch.nn.Module) -> None:
         """Undoes `register`."""
         self._executors.discard(executor)
-        self._trainers.discard(executor)
+        self.trainers.discard(executor)
         if not any(other.model is model for other in self._executors):
             if isinstance(vars(model).get("destroy"), _Destroy):
                 del vars(model)["destroy"]
@@ -285,7 +286,7 @@ class HostWeights:
             self._executors |= other._executors
             self._watchers |= other._watchers
             self._watched += other._watched
-            self._trainers |= other._trainers
+            self.trainers |= other.trainers
 
 
 class _Destroy:

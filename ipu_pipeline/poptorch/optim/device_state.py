@@ -52,6 +52,17 @@ class DeviceState:
         is_method = hasattr(fetch, "__self__")
         self._source = weakref.WeakMethod(fetch) if is_method else weakref.ref(fetch)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the user loaded it, and no model has taken it yet."""
+        return self._is_loaded
+
+    @property
+    def user(self) -> Any:
+        """The object whose method returns the state now, or None."""
+        fetch = None if self._source is None else self._source()
+        return getattr(fetch, "__self__", None)
+
     def disconnect(self) -> None:
         """Fetches the state one last time and keeps it here."""
         self.read()
@@ -62,7 +73,9 @@ class DeviceState:
         fetch = None if self._source is None else self._source()
         if fetch is not None and not self._is_loaded:
             fetched = fetch()
-            self._saved = self._saved if fetched is None else fetched
+            if fetched is not None:  # of variables that it does not train, the earlier state stays
+                known = {} if self._saved is None else self._saved.ipu_state
+                self._saved = SavedState({**known, **fetched.ipu_state}, fetched.ipu_param)
         return self._saved
 
     def load(self, saved: SavedState) -> None:

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING
+from ipu_pipeline.poptorch.optim.hyperparameters import STORED_SCALING
 from ipu_pipeline.poptorch.optim.specs import GroupStructure, Kind, Structure
 
-__all__ = ["FORMULAS", "Case", "Formula", "Slot", "SlotsOf", "Update", "average"]
+__all__ = ["COUNT", "FORMULAS", "STEP", "Case", "Formula", "Slot", "SlotsOf", "Update", "average"]
+
+STEP = "step"  # the number of the variable's updates (for SGD: of those with momentum)
 
 
 class Slot(NamedTuple):
@@ -36,6 +38,10 @@ class Slot(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
+# A variable's own, as in torch: those of one group may have begun to train at different times.
+COUNT = Slot(STEP, shape=())
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """The update of one variable. All arrays have one dtype, of 32 bits or more.
@@ -44,7 +50,7 @@ class Case:
       gradient: the variable's gradient.
       parameter: its value.
       slots: what was kept for it, by name.
-      numbers: its group's numbers, by column; STEP counts this update.
+      numbers: its group's numbers, by column, and STEP, which counts this update.
       group: what its group is compiled for.
       structure: what the optimizer is compiled for.
       has_rows: whether each of its rows is a separate parameter.
@@ -76,7 +82,7 @@ class Formula(NamedTuple):
 
     Attributes:
       slots: returns what it keeps for a variable of a given shape.
-      update: returns what is added to the variable, and the new slots.
+      update: returns what is added to the variable, and the new slots without `COUNT`.
     """
 
     slots: SlotsOf
@@ -85,7 +91,7 @@ class Formula(NamedTuple):
 
 def _sgd_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del structure, shape
-    return (Slot("momentum_buffer"),) if group.has_momentum else ()
+    return (COUNT, Slot("momentum_buffer")) if group.has_momentum else ()
 
 
 def _sgd(case: Case) -> Update:
@@ -111,7 +117,7 @@ def _sgd(case: Case) -> Update:
 
 def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del structure, group, shape
-    return (Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True))
+    return (COUNT, Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True))
 
 
 def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -164,7 +170,8 @@ def _norm(value: jax.Array, has_rows: bool) -> jax.Array:
 
 def _rmsprop_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del shape
-    slots = [Slot("square_avg", is_second_order=True, initial=1.0 if structure.uses_tf_variant else 0.0)]
+    squares = Slot("square_avg", is_second_order=True, initial=1.0 if structure.uses_tf_variant else 0.0)
+    slots = [COUNT, squares]
     if group.centered:
         slots.append(Slot("grad_avg"))
     if group.has_momentum:

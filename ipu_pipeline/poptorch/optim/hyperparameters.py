@@ -14,14 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec, Structure
+from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec
 
-__all__ = ["STEP", "STORED_SCALING", "Hyperparameters"]
+__all__ = ["STORED_SCALING", "Hyperparameters"]
 
-# Columns that updates write: the number of updates (for SGD: of those with momentum), and the factor that
-# momentum buffers are multiplied by.
-STEP = "step"
-STORED_SCALING = "stored_scaling"
+STORED_SCALING = "stored_scaling"  # the column that updates write: the factor of momentum buffers
 
 
 class Hyperparameters:
@@ -29,42 +26,34 @@ class Hyperparameters:
 
     Attributes:
       columns: the names of the array's columns.
-      kept: the columns that updates write.
+      keeps_scaling: whether the first of them is `STORED_SCALING`.
     """
 
     def __init__(self, spec: OptimizerSpec) -> None:
         """Takes one of the specs."""
-        self.kept = _find_kept(spec.structure)
-        self.columns = (*self.kept, *_derive_all(spec)[0])
+        self.keeps_scaling = spec.structure.scales_velocity
+        kept = (STORED_SCALING,) if self.keeps_scaling else ()
+        self.columns = (*kept, *_derive_all(spec)[0])
 
     def pack(self, spec: OptimizerSpec, before: Any = None) -> np.ndarray[Any, Any]:
         """Makes the array.
 
         Args:
           spec: the spec with the values.
-          before: the array before, from which the columns that updates write are kept; None at the start.
+          before: the array before, whose `STORED_SCALING` is kept; None at the start.
         """
         rows = _derive_all(spec)
         packed = np.zeros((len(rows), len(self.columns)), jax.dtypes.canonicalize_dtype(np.float64))
         for number, row in enumerate(rows):
             packed[number] = [row.get(column, 0) for column in self.columns]
-        if before is not None and self.kept:
-            packed[:, : len(self.kept)] = np.asarray(before)[:, : len(self.kept)]
-        elif STORED_SCALING in self.kept:
-            packed[:, self.index(STORED_SCALING)] = packed[:, self.index("velocity_scaling")]
+        if self.keeps_scaling:
+            column = self.index("velocity_scaling")
+            packed[:, 0] = packed[:, column] if before is None else np.asarray(before)[:, 0]
         return packed
 
     def index(self, column: str) -> int:
         """Returns the position of a column."""
         return self.columns.index(column)
-
-
-def _find_kept(structure: Structure) -> tuple[str, ...]:
-    if structure.kind is Kind.SGD:
-        counts = any(group.has_momentum for group in structure.groups)
-    else:
-        counts = structure.kind not in (Kind.RMSPROP, Kind.ADADELTA, Kind.RPROP, Kind.MUON)
-    return (*((STEP,) if counts else ()), *((STORED_SCALING,) if structure.scales_velocity else ()))
 
 
 def _derive_all(spec: OptimizerSpec) -> list[dict[str, float]]:

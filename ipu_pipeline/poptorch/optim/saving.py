@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ from ipu_pipeline.engine.fronts import LossScaleState
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.optim.device_state import SavedState
-from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hyperparameters
+from ipu_pipeline.poptorch.optim.formulas import STEP
+from ipu_pipeline.poptorch.optim.hyperparameters import STORED_SCALING, Hyperparameters
 from ipu_pipeline.poptorch.optim.specs import Kind, OptimizerSpec
-from ipu_pipeline.poptorch.optim.transformations import OptimizerState, inner_state, replace_inner_state
+from ipu_pipeline.poptorch.optim.transformations import inner_state, replace_inner_state
 
 __all__ = ["export_state", "import_state", "read_torch_state", "variable_of", "write_torch_state"]
 
@@ -35,17 +36,15 @@ def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -
     packing = Hyperparameters(spec)
     host: Any = jax.device_get(state)
     inner = inner_state(host)
-    numbers = {column: inner.numbers[:, place] for place, column in enumerate(packing.columns)}
     found: dict[str, torch.Tensor] = {}
     for slot, of_slot in inner.slots.items():
         for name, value in of_slot.items():
-            number = group_of[name]
-            if STEP in packing.kept:
-                found[_key(STEP, name)] = to_torch(np.float32(numbers[STEP][number]))
-            if spec.structure.kind is Kind.SGD and not numbers[STEP][number]:
-                continue  # torch makes the buffer in the first update with momentum
-            if STORED_SCALING in packing.kept:
-                value = value.astype(np.float32) / np.float32(numbers[STORED_SCALING][number])
+            if slot == _BUFFER and spec.structure.kind is Kind.SGD:
+                if not inner.slots[STEP][name]:
+                    continue  # torch makes the buffer in the first update with momentum
+                if packing.keeps_scaling:
+                    scaling = inner.numbers[group_of[name], packing.index(STORED_SCALING)]
+                    value = value.astype(np.float32) / np.float32(scaling)
             found[_key(slot, name)] = to_torch(value)
     if isinstance(host, LossScaleState):
         found |= {_SCALE: to_torch(host.scale), _GOOD: to_torch(host.num_good)}
@@ -80,31 +79,22 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
       group_of: variable -> the number of its group.
 
     Returns:
-      The state, with some leaves replaced by arrays on the host. What was not saved stays, with a warning.
+      The state, with some leaves replaced by arrays on the host. What was not saved stays, with a warning
+      for variables of which something else was saved.
 
     Raises:
       RuntimeError: nothing in `saved` belongs to the state.
-      ValueError: a tensor has a different shape than its place, or variables of one group were updated
-        different numbers of times.
+      ValueError: a tensor has a different shape than its place.
     """
     inner = inner_state(state)
     places = {_key(slot, name): (slot, name) for slot, of_slot in inner.slots.items() for name in of_slot}
     saved_state = dict(saved.ipu_state)
     scale, good = saved_state.pop(_SCALE, None), saved_state.pop(_GOOD, None)
-    steps = {
-        key.removeprefix(_key(STEP, "")): int(saved_state.pop(key).item())
-        for key in [*saved_state]
-        if key.startswith(_key(STEP, ""))
-    }
-    unmade = {key for key, (_slot, name) in places.items() if steps.get(name) == 0}
-    _check_names(places.keys(), saved_state.keys(), unmade)
+    if spec.structure.kind is Kind.SGD:  # a buffer says that there was an update
+        made = [name for name in group_of if _key(_BUFFER, name) in saved_state]
+        saved_state = {_key(STEP, name): torch.tensor(1.0) for name in made} | saved_state
+    _check_names(places, saved_state)
     packing = Hyperparameters(spec)
-    numbers = np.array(inner.numbers)
-    if STEP in packing.kept:
-        if spec.structure.kind is Kind.SGD:  # a buffer says that there was an update
-            steps = {name: 1 for name in group_of if _key(_BUFFER, name) in saved_state} | steps
-        for number, count in _find_counts(steps, group_of).items():
-            numbers[number, packing.index(STEP)] = count
     slots = {slot: dict(of_slot) for slot, of_slot in inner.slots.items()}
     for key, tensor in saved_state.items():
         if key not in places:
@@ -117,11 +107,11 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
                 f"The optimizer's state {key} must have the shape {list(known.shape)} of its variable; it "
                 f"has {list(value.shape)}."
             )
-        if STORED_SCALING in packing.kept:
-            scaling = numbers[group_of[name], packing.index(STORED_SCALING)]
+        if packing.keeps_scaling and slot == _BUFFER:
+            scaling = inner.numbers[group_of[name], packing.index(STORED_SCALING)]
             value = value.astype(np.float32) * np.float32(scaling)
         slots[slot][name] = value.astype(known.dtype)
-    state = replace_inner_state(state, OptimizerState(numbers, slots))
+    state = replace_inner_state(state, inner._replace(slots=slots))
     if isinstance(state, LossScaleState) and scale is not None and good is not None:
         state = state._replace(scale=np.float32(scale.item()), num_good=np.int32(good.item()))
     return state
@@ -150,7 +140,6 @@ def write_torch_state(
     optimizer: torch.optim.Optimizer,
     saved: SavedState,
     tensors: Mapping[str, torch.Tensor],
-    counts: Mapping[str, float],
 ) -> None:
     """Gives one of torch's optimizers the state that a model had for it.
 
@@ -158,48 +147,32 @@ def write_torch_state(
       optimizer: the optimizer, whose state is replaced.
       saved: from `export_state`.
       tensors: the parameters, by the names of their variables.
-      counts: how often each was updated, for optimizers whose formulas do not need the count.
     """
-    is_counted = not isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon))
-    changed = set()
+    is_counted = not isinstance(optimizer, torch.optim.SGD)
     for key, value in saved.ipu_state.items():
         slot, separator, name = key.partition(_SEPARATOR)
         if separator and name in tensors and (is_counted or slot != STEP):
             optimizer.state[tensors[name]][slot] = value
-            changed.add(name)
-    for name in changed if is_counted else ():
-        if _key(STEP, name) not in saved.ipu_state:
-            optimizer.state[tensors[name]][STEP] = torch.tensor(counts[name])
 
 
-def _check_names(places: Set[str], saved: Set[str], unmade: Set[str]) -> None:
+def _check_names(places: Mapping[str, tuple[str, str]], saved: Mapping[str, torch.Tensor]) -> None:
     """Checks that saved names and places agree; an error if none match, else a warning."""
-    unknown, missing = sorted(saved - places), sorted(places - saved - unmade)
-    if saved and places and not saved & places:
+    slots = {key for key, (slot, _name) in places.items() if slot != STEP}
+    known = {key for key in saved if not key.startswith(_key(STEP, ""))}
+    begun = {places[key][1] for key in known & slots}  # the others start from nothing, as in torch
+    unknown = sorted(known - slots)
+    missing = sorted(key for key in slots - known if places[key][1] in begun)
+    if known and slots and not known & slots:
         raise RuntimeError(
             "The optimizer's state is of another optimizer or of another model: it has "
-            f"{_some(unknown)}, and what is needed is {_some(sorted(places))}."
+            f"{_some(unknown)}, and what is needed is {_some(sorted(slots))}."
         )
     if unknown:
         logs.warn_once(f"The optimizer's state has what is not needed, and is ignored: {_some(unknown)}.")
-    if saved and missing:
+    if missing:
         logs.warn_once(f"The optimizer's state lacks what stays as it is: {_some(missing)}.")
 
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _find_counts(steps: Mapping[str, int], group_of: Mapping[str, int]) -> dict[int, int]:
-    """Returns how many updates each group had, for groups whose count was saved."""
-    found: dict[int, int] = {}
-    for name, number in group_of.items():
-        count = steps.get(name)
-        if count is not None and found.setdefault(number, count) != count:
-            raise ValueError(
-                f"The optimizer's state has variables of group {number} that were updated {found[number]} "
-                f"and {count} times ({name}). Variables of one group must have been updated equally often. "
-                "Give them groups of their own."
-            )
-    return found

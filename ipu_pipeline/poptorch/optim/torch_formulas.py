@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.poptorch.optim.formulas import Case, Formula, Slot, SlotsOf, Update, average
-from ipu_pipeline.poptorch.optim.hyperparameters import STEP
+from ipu_pipeline.poptorch.optim.formulas import COUNT, STEP, Case, Formula, Slot, SlotsOf, Update, average
 from ipu_pipeline.poptorch.optim.specs import GroupStructure, Kind, Structure
 
 __all__ = ["TORCH_FORMULAS"]
@@ -121,8 +120,9 @@ def _adafactor_slots(
 ) -> tuple[Slot, ...]:
     del structure, group
     if len(shape) < 2:
-        return (Slot("variance", is_second_order=True),)
+        return (COUNT, Slot("variance", is_second_order=True))
     return (
+        COUNT,
         Slot("row_var", is_second_order=True, shape=(*shape[:-1], 1)),
         Slot("col_var", is_second_order=True, shape=(*shape[:-2], 1, shape[-1])),
     )
@@ -201,22 +201,26 @@ def _always(*slots: Slot) -> SlotsOf:
     return find
 
 
+def _counting(*slots: Slot) -> SlotsOf:
+    return _always(COUNT, *slots)
+
+
 TORCH_FORMULAS: Mapping[Kind, Formula] = {
     Kind.ADAGRAD: Formula(
-        _always(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
+        _counting(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
     ),
     Kind.ADADELTA: Formula(
-        _always(Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)),
+        _counting(Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)),
         _adadelta,
     ),
-    Kind.ADAMAX: Formula(_always(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
-    Kind.NADAM: Formula(_always(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam),
-    Kind.RADAM: Formula(_always(_MEAN, _SQUARES), _radam),
+    Kind.ADAMAX: Formula(_counting(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
+    Kind.NADAM: Formula(_counting(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam),
+    Kind.RADAM: Formula(_counting(_MEAN, _SQUARES), _radam),
     Kind.ASGD: Formula(
-        _always(Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")),
+        _counting(Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")),
         _asgd,
     ),
-    Kind.RPROP: Formula(_always(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
+    Kind.RPROP: Formula(_counting(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
     Kind.ADAFACTOR: Formula(_adafactor_slots, _adafactor),
     Kind.MUON: Formula(_always(Slot("momentum_buffer")), _muon),
 }

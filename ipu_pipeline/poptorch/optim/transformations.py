@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine.fronts import LossScaled, LossScaleState, count_dtype, scale_loss
-from ipu_pipeline.poptorch.optim.formulas import FORMULAS, Case
-from ipu_pipeline.poptorch.optim.hyperparameters import STEP, STORED_SCALING, Hyperparameters
+from ipu_pipeline.poptorch.optim.formulas import FORMULAS, STEP, Case
+from ipu_pipeline.poptorch.optim.hyperparameters import STORED_SCALING, Hyperparameters
 from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec
 from ipu_pipeline.poptorch.optim.torch_formulas import TORCH_FORMULAS
 
@@ -39,7 +39,7 @@ class OptimizerState(NamedTuple):
     """The state of the optimizer.
 
     Attributes:
-      numbers: the hyperparameters and counts, see `Hyperparameters`.
+      numbers: the hyperparameters, see `Hyperparameters`.
       slots: what is kept for variables: torch's name of the slot -> name of the variable -> array.
     """
 
@@ -154,7 +154,7 @@ def _make_inner(
     ) -> tuple[dict[str, Any], OptimizerState]:
         if params is None:
             raise ValueError("update: params must be given, as the formulas read the variables; got None.")
-        numbers = _count(state.numbers, packing, structure.kind)
+        numbers = state.numbers
         wide = {
             name: np.promote_types(count_dtype(gradient.dtype), count_dtype(params[name].dtype))
             for name, gradient in gradients.items()
@@ -173,17 +173,21 @@ def _make_inner(
         for name, gradient in gradients.items():
             number, dtype = group_of[name], wide[name]
             known = {slot: of_slot[name] for slot, of_slot in state.slots.items() if name in of_slot}
+            own = rows[number, dtype]
+            counted = {}
+            if STEP in known:
+                counted[STEP] = _count(known[STEP], own, structure.kind)
             case = Case(
                 gradient,
                 params[name].astype(dtype),
                 {slot: value.astype(dtype) for slot, value in known.items()},
-                rows[number, dtype],
+                {**own, **{column: value.astype(dtype) for column, value in counted.items()}},
                 structure.groups[number],
                 structure,
                 name in with_rows,
             )
             changes[name], kept = formula.update(case)
-            for slot, value in kept.items():
+            for slot, value in (counted | kept).items():
                 slots[slot][name] = value.astype(known[slot].dtype)
         return changes, OptimizerState(_store(numbers, packing), slots)
 
@@ -197,19 +201,17 @@ def _slot_dtype(wanted: str | None, dtype: Any) -> Any:
     return dtype if wanted is None else count_dtype(dtype)
 
 
-def _count(numbers: jax.Array, packing: Hyperparameters, kind: Kind) -> jax.Array:
-    """Returns the numbers with this update counted."""
-    if STEP not in packing.kept:
-        return numbers
-    one = jnp.ones(numbers.shape[0], numbers.dtype)
+def _count(step: jax.Array, numbers: Mapping[str, jax.Array], kind: Kind) -> jax.Array:
+    """Returns the number of a variable's updates with this one."""
+    one = jnp.ones_like(step)
     if kind is Kind.SGD:  # torch makes a buffer when momentum is first used
-        one = jnp.where(numbers[:, packing.index("momentum")] != 0, one, jnp.zeros_like(one))
-    return numbers.at[:, packing.index(STEP)].add(one)
+        one = jnp.where(numbers["momentum"] != 0, one, jnp.zeros_like(one))
+    return step + one
 
 
 def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
     """Returns the numbers with the factor that momentum buffers are multiplied by now."""
-    if STORED_SCALING not in packing.kept:
+    if not packing.keeps_scaling:
         return numbers
     return numbers.at[:, packing.index(STORED_SCALING)].set(numbers[:, packing.index("velocity_scaling")])
 

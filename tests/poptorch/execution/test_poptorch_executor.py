@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import OrderedDict
 from datetime import timedelta
 
 import pytest
@@ -542,6 +543,42 @@ def test_models_that_are_joined_after_they_were_wrapped():
         assert_close([inference(x)], [model(x).detach()])
     with pytest.raises(RuntimeError, match="has already been wrapped"):
         poptorch.trainingModel(both, make_options())
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, poptorch.optim.Adam])
+def test_one_optimizer_of_models_that_share_a_layer(make, log):
+    """Counts are each parameter's, and the models hand the state to each other, as in torch."""
+    body = torch.nn.Linear(2, 2)
+    heads = [seeded(lambda: torch.nn.Linear(2, 1), number) for number in range(2)]
+    models = [WithLoss(OrderedDict({"body": body, f"head{n}": head})) for n, head in enumerate(heads)]
+    plain = copy.deepcopy(models)
+    optimizer, reference = (
+        make if made is models else getattr(torch.optim, make.__name__) for made in (models, plain)
+    )
+    optimizer = optimizer(torch.nn.ModuleList(models).parameters(), lr=0.1)
+    reference = reference(torch.nn.ModuleList(plain).parameters(), lr=0.1)
+    wrapped = [poptorch.trainingModel(model, make_options(), optimizer) for model in models]
+    batch = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5]])
+    for number in (0, 1, 0, 0, 1):
+        wrapped[number](*batch)
+        reference.zero_grad()
+        plain[number](*batch)[1].backward()
+        reference.step()
+    state = optimizer.state_dict()
+    for number in (1, 0):
+        wrapped[number].destroy()
+    for model, other in zip(models, plain, strict=True):
+        assert_same_state(model, other)
+    if make is torch.optim.NAdam:
+        assert [entry["step"] for entry in state["state"].values()] == [5, 5, 3, 3, 2, 2]
+    else:
+        steps = {name: value for name, value in state["ipu_state"].items() if name.startswith("step")}
+        assert [*steps.values()] == [5, 5, 3, 3, 2, 2]
+        other = poptorch.trainingModel(WithLoss(body, heads[1]), make_options(), optimizer)
+        wrapped[0](*batch)
+        with pytest.raises(poptorch.Error, match="differ in model/0.bias: it is another parameter in"):
+            other(*batch)
+    assert log == ["The optimizer has 2 parameters that are not the model's. They are not trained."]
 
 
 def test_parameters_of_other_classes():

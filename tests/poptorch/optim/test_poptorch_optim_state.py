@@ -103,8 +103,8 @@ def test_under_the_names_of_torch(name):
     }
     found = optimizer.state_dict()["ipu_state"]
     assert set(found) ^ set(expected) == {
-        f"step___{variable}" for variable in references if name != "Adam"
-    }  # we count SGD's updates, since its first one is another; torch counts RMSprop's
+        f"step___{variable}" for variable in references if name == "SGD"
+    }  # we count SGD's updates, since its first one is another
     for key in set(found) & set(expected):
         assert found[key].dtype == expected[key].dtype
         np.testing.assert_allclose(found[key].numpy(), expected[key].numpy(), rtol=1e-5, atol=1e-7)
@@ -171,7 +171,7 @@ def test_a_state_before_the_first_update_resets():
 
 
 def test_a_state_in_part(caplog):
-    """What is not there stays as it is."""
+    """What is not there stays as it is; there is a warning where a variable has only a part."""
     ours = start("SGD", momentum=0.9)[1]
     for gradients in make_gradients(count=2):
         ours.step(gradients)
@@ -183,20 +183,22 @@ def test_a_state_in_part(caplog):
     np.testing.assert_array_equal(found["model/b"], known["model/b"])
     assert [record.message for record in caplog.records] == [
         "The optimizer's state has what is not needed, and is ignored: momentum_buffer___gone.",
-        "The optimizer's state lacks what stays as it is: momentum_buffer___model/a.weight, "
-        "momentum_buffer___model/b.",
     ]
+    adam = start("Adam")[1]
+    saved = SavedState({"exp_avg___model/b": torch.zeros(())}, {})
+    import_state(adam.state, saved, adam.spec, adam.group_of)
+    assert caplog.records[1].message == (
+        "The optimizer's state lacks what stays as it is: exp_avg_sq___model/b."
+    )
 
 
 def test_states_of_others():
     ours, other = start("Adam")[1], start("SGD", momentum=0.9)[1]
     state = export_state(ours.state, ours.spec, ours.group_of).ipu_state
     wide = {"exp_avg___model/a.bias": torch.zeros(5)}
-    ahead = {"step___model/b": torch.tensor(3.0)}
     for model, changes, error, match in [
         (other, {}, RuntimeError, "is of another optimizer or of another model: it has exp_avg___model"),
         (ours, wide, ValueError, r"exp_avg___model/a.bias must have the shape \[4\] .* it has \[5\]"),
-        (ours, ahead, ValueError, r"updated 0 and 3 times \(model/b\)\. Variables of one group must"),
     ]:
         with pytest.raises(error, match=match):
             import_state(model.state, SavedState({**state, **changes}, {}), model.spec, model.group_of)
@@ -241,7 +243,7 @@ def test_who_has_the_state():
     assert duplicate.device_state.take_loaded() is None
     ours.step(last)
     another = Executor(optimizer, parameters)  # takes over from the first, which is still there
-    assert inner_state(another.state).numbers[0, 0] == 3
+    assert inner_state(another.state).slots["step"]["model/b"] == 3
     del ours, another  # the executor is held weakly: what was last known counts
     gc.collect()
     assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 3
