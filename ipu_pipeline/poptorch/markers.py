@@ -27,6 +27,7 @@ __all__ = [
     "end_multi_conv",
     "end_scope",
     "is_block",
+    "is_captured",
     "is_checkpoint",
     "is_keep_inputs",
     "is_marker",
@@ -61,6 +62,7 @@ _capturing: contextvars.ContextVar[Capturing | None] = contextvars.ContextVar("c
 @contextlib.contextmanager
 def capturing() -> Iterator[Capturing]:
     """Makes a model's forward run as on IPUs in the `with` block, in this thread."""
+    torch.compiler.assume_constant_result(is_captured)
     token = _capturing.set(Capturing())
     try:
         made = _capturing.get()
@@ -73,6 +75,11 @@ def capturing() -> Iterator[Capturing]:
 def current_capture() -> Capturing | None:
     """Returns the capture that runs in this thread; None if there is none."""
     return _capturing.get()
+
+
+def is_captured() -> bool:
+    """Whether a model is being captured in this thread. Code that torch.cond traces may ask, too."""
+    return _capturing.get() is not None
 
 
 def is_traced() -> bool:

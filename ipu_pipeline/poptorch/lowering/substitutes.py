@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._higher_order_ops.map import map_impl
+from torch._higher_order_ops.scan import scan_op
 from torch.nn.modules import batchnorm, transformer
 from torch.utils._pytree import tree_map_only
 
@@ -295,13 +297,41 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
     return is_causal is True
 
 
+_AUTOGRAD = torch._C.DispatchKey.Autograd  # noqa: SLF001  # torch gives it no other name
+
+
+@contextlib.contextmanager
+def _without_backward(operation: Any) -> Iterator[None]:
+    """Makes a loop of torch prepare no backward where a model is being captured. JAX differentiates it.
+
+    torch's own has none for integers in the state or among the results.
+    """
+    differentiate = operation.py_kernels[_AUTOGRAD]
+
+    def call(*operands: Any) -> Any:
+        if not markers.is_captured():
+            return differentiate(*operands)
+        with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
+            return operation(*operands)
+
+    def use(kernel: Any) -> None:
+        operation.py_kernels[_AUTOGRAD] = kernel
+        operation._dispatch_cache.clear()  # noqa: SLF001
+
+    use(call)
+    try:
+        yield
+    finally:
+        use(differentiate)
+
+
 def _replaced(owner: Any, name: str, substitute: Callable[..., Any]) -> Any:
     """Makes a patch that acts where a model is being captured, and not in other threads."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def choose(*args: Any, **kwargs: Any) -> Any:
-        chosen = original if markers.current_capture() is None else substitute
+        chosen = substitute if markers.is_captured() else original
         return chosen(*args, **kwargs)
 
     return unittest.mock.patch.object(owner, name, choose)
@@ -357,6 +387,8 @@ def exportable() -> Iterator[None]:
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _as_loss(_gaussian_nll_loss)))
         stack.enter_context(_replaced(_functions, "multilabel_margin_loss", _multilabel_margin_loss))
         stack.enter_context(_replaced(_BatchNorm, "forward", _batch_norm))
+        for operation in (scan_op, map_impl):
+            stack.enter_context(_without_backward(operation))
         stack.enter_context(
             _replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", _keep_users_frames)
         )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
@@ -425,10 +426,14 @@ def test_multi_convs_that_are_refused():
 
 
 def looped(self, x):
-    def body(x, y):
-        return y, torch.tanh(functional.linear(x, self.last.weight @ self.first.weight)) + y
+    """The state has a counter and a mask, too."""
 
-    return poptorch.for_loop(5, body, [x[:, :4], x[:, 2:]])[1]
+    def body(number, x, positive, y):
+        x = torch.tanh(functional.linear(x, self.last.weight @ self.first.weight)) + number * y
+        return number + 1, y, x > 0, torch.where(positive, x, -x)
+
+    number = torch.zeros((), dtype=torch.int64)
+    return poptorch.for_loop(5, body, [number, x[:, :4], x[:, 2:] > 0, x[:, 2:]])[3]
 
 
 def branched(self, x):
@@ -438,6 +443,25 @@ def branched(self, x):
 
 def test_control_flow_trains_as_torch():
     train_as_torch(lambda self, x: looped(self, x) + branched(self, x))
+
+
+def test_normalization_and_rows_of_integers_in_bodies():
+    """torch's own scan has no gradient for integers among its results."""
+    norm = torch.nn.BatchNorm1d(3, eps=3.0).eval()
+
+    def step(total, row):
+        return total + norm(row), (row.argmax(-1), row * 2)
+
+    def run(x):
+        (y,) = poptorch.for_loop(2, norm, [x])
+        (y,) = poptorch.cond(y.sum() > 1000, norm, [y], lambda y: -norm(y), [y])
+        return y, *scan(step, x, torch.stack([x, y]))[1]
+
+    x = draw(4, 3)
+    model = lowered.Call(run)
+    model.norm = norm
+    rows = torch.stack([x, -x / 8])  # it halves
+    assert_close(infer(None, x, model=model), [rows[1], rows.argmax(-1), rows * 2])
 
 
 @pytest.mark.thorough
