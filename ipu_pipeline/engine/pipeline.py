@@ -1260,7 +1260,9 @@ class Pipeline:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
           micro_batches: yields pytrees of arrays, one for each of the step's micro-batches in all replicas.
             Of an iterator the rest is not consumed; a list or tuple must have no more. Or what
-            `place_micro_batches` returned.
+            `place_micro_batches` returned. In several processes, only those with a stage that reads
+            micro-batches take any. If an iterator raises an error there, the rest of the step's is taken
+            from it all the same, so that the next step begins at the same place in all processes.
           *inputs: pytrees of arrays that are constant during the step.
           num_micro_batches: the number of micro-batches, if the pipeline was given None.
 
@@ -1268,7 +1270,8 @@ class Pipeline:
           The new state and the outputs, still being computed.
 
         Raises:
-          OutOfRangeError: there are too few micro-batches.
+          OutOfRangeError: there are too few micro-batches, here or in another process.
+          ProcessError: micro-batches of another process raised an error; or that process has ended.
           TypeError: it is called within `jax.jit` or another transformation, or the state is none.
           ValueError: a micro-batch or an input has another dtype or structure than the first; an input has
             another shape, or micro-batches have more than `max_shapes` shapes; the state has been destroyed
@@ -1307,10 +1310,17 @@ class Pipeline:
             del wanted
             number = next(numbers)
             try:
-                element = next(iterator)
-            except StopIteration:
-                raise OutOfRangeError(_describe_shortage(number, every)) from None
-            return [place(self.check_element(element, number))]
+                try:
+                    element = next(iterator)
+                except StopIteration:
+                    raise OutOfRangeError(_describe_shortage(number, every)) from None
+                return [place(self.check_element(element, number))]
+            except Exception:
+                if self.prepare().placement.has_peers:  # whose iterators are where the next step begins
+                    for _number in numbers:
+                        with contextlib.suppress(Exception):
+                            next(iterator, None)
+                raise
 
         has_feed = bool(jax.tree.leaves(self.traced.element))
         return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)

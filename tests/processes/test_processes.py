@@ -209,9 +209,53 @@ sys.exit(any([os.wait()[1] for _process in range(2)]))
 """
 
 
+class Faulty:
+    """An iterator that goes on after its errors."""
+
+    def __init__(self, batches, faults):
+        self.batches, self.faults = enumerate(batches), faults
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        number, batch = next(self.batches)
+        if number in self.faults:
+            raise self.faults[number]
+        return batch
+
+
+# Of four steps of four micro-batches, by process.
+FAULTS = [{4: OSError("lost"), 10: StopIteration()}, {9: OSError("torn")}]
+
+
+def step_over_faults(faults):
+    """What steps raise, and what there is after them."""
+    pipeline, steps = make_mlp(2, device_mapping=[0, 3], max_shapes=1), mlp_steps()
+    data = Faulty([batch for step in (*steps, steps[0]) for batch in step], faults)
+    state, told = pipeline.init(jax.random.key(7), steps[0][0]), []
+    for _step in range(4):
+        try:
+            state, outputs = pipeline.step(state, data)
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append([np.asarray(loss) for loss in outputs.losses] if outputs.is_here else [])
+    return told, state.update_count
+
+
+def train_all_and_fail(names, num_devices):
+    made = train_all(names, num_devices)
+    return made, step_over_faults(FAULTS[jax.process_index()])
+
+
 def test_two_processes(tmp_path):
-    """They join each other, and end together. Four stages of a session are in test_session_processes.py."""
-    given = (__name__, "train_all", None, 2, None, (["shared"], 2))
+    """They join each other, and end together. Four stages of a session are in test_session_processes.py.
+
+    Where the data of one of two that read failed, the other returned from the step: each waited for the
+    other at another place, for ever.
+    """
+    given = (__name__, "train_all_and_fail", None, 2, None, (["shared"], 2))
     (tmp_path / "given").write_bytes(pickle.dumps(given))
     with joined.hold_port() as held:
         variables = environment(as_tests=True)
@@ -219,7 +263,22 @@ def test_two_processes(tmp_path):
         variables["IPU_PIPELINE_NUM_PROCESSES"] = "2"
         done = forked.run(_JOIN.format(directory=str(tmp_path)), variables)
     assert done.returncode == 0, done.stderr
-    check(["shared"], [pickle.loads((tmp_path / f"made{number}").read_bytes()) for number in range(2)])
+    made = [pickle.loads((tmp_path / f"made{number}").read_bytes()) for number in range(2)]
+    check(["shared"], [found for found, _failed in made])
+    (first, *counts), (last, *others) = (failed for _found, failed in made)
+    assert counts == others == [2]
+    assert first == [
+        [],
+        "OSError: lost",
+        "ProcessError: In process 1, which reads the micro-batches: OSError: torn",
+        [],
+    ]
+    assert last[1:3] == [
+        "ProcessError: In process 0, which reads the micro-batches: OSError: lost",
+        "OSError: torn",
+    ]
+    expected, _count = step_over_faults({})
+    models.assert_trees_close(last[0], expected[0])
 
 
 IN_SEVERAL = {  # numbers of processes and devices -> cases

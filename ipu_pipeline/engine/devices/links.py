@@ -7,6 +7,8 @@ something that never comes, instead of taking something else.
 
 An array that is to be pulled must be neither donated nor deleted before that (though it may go out of
 scope). If a program is to take an array's memory, a copy is sent.
+
+Short texts that hosts wait for go by a `ControlChannel`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
+from ipu_pipeline.engine.devices.control_channel import Address, ControlChannel
 from ipu_pipeline.ground import jax_processes
 from ipu_pipeline.ground.errors import ProcessError
 
@@ -121,7 +124,13 @@ class Links:
         self._connections: dict[int, Any] = {}  # process -> connection
         self._received: collections.deque[tuple[int, Tag, Any]] = collections.deque()
         self._failure: ProcessError | None = None
-        told = {"address": self._server.address(), "machine": socket.gethostname()}
+        self._channel = ControlChannel(self.process, host, _check_others)
+        self._told: dict[int, dict[str, Any]] = {}  # process -> what it has told, see below
+        told = {
+            "address": self._server.address(),
+            "machine": socket.gethostname(),
+            "control": self._channel.address,
+        }
         self._store.key_value_set(f"{_KEY}/{self.process}", json.dumps(told))
 
     def send(self, arrays: Sequence[Any], tag: Tag, source: Any, target: Any) -> None:
@@ -225,11 +234,50 @@ class Links:
                         f"No process has published {key} within {_PATIENCE:g} s: {error}"
                     ) from error
 
+    def tell(self, peer: int, text: str) -> None:
+        """Sends a text to another process. Does not wait for it.
+
+        Raises:
+          ProcessError: the process has ended.
+        """
+        with self._naming(peer):
+            self._channel.send(peer, self._control_address, text)
+
+    def hear(self, peer: int) -> str:
+        """Waits for the next text that another process tells this one.
+
+        Raises:
+          ProcessError: the process has ended, or does not go on.
+        """
+        with self._naming(peer):
+            return self._channel.receive(peer, self._control_address)
+
+    def _control_address(self, peer: int) -> Address:
+        address: Address = tuple(self._read_told(peer)["control"])
+        return address
+
+    @contextlib.contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        """Turns an error of the channel into one that names the process, once the watcher knows of it."""
+        try:
+            yield
+        except OSError as error:
+            deadline = time.monotonic() + _AFTER_ERROR
+            while time.monotonic() < deadline:
+                _check_others()
+                time.sleep(0.01)
+            raise ProcessError(f"Process {peer} has ended: {error}") from error
+
+    def _read_told(self, peer: int) -> dict[str, Any]:
+        if peer not in self._told:
+            self._told[peer] = json.loads(self.read(str(peer)))
+        return self._told[peer]
+
     def _connect(self, peer: int) -> Any:
         known = self._connections.get(peer)
         if known is not None:
             return known
-        told = json.loads(self.read(str(peer)))
+        told = self._read_told(peer)
         host = told["address"].rpartition(":")[0]
         if host == _LOOPBACK and told["machine"] != socket.gethostname():
             raise ProcessError(

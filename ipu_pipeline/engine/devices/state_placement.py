@@ -94,7 +94,7 @@ class StatePlacement:
         self._name = (
             f"pipeline {next(_numbers[self.groups[0].processes])} of processes {self.groups[0].processes}"
         )
-        self._step = 0
+        self._step = self._num_agreements = 0
 
     # What only matters with several processes.
 
@@ -111,6 +111,14 @@ class StatePlacement:
     def tag(self, edge: str, number: int = 0) -> Tag | None:
         """The tag of a transfer between processes; None if there are no others."""
         return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
+
+    def name_agreement(self, what: str) -> tuple[str, int]:
+        """Names and counts what the processes are about to agree on: they see whether they mean the same.
+
+        Unlike steps, agreements are counted alike in processes without a part in the groups.
+        """
+        self._num_agreements += 1
+        return f"{self._name}, {what}", self._num_agreements
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Places the variables that the pipeline has, each on its home's group.

@@ -11,20 +11,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
 import numpy as np
 
+from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.crossing import move
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, join, split, stack_replicas
-from ipu_pipeline.engine.devices.feeds import Take, gather, take_from
+from ipu_pipeline.engine.devices.feeds import Take, gather, make_zeros, take_from
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution.agreeing import agree_on_elements, take_everywhere
+from ipu_pipeline.engine.execution.agreeing import begin_agreement
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.outputs import Accumulated
@@ -356,23 +357,27 @@ class Dealer:
         own = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
         return [column.place_alone(one) for column, one in zip(self._columns, own, strict=True)]
 
-    def take_everywhere(self, take: Take, count: int) -> list[Take]:
-        """Returns a take of `count` micro-batches per column, or raises; all processes do the same."""
-        placement, columns = self._placement, self._columns
-        if len(columns) == 1:
-            if not placement.has_peers:
-                return [take]
-            placement.begin_step()
-            return [take_everywhere(placement, columns[0].fed_groups, take, count)]
-        takes = self._deal(take)
-        readers = {
-            (replica, device.process_index): device
-            for replica, column in enumerate(columns)
-            for group in column.fed_groups
-            for device in group.devices
-        }
-        if not placement.has_peers or not readers:
-            return takes
+    def take_everywhere(
+        self, take: Take, count: int, *, tells_outsiders: bool = True
+    ) -> tuple[list[Take], Callable[[], None]]:
+        """Takes `count` micro-batches per column, in each process those that it reads.
+
+        Args:
+          take: of the micro-batches of all columns.
+          count: the number of each column's.
+          tells_outsiders: whether processes without a device of the pipeline call it, too.
+
+        Returns:
+          A take for each column, of zeros where this process got too few. And what concludes the agreement
+          of the processes: it raises in all of them if one got too few; see `begin_agreement`.
+        """
+        columns, placement = self._columns, self._placement
+        processes = placement.groups[0].processes
+        takes = [take] if len(columns) == 1 else self._deal(take)
+        groups = [group for column in columns for group in column.fed_groups]
+        readers = {device.process_index for group in groups for device in group.devices}
+        if len(processes) < 2 or not readers:
+            return takes, _agreed
         error: Exception | None = None
         taken: list[list[Any]] = []
         for column, own in zip(columns, takes, strict=True):
@@ -382,9 +387,12 @@ class Dealer:
                     elements = gather(own, count, count)
                 except Exception as raised:
                     error = error or raised
+                    elements = [column.feed.add(make_zeros(placement.traced.element))] * count
             taken.append(elements)
-        agree_on_elements(placement, list(readers.values()), error)
-        return list(map(take_from, taken))
+        others = peers.current()
+        hearers = range(others.count) if others is not None and tells_outsiders else processes
+        agreement = begin_agreement(placement, readers, hearers, error)
+        return list(map(take_from, taken)), agreement
 
     def _deal(self, take: Take) -> list[Take]:
         """A take per replica, of its micro-batches, dealt out in turn."""
@@ -402,6 +410,10 @@ class Dealer:
             return take_some
 
         return [take_of(replica) for replica in range(number)]
+
+
+def _agreed() -> None:
+    """The conclusion where there is nothing to agree on."""
 
 
 # Joining what replicas collect.

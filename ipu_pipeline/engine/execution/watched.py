@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.feeds import Take, make_zeros
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -106,8 +105,7 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
         if runner.has_run or runner.has_callbacks:
             return
         num_carried = 0 if runner.iterated is None else len(runner.iterated.carried)
-        fed = jax.tree.leaves(runner.placement.traced.element)[num_carried:]
-        zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in fed]
+        zeros = make_zeros(runner.placement.traced.element)[num_carried:]
 
         def take(wanted: int) -> list[Any]:
             return [runner.place_element(zeros) if zeros else () for _number in range(wanted)]
