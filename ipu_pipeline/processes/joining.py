@@ -71,13 +71,30 @@ def join(
 ) -> None:
     """See `ipu_pipeline.distributed.initialize`."""
     global _is_joined
-    if _is_joined or jax.distributed.is_initialized():
-        by = (
-            "distributed.initialize, or configure_ipu_system"
-            if _is_joined
-            else "jax.distributed.initialize"
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+        "local_device_ids": local_device_ids,
+        "coordinator_bind_address": coordinator_bind_address,
+        "listen_address": listen_address,
+        "death_timeout": death_timeout,
+        "stall_timeout": stall_timeout,
+    }
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    if _is_joined and names:
+        raise RuntimeError(
+            f"distributed.initialize: {names} cannot have an effect any more: this process has joined the "
+            "others already, by this function, set_num_devices, IPUConfig.configure_ipu_system or a "
+            "session's first run. Call initialize with them before that."
         )
-        raise RuntimeError(f"distributed.initialize: this process has joined the others already, by {by}.")
+    if _is_joined:
+        return
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            "distributed.initialize: this process has joined the others already, by "
+            "jax.distributed.initialize. Call ipu_pipeline's in its place."
+        )
     if jax_processes.backends_run():
         raise RuntimeError(
             "distributed.initialize must be called before JAX's backend starts, which it does when an "

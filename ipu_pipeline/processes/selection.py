@@ -57,6 +57,10 @@ def select(system: System) -> None:
 def set_num_devices(number: int) -> None:
     """Makes JAX's CPU `number` devices, each of which can be an IPU. Call it at the top of a program.
 
+    In several processes, the number is that of all processes together: with P processes, each makes
+    ceil(number / P). If the environment names them, as `ipu-pipeline launch` sees to, this call joins this
+    process with the others and waits for them (`distributed.initialize`).
+
     JAX fixes the number when it is first used: when an array (`jnp.float32(2)`, a module of Flax) or a
     random key is made, or `jax.devices()` is called. Without this function, and without
     `IPUConfig.configure_ipu_system`, there are as many devices as the programs compiled before then need.
@@ -68,10 +72,12 @@ def set_num_devices(number: int) -> None:
       True
 
     Args:
-      number: the number of devices, from 1. Where JAX runs already, at least this many must be there.
+      number: the number of devices of all processes, from 1. Where JAX runs already, at least this many
+        must be there.
 
     Raises:
       RuntimeError: JAX's CPU backend is running already, with fewer devices.
+      TimeoutError: other processes did not come.
       ValueError: it is not a number from 1.
     """
     if not is_int(number, 1):

@@ -36,7 +36,9 @@ def initialize(
     Arguments that are not given are taken from the environment variables IPU_PIPELINE_COORDINATOR_ADDRESS,
     IPU_PIPELINE_NUM_PROCESSES and IPU_PIPELINE_PROCESS_ID; set all three or none. Without them, JAX
     recognises SLURM, Open MPI, Kubernetes and Cloud TPU. If the three variables are set, for example by
-    `ipu-pipeline launch`, `IPUConfig.configure_ipu_system` calls this function.
+    `ipu-pipeline launch`, the first of these calls joins the processes, too: `set_num_devices`,
+    `IPUConfig.configure_ipu_system`, and a session's first run. After that, this function returns at once
+    if it is given no arguments.
 
     A process listens only at the address by which it reaches the coordinator: on one machine that is the
     loopback one.
@@ -61,8 +63,8 @@ def initialize(
 
     Raises:
       TypeError, ValueError: an argument or variable is missing or wrong; or processes have other versions.
-      RuntimeError: the process has joined others already, JAX's backend runs, or the coordinator cannot
-        listen.
+      RuntimeError: the process has joined others already, and there are arguments, or it has done so by
+        `jax.distributed.initialize`; JAX's backend runs; or the coordinator cannot listen.
       TimeoutError: the others did not come.
     """
     joining.join(
