@@ -34,7 +34,6 @@ __all__ = [
     "Take",
     "copy_leaves",
     "gather",
-    "make_zeros",
     "shapes_of",
     "take_from",
     "take_nothing",
@@ -362,11 +361,6 @@ def take_from(elements: Iterable[Any]) -> Take:
     """A take of the elements that are given, in their order."""
     left = iter(elements)
     return lambda wanted: list(itertools.islice(left, wanted))
-
-
-def make_zeros(element: Any) -> list[Any]:
-    """The leaves of a micro-batch of zeros; random keys have one, too."""
-    return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(element)]
 
 
 def take_nothing(wanted: int) -> list[Any]:

@@ -3,18 +3,12 @@
 Only processes with stages that read the feed take micro-batches. Where the data of one of them end it ends
 the step, while the others would wait for values that never come. So all micro-batches of a step are there
 before it begins: each process that reads some tells all others, and waits for the others that read.
-
-If the hosts waited for each other before each step, they would lose some of their lead over the devices
-(0.2 to 0.9 ms of steps of 3 to 7 ms). So a step's programs may start meanwhile. Where the data have failed,
-they run on zeros in place of the micro-batches, and what they make is dropped: nothing of it is part of the
-state before the weight update (`Pipeline.accumulate`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +19,15 @@ from ipu_pipeline.engine.devices.remote import is_here
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
-__all__ = ["answer_everywhere", "begin_agreement", "concluding"]
+__all__ = ["agree_on_elements", "answer_everywhere"]
 
 
-def begin_agreement(
+def agree_on_elements(
     placement: StatePlacement, readers: Collection[int], hearers: Collection[int], error: Exception | None
-) -> Callable[[], None]:
-    """Tells all processes whether this one has the micro-batches of a step. All of them call it.
+) -> None:
+    """Raises in all processes if one did not get the micro-batches of a step. All of them call it.
+
+    An error counts before the end of the data, and of these that of the process with the least number.
 
     Args:
       placement: of the pipeline or loop.
@@ -39,41 +35,24 @@ def begin_agreement(
       hearers: all that are to know.
       error: of this process; None if it has its micro-batches, or reads none.
 
-    Returns:
-      A function that waits for the others, and raises in all processes if one has had an error. An error
-      counts before the end of the data, and of these that of the process with the least number.
-
-      It raises `error` as given; OutOfRangeError if there were too few in another process; ProcessError if
-      another process had another error, or has ended.
+    Raises:
+      error: as given.
+      OutOfRangeError: there were too few in another process.
+      ProcessError: another process had another error, or has ended.
     """
     own = None
     if error is not None:
         own = (isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}")
-    hear = _tell_all(placement, "micro-batches", readers, hearers, own)
-
-    def conclude() -> None:
-        failed = {process: one for process, one in hear().items() if one is not None}
-        if not failed:
-            return
-        first = min(failed, key=lambda process: (failed[process][0], process))
-        if error is not None and first == links().process:
-            raise error
-        is_end, text = failed[first]
-        kind = OutOfRangeError if is_end else ProcessError
-        raise kind(f"In process {first}, which reads the micro-batches: {text}") from error
-
-    return conclude
-
-
-@contextlib.contextmanager
-def concluding(agreement: Callable[[], None]) -> Iterator[None]:
-    """Concludes an agreement after a block in which programs start. Its error is raised before theirs."""
-    try:
-        yield
-    except Exception:
-        agreement()
-        raise
-    agreement()
+    told = _tell_all(placement, "micro-batches", readers, hearers, own)
+    failed = {process: one for process, one in told.items() if one is not None}
+    if not failed:
+        return
+    first = min(failed, key=lambda process: (failed[process][0], process))
+    if error is not None and first == links().process:
+        raise error
+    is_end, text = failed[first]
+    kind = OutOfRangeError if is_end else ProcessError
+    raise kind(f"In process {first}, which reads the micro-batches: {text}") from error
 
 
 def answer_everywhere(
@@ -95,7 +74,7 @@ def answer_everywhere(
     with peers.waiting(f"the {what}"), naming_peers():
         own = {number: bool(np.asarray(asked[number])) for number in _here(homes)}
     processes = {home.process_index for home in homes}
-    told = _tell_all(placement, what, processes, placement.groups[0].processes, list(own.items()))()
+    told = _tell_all(placement, what, processes, placement.groups[0].processes, list(own.items()))
     answers = dict(answer for one in told.values() for answer in one)
     return [answers[number] for number in range(len(homes))]
 
@@ -106,8 +85,8 @@ def _here(homes: Sequence[Any]) -> list[int]:
 
 def _tell_all(
     placement: StatePlacement, what: str, tellers: Collection[int], hearers: Collection[int], own: Any
-) -> Callable[[], dict[int, Any]]:
-    """Has some processes tell all others something, as JSON. Returns what waits for what each tells."""
+) -> dict[int, Any]:
+    """Has some processes tell all others something, as JSON. Returns what each tells."""
     subject, time = placement.name_agreement(what)
     here = links().process
     if here in tellers:
@@ -116,14 +95,11 @@ def _tell_all(
             if process != here:
                 links().tell(process, text)
 
-    def hear() -> dict[int, Any]:
-        told = {here: own} if here in tellers else {}
-        with peers.waiting(f"the {what}"):
-            for process in sorted(set(tellers) - {here}):
-                told[process] = _hear(process, subject, time)
-        return told
-
-    return hear
+    told = {here: own} if here in tellers else {}
+    with peers.waiting(f"the {what}"):
+        for process in sorted(set(tellers) - {here}):
+            told[process] = _hear(process, subject, time)
+    return told
 
 
 def _hear(process: int, subject: str, time: int) -> Any:

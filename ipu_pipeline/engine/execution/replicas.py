@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,11 +21,11 @@ import numpy as np
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.crossing import move
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, join, split, stack_replicas
-from ipu_pipeline.engine.devices.feeds import Take, gather, make_zeros, take_from
+from ipu_pipeline.engine.devices.feeds import Take, gather, take_from
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.devices.sharding import gather_replicas
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution.agreeing import begin_agreement
+from ipu_pipeline.engine.execution.agreeing import agree_on_elements
 from ipu_pipeline.engine.execution.all_reduce import Parts, join_replicas, take_first
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.outputs import Accumulated
@@ -357,10 +357,8 @@ class Dealer:
         own = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
         return [column.place_alone(one) for column, one in zip(self._columns, own, strict=True)]
 
-    def take_everywhere(
-        self, take: Take, count: int, *, tells_outsiders: bool = True
-    ) -> tuple[list[Take], Callable[[], None]]:
-        """Takes `count` micro-batches per column, in each process those that it reads.
+    def take_everywhere(self, take: Take, count: int, *, tells_outsiders: bool = True) -> list[Take]:
+        """Takes `count` micro-batches per column, in each process those that it reads; or raises in all.
 
         Args:
           take: of the micro-batches of all columns.
@@ -368,8 +366,7 @@ class Dealer:
           tells_outsiders: whether processes without a device of the pipeline call it, too.
 
         Returns:
-          A take for each column, of zeros where this process got too few. And what concludes the agreement
-          of the processes: it raises in all of them if one got too few; see `begin_agreement`.
+          A take for each column.
         """
         columns, placement = self._columns, self._placement
         processes = placement.groups[0].processes
@@ -377,7 +374,7 @@ class Dealer:
         groups = [group for column in columns for group in column.fed_groups]
         readers = {device.process_index for group in groups for device in group.devices}
         if len(processes) < 2 or not readers:
-            return takes, _agreed
+            return takes
         error: Exception | None = None
         taken: list[list[Any]] = []
         for column, own in zip(columns, takes, strict=True):
@@ -387,12 +384,11 @@ class Dealer:
                     elements = gather(own, count, count)
                 except Exception as raised:
                     error = error or raised
-                    elements = [column.feed.add(make_zeros(placement.traced.element))] * count
             taken.append(elements)
         others = peers.current()
         hearers = range(others.count) if others is not None and tells_outsiders else processes
-        agreement = begin_agreement(placement, readers, hearers, error)
-        return list(map(take_from, taken)), agreement
+        agree_on_elements(placement, readers, hearers, error)
+        return list(map(take_from, taken))
 
     def _deal(self, take: Take) -> list[Take]:
         """A take per replica, of its micro-batches, dealt out in turn."""
@@ -410,10 +406,6 @@ class Dealer:
             return take_some
 
         return [take_of(replica) for replica in range(number)]
-
-
-def _agreed() -> None:
-    """The conclusion where there is nothing to agree on."""
 
 
 # Joining what replicas collect.

@@ -14,7 +14,6 @@ variables that its stages assign, stay its own until the next weight update, or 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from ipu_pipeline.engine.devices.feeds import Supply, Take, shapes_of, take_from
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
-from ipu_pipeline.engine.execution.agreeing import concluding
 from ipu_pipeline.engine.execution.columns import Column
 from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
@@ -41,7 +39,6 @@ from ipu_pipeline.engine.execution.measured_costs import (
     time_stages,
     time_transfers,
     time_updates,
-    why_not_timed,
 )
 from ipu_pipeline.engine.execution.mixed_steps import (
     MixedRun,
@@ -198,7 +195,6 @@ class ColumnRunner(Runner[PendingStep]):
         alone = len(homes) == 1
         self._place_element = self.columns[0].feed.add if alone else self.dealer.place_element
         self._is_compiled = False
-        self._may_run_on_zeros = not why_not_timed(self.programs)
         self._told = list(range(len(homes) * num_turns))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         if len(homes) > 1:
@@ -344,8 +340,7 @@ class ColumnRunner(Runner[PendingStep]):
         self.compile(state, request)
         if self.iterated is not None:
             # Processes without a device of the loop hear how it ends.
-            takes, agreement = self.dealer.take_everywhere(take, 1, tells_outsiders=False)
-            agreement()
+            takes = self.dealer.take_everywhere(take, 1, tells_outsiders=False)
             # All takes are tried before the first error is raised: other processes wait for each of them.
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
         supply, taken = take if isinstance(take, Supply) else Supply(take), list[Any]()
@@ -386,22 +381,21 @@ class ColumnRunner(Runner[PendingStep]):
     def _fetch_in_turns(self, supply: Supply, state: RunState, request: Request) -> PendingStep:
         """Runs the micro-batches of an update, those of some replicas after those of others."""
         replicas, every = self.replicas, request.every
-        takes, agreement = self.dealer.take_everywhere(supply, every * self.num_turns)
+        takes = self.dealer.take_everywhere(supply, every * self.num_turns)
         turns = [
             ColumnTurns(replicas, column, own.accumulators)
             for column, own in zip(self.columns, replicas.split_state(state), strict=True)
         ]
         num_chunks = every // self._chunk.size
-        with self._starting(agreement):
-            for turn, dealt in enumerate(deal_turns(takes, self.columns, every, self.num_turns)):
-                feeds = _of_each(Column.feed_from, self.columns, dealt)
-                outputs = [column.begin_outputs() for column in self.columns]
-                before = RunState(state.pipeline, replicas.pack([own.accumulators for own in turns]))
-                part = dataclasses.replace(request, turn=turn)
-                columns, together = self.begin(before, part, feeds, num_chunks, outputs)
-                follow(self.lowering.find(num_chunks, reduces=False), StepRun(columns, together))
-                for own, column in zip(turns, columns, strict=True):
-                    own.add(column.finish(self._num_stacked))
+        for turn, dealt in enumerate(deal_turns(takes, self.columns, every, self.num_turns)):
+            feeds = _of_each(Column.feed_from, self.columns, dealt)
+            outputs = [column.begin_outputs() for column in self.columns]
+            before = RunState(state.pipeline, replicas.pack([own.accumulators for own in turns]))
+            part = dataclasses.replace(request, turn=turn)
+            columns, together = self.begin(before, part, feeds, num_chunks, outputs)
+            follow(self.lowering.find(num_chunks, reduces=False), StepRun(columns, together))
+            for own, column in zip(turns, columns, strict=True):
+                own.add(column.finish(self._num_stacked))
         joined = join_turns(replicas, turns, int(as_int32(state.pipeline.execution_count)))
         return PendingStep(request, every, Stepped(*joined))
 
@@ -421,21 +415,13 @@ class ColumnRunner(Runner[PendingStep]):
         """
         self.compile(state, request)
         num_chunks = request.every // self._chunk.size
-        takes, agreement = self.dealer.take_everywhere(supply.alike(self.shapes), request.every)
-        with self._starting(agreement):
-            feeds = _of_each(Column.feed_from, self.columns, takes)
-            columns, together = self.begin(state, request, feeds, num_chunks, outputs)
-            num_done = follow(self.lowering.find(num_chunks), StepRun(columns, together))
+        takes = self.dealer.take_everywhere(supply.alike(self.shapes), request.every)
+        feeds = _of_each(Column.feed_from, self.columns, takes)
+        columns, together = self.begin(state, request, feeds, num_chunks, outputs)
+        num_done = follow(self.lowering.find(num_chunks), StepRun(columns, together))
         number = num_chunks if num_done is None else num_done
         stepped = Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
         return stepped, number * self._chunk.size
-
-    def _starting(self, agreement: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Wraps the start of programs while processes agree; waits first if zeros could not be dropped."""
-        if self._may_run_on_zeros:
-            return concluding(agreement)
-        agreement()
-        return contextlib.nullcontext()
 
     def _follow_mixed(
         self, state: RunState, request: Request, supply: Supply, outputs: Sequence[Taken]

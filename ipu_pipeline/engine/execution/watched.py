@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.feeds import Take, make_zeros
+from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.contract import Request, Runner
@@ -105,7 +106,8 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
         if runner.has_run or runner.has_callbacks:
             return
         num_carried = 0 if runner.iterated is None else len(runner.iterated.carried)
-        zeros = make_zeros(runner.placement.traced.element)[num_carried:]
+        fed = jax.tree.leaves(runner.placement.traced.element)[num_carried:]
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in fed]  # random keys have one, too
 
         def take(wanted: int) -> list[Any]:
             return [runner.place_element(zeros) if zeros else () for _number in range(wanted)]
