@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.tracing.stage_parameters import Shared
     from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel, constrain
     from ipu_pipeline.engine.tracing.variable_scopes import AUTO_REUSE, get_variable_scope, variable_scope
-    from ipu_pipeline.engine.tracing.variables import assign, get_variable
+    from ipu_pipeline.engine.tracing.variables import assign, assign_add, assign_sub, get_variable
     from ipu_pipeline.engine.updates.reporting import with_metrics
     from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
@@ -105,6 +105,8 @@ __all__ = [
     "VariableSpec",
     "advise",
     "assign",
+    "assign_add",
+    "assign_sub",
     "auto_stages",
     "constrain",
     "cross_replica_sum",
@@ -174,6 +176,8 @@ _HOMES = {
     "VariableSpec": "engine.tracing.specs",
     "advise": "engine.schedules.advice",
     "assign": "engine.tracing.variables",
+    "assign_add": "engine.tracing.variables",
+    "assign_sub": "engine.tracing.variables",
     "auto_stages": "engine.automatic_splits",
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",

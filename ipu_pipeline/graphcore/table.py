@@ -167,9 +167,13 @@ def _describe_several(path: str, rows: Sequence[Row], whose: str = _SDK) -> str 
 def _describe_tensorflow(path: str) -> str | None:
     """Same as `describe_missing`, for TensorFlow's own names, which are under `tf.` or a module of it."""
     rows = [row for row in read_rows().values() if row.name.startswith("tf.")]
-    for row in rows:
-        if row.name == f"tf.{path}" or ("." not in path and row.name.endswith(f".{path}")):
-            return _describe("of TensorFlow", row.name, row)
+    name = path.rpartition(".")[2]
+    for row in sorted(rows, key=lambda row: "*" in row.name):  # a row for one name comes first
+        module, _dot, pattern = row.name.rpartition(".")
+        # A name is found in whatever module it is looked for.
+        is_own = pattern != "*" and fnmatch.fnmatchcase(name, pattern)
+        if is_own or fnmatch.fnmatchcase(f"tf.{path}", row.name):
+            return _describe("of TensorFlow", f"{module}.{name}" if "*" in pattern else row.name, row)
     within = [
         Row(row.name, row.status, row.here) if row.here else row
         for row in rows

@@ -45,6 +45,20 @@ def is_factory(dataset: Any) -> bool:
     return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__iter__"))
 
 
+def _iterate(dataset: Any) -> Iterator[Any]:
+    try:
+        return iter(dataset)
+    except RuntimeError as error:
+        if "eager" not in str(error):  # TensorFlow's
+            raise
+        raise RuntimeError(
+            f"IPUInfeedQueue: the data set, a {type(dataset).__name__}, can be iterated over only while "
+            "TensorFlow executes eagerly, which tf.disable_v2_behavior() and tf.disable_eager_execution() "
+            "turn off. Leave them out, since nothing here needs them; or give a function that yields what "
+            "a tf.Session returns for make_one_shot_iterator(dataset).get_next()."
+        ) from error
+
+
 class DataPass:
     """An iterator over a data set, from its beginning or from a position.
 
@@ -61,7 +75,7 @@ class DataPass:
             # `iter` would look for an IndexError.
             self._iterator: Iterator[Any] = (made[index] for index in range(self.count, len(made)))
         else:
-            self._iterator = iter(made)
+            self._iterator = _iterate(made)
         self._peeked: list[Any] = []
         self._states: collections.deque[_State] = collections.deque()
         self._has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")

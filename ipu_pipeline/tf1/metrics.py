@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Metric", "Update", "accuracy", "auc", "mean", "precision", "recall"]
@@ -397,3 +398,6 @@ def _is_integer(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+explain_missing(__name__)

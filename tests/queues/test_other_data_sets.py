@@ -66,6 +66,20 @@ class TFDataset:
         return 4
 
 
+class NotEager:
+    """Behaves like a tf.data.Dataset after tf.disable_v2_behavior()."""
+
+    def __iter__(self):
+        raise RuntimeError(
+            "__iter__() is only supported inside of tf.function or when eager execution is on"
+        )
+
+
+def test_a_set_of_tensorflow_without_eager_execution():
+    with pytest.raises(RuntimeError, match=r"a NotEager, .* which tf.disable_v2_behavior\(\).* Leave them"):
+        through_a_pipeline(NotEager())
+
+
 def grain_loader():
     sampler = grain.samplers.IndexSampler(
         8, shard_options=grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=1

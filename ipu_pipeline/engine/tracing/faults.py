@@ -55,6 +55,17 @@ _MESH_MENDS = {
     "mesh=engine.stage_mesh(), or no mesh.",
 }
 _TF1_OPTIMIZER_METHODS = ("minimize", "compute_gradients", "apply_gradients")
+_TF1_METHODS = {  # of variables and tensors
+    "assign": "assign(variable, value) gives it a new value",
+    "assign_add": "assign_add(variable, value) adds to it",
+    "assign_sub": "assign_sub(variable, value) subtracts from it",
+    "eval": "Session.run and outfeeds give values, and Session.variables those of variables",
+    "get_shape": "its shape is .shape",
+    "initialized_value": "it is the value",
+    "read_value": "it is the value",
+    "set_shape": "shapes are static",
+    "value": "it is the value",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,6 +280,13 @@ def _where_it_ended(error: BaseException, given: str) -> list[str]:
 def _mends(error: BaseException) -> list[str]:
     """Advice on an error that was raised by a library that does not know of pipelines."""
     found = [mend for text, mend in _MESH_MENDS.items() if text in str(error)]
+    if found:
+        return found
+    found = [
+        f"{name} was a method in TensorFlow. Here it is an array, as get_variable returns one: {mend}."
+        for name, mend in _TF1_METHODS.items()
+        if isinstance(error, AttributeError) and str(error).endswith(f"Tracer has no attribute {name}")
+    ]
     if found:
         return found
     if not isinstance(error, AttributeError) or error.name not in _TF1_OPTIMIZER_METHODS:

@@ -22,7 +22,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec, dtype_of_constant, s
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.names import join
 
-__all__ = ["assign", "assign_variable_p", "get_variable", "read_variable_p"]
+__all__ = ["assign", "assign_add", "assign_sub", "assign_variable_p", "get_variable", "read_variable_p"]
 
 read_variable_p = jax_core.Primitive("read_variable")
 assign_variable_p = jax_core.Primitive("assign_variable")
@@ -188,7 +188,7 @@ def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | N
     return None
 
 
-def assign(name: str, value: Any) -> None:
+def assign(name: str | jax.Array, value: Any) -> None:
     """Gives a non-trainable variable a new value, once per micro-batch, within a stage.
 
     Example:
@@ -203,36 +203,90 @@ def assign(name: str, value: Any) -> None:
       Array(3., dtype=float32)
 
     Args:
-      name: the variable's name within the current scope, or its full name.
+      name: the variable's name within the current scope, or its full name; or the array that
+        `get_variable` returned for it, as TensorFlow 1 takes the variable.
       value: the new value, of the variable's shape and dtype. No gradient flows through it.
 
     Raises:
+      TypeError: the variable is given neither by its name nor as what `get_variable` returned.
       ValueError: there is no such variable, it is trainable, or the shape or dtype differs.
       RuntimeError: not called within a stage.
     """
-    current = frames.current_frame("assign")
+    _give("assign", name, lambda _before: value)
+
+
+def assign_add(name: str | jax.Array, value: Any) -> None:
+    """Adds to a non-trainable variable, as `assign` gives it a new value.
+
+    Example:
+      >>> def stage(x):
+      ...     ipu.assign_add(ipu.get_variable("count", [], np.int32, trainable=False), 1)
+      ...     return x
+      >>> x = np.ones(4, np.float32)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=3)
+      >>> state, _ = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x, x])
+      >>> state.variables["count"]
+      Array(3, dtype=int32)
+
+    Args:
+      name: see `assign`.
+      value: what is added to the variable's value here, after what was assigned before.
+
+    Raises:
+      Others: the errors of `assign`.
+    """
+    _give("assign_add", name, lambda before: before + value)
+
+
+def assign_sub(name: str | jax.Array, value: Any) -> None:
+    """Subtracts from a non-trainable variable, as `assign_add` adds.
+
+    Example:
+      >>> def stage(x):
+      ...     ipu.assign_sub(ipu.get_variable("left", [], initializer=9, trainable=False), 2)
+      ...     return x
+      >>> x = np.ones(4, np.float32)
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=3)
+      >>> state, _ = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x, x])
+      >>> state.variables["left"]
+      Array(3, dtype=int32)
+    """
+    _give("assign_sub", name, lambda before: before - value)
+
+
+def _give(what: str, name: str | jax.Array, compute: Callable[[jax.Array], Any]) -> None:
+    """Gives a variable the value that is computed from the one that it has."""
+    current = frames.current_frame(what)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(
-            f"assign({name!r}, ...) was called outside of a computational stage."
+            f"{what}({name!r}, ...) was called outside of a computational stage."
         )
     known = current.names.variables
     if current.faults is not None:
         known = {**known, **current.faults.stand_ins}
-    spec = known.get(join(scopes.current_scope(), name)) or known.get(name)
+    if isinstance(name, str):
+        spec = known.get(join(scopes.current_scope(), name)) or known.get(name)
+    elif id(name) in current.names.reads:
+        spec = current.names.reads[id(name)][1]
+    else:
+        raise TypeError(
+            f"{what}: name must be a variable's name, or the array that get_variable returned for it, and "
+            f"not what was computed from that; got {type(name).__name__}."
+        )
     if spec is None:
         raise ValueError(
-            f"assign: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
+            f"{what}: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
             f"creates it. There are: {', '.join(known) or 'none'}."
         )
     if spec.trainable:
         raise ValueError(
-            f"assign: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
+            f"{what}: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
             "trainable=False to assign it in a stage."
         )
-    value = jnp.asarray(value)
+    value = jnp.asarray(compute(read_variable_p.bind(spec=spec, serial=next(serial_numbers))))
     if value.shape != spec.shape or value.dtype != spec.dtype:
         raise ValueError(
-            f"assign: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
+            f"{what}: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
             f"{value.dtype.name}{list(value.shape)}."
         )
     assign_variable_p.bind(jax.lax.stop_gradient(value), spec=spec)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.tf1.optimizers.base import Optimizer, Unwrapped
 from ipu_pipeline.tf1.optimizers.learning_rates import (
     cosine_decay,
@@ -470,3 +471,6 @@ def _ftrl(
         return updates, _FtrlState(optax.safe_increment(state.count), squares, linear)
 
     return optax.GradientTransformation(init, update)
+
+
+explain_missing(__name__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ipu_pipeline.engine import VariableSpec
+from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.tf1.graph.operations import HostVariable, InitializerOperation
@@ -27,11 +29,20 @@ def find_runs(fetch: Any) -> list[Any]:
     for one in _leaves(fetch):
         run = one.program if isinstance(one, Output) else one
         if not isinstance(run, (Program, InitializerOperation, HostVariable, *_OF_THE_HOST)):
+            advice = ""
+            if isinstance(run, (str, VariableSpec)):
+                advice = " Session.variables has the values of variables, by name."
+            elif jax_compat.is_traced(run):
+                advice = (
+                    " A variable, or what is computed from one, has a value while a program runs: the "
+                    "function that is compiled returns it, an outfeed takes it, and Session.variables has "
+                    "the values of variables, by name."
+                )
             raise TypeError(
                 "Session.run: fetch must be a compiled program or one of its values, an infeed's "
                 "initializer, what an outfeed's dequeue() returned, global_variables_initializer(), "
                 "get_global_step(), a host embedding's get_embedding_tensor(), "
-                f"or a list or dict of them; got {type(run).__name__}."
+                f"or a list or dict of them; got {type(run).__name__}.{advice}"
             )
         if not any(run is known for known in runs):
             runs.append(run)

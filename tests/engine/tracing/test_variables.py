@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,10 +162,24 @@ def test_assign_errors(name, value, message):
         trace(stage)
 
 
+def test_variables_as_tensorflow_has_them_to_assign_to():
+    def stage(x, assign):
+        assign(engine.get_variable("kept", (), trainable=False))
+        return x
+
+    with pytest.raises(TypeError, match="or the array that get_variable returned .* computed from that"):
+        trace(functools.partial(stage, assign=lambda kept: engine.assign(kept + 1, kept)))
+    with pytest.raises(AttributeError) as error:
+        trace(functools.partial(stage, assign=lambda kept: kept.assign(kept + 1)))
+    assert "an array, as get_variable returns one: assign(variable, value)" in error.value.__notes__[0]
+
+
 def test_reading_after_assigning():
     def stage(x):
         v = engine.get_variable("v", (), initializer=1.0, trainable=False)
-        engine.assign("v", v + 1)
+        engine.assign(v, v + 3)
+        engine.assign_sub("v", 1.0)
+        engine.assign_add(v, -1)
         with scopes.absolute_scope("", reuse=True):
             return v, engine.get_variable("v")
 

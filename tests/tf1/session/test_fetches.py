@@ -57,6 +57,20 @@ def test_operators_on_values_are_computed_when_they_are_run():
         first[:second]
 
 
+def test_variables_are_no_fetches():
+    kept = []
+
+    def function():
+        kept.append(ipu.get_variable("w", (3,)))
+        return kept[0]
+
+    program = front.compile_program(function)
+    with ipu.Session() as session:
+        for fetch in (kept[0], [program, "w"], ipu.global_variables()[0]):
+            with pytest.raises(TypeError, match="Session.variables has the values of variables, by name"):
+                session.run(fetch)
+
+
 def test_what_is_computed_wrong_loses_nothing_and_what_is_shared_is_computed_once():
     queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
     (matrix,) = front.compile_program(lambda: (MATRIX, queue.enqueue(np.float32(3))))
