@@ -184,7 +184,7 @@ class BatchNormalization(_Normalization):
             is_shared = selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
             mean, variance = _moments(inputs, axes[0], is_shared)
             self._move("moving_mean", moving_mean, mean)
-            number = inputs.size // features * (engine.replica_count() if is_shared else 1)
+            number = inputs.size // max(features, 1) * (engine.replica_count() if is_shared else 1)
             correction = number / jnp.maximum(number - 1, 1) if is_fused else 1.0
             self._move("moving_variance", moving_variance, variance * correction)
         mean, variance = mean.astype(inputs.dtype), variance.astype(inputs.dtype)
