@@ -297,7 +297,7 @@ class _Model:
             raise NotImplementedError(
                 f"The `model_fn` called `minimize` {len(steps)} times; it may train with one optimizer, of "
                 "one loss. optax.multi_transform makes one optimizer of several. With several losses, "
-                "train in a Session: the body of ipu.loops.repeat may call minimize for each, with var_list."
+                "train in a Session: the body of ipu.loops.repeat may call minimize for each loss."
             )
         accumulation = unwrap(found[0].optimizer).accumulation or Accumulation()
         mine, wanted = dataclasses.astuple(self._accumulation), dataclasses.astuple(accumulation)

@@ -55,8 +55,13 @@ Tree = Any
 class _Plain(Optimizer, optax.GradientTransformationExtraArgs):
     """An optimizer around a transformation, which it changes in nothing, and so one itself."""
 
-    def __new__(cls, *_args: Any, **_options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any) -> Any:
         """A transformation is a tuple of two functions, here of those that `__init__` is given."""
+        if any(isinstance(one, optax.GradientTransformation) for one in (*args, *options.values())):
+            raise TypeError(
+                f"{cls.__name__}: it does not wrap another optimizer. optax.chain(other, "
+                f"{cls.__name__}(...)) applies one after the other."
+            )
 
         def init(params: Tree) -> Any:
             return created.wrapped.init(params)

@@ -180,6 +180,8 @@ def test_arguments_that_are_refused_or_have_no_effect():
         tf1.FtrlOptimizer(RATE, 0.5)
     with pytest.raises(ValueError, match="must be from 0; got -1"):
         tf1.FtrlOptimizer(RATE, l1_regularization_strength=-1)
+    with pytest.raises(TypeError, match="AdamOptimizer: it does not wrap .*chain.other, AdamOptimizer"):
+        tf1.AdamOptimizer(optax.clip_by_global_norm(1.0))
     with pytest.raises(ValueError, match="linear_name must be None"):
         tf1.FtrlOptimizer(RATE, linear_name="x")
 
