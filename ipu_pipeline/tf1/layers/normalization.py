@@ -177,16 +177,15 @@ class BatchNormalization(_Normalization):
         inputs = self._as_statistics_dtype(inputs)
         axes = self._find_axes(inputs, [self.axis])
         is_fused = inputs.ndim == 4 and axes[0] in (1, 3) and inputs.dtype.itemsize <= 4
-        features = inputs.shape[axes[0]]
-        mean, variance = self._moving("moving_mean", features), self._moving("moving_variance", features)
+        mean = self._moving("moving_mean", inputs.shape[axes[0]])
+        variance = self._moving("moving_variance", inputs.shape[axes[0]])
         if self._is_training(training):
             moving_mean, moving_variance = mean, variance
             is_shared = selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
             mean, variance = _moments(inputs, axes[0], is_shared)
             self._move("moving_mean", moving_mean, mean)
-            number = inputs.size // max(features, 1) * (engine.replica_count() if is_shared else 1)
-            correction = number / jnp.maximum(number - 1, 1) if is_fused else 1.0
-            self._move("moving_variance", moving_variance, variance * correction)
+            unbiased = variance * _bessel(inputs, axes[0], is_shared) if is_fused else variance
+            self._move("moving_variance", moving_variance, unbiased)
         mean, variance = mean.astype(inputs.dtype), variance.astype(inputs.dtype)
         epsilon = max(self.epsilon, _LEAST_FUSED_EPSILON) if is_fused else self.epsilon
         mean, variance = _along(axes, inputs, mean), _along(axes, inputs, variance)
@@ -315,6 +314,14 @@ def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, 
     mean = engine.cross_replica_sum(mean) / number
     squares = jnp.square(inputs - _along((axis,), inputs, mean))
     return mean, engine.cross_replica_sum(jnp.mean(squares, others)) / number
+
+
+def _bessel(inputs: jax.Array, axis: int, is_shared: bool) -> jax.Array:
+    """Bessel's correction of `_moments`: n / (n - 1), of n numbers for each index of the axis."""
+    number: Any = float(inputs.size // max(inputs.shape[axis], 1))
+    if is_shared:
+        number *= engine.replica_count().astype(inputs.dtype)
+    return number / jnp.maximum(number - 1, 1)
 
 
 def _along(axes: tuple[int, ...], inputs: jax.Array, values: jax.Array) -> jax.Array:
