@@ -29,7 +29,12 @@ def expected_run(model, variables, num_updates, rate=0.1, dataset=None):
     for _update in range(num_updates):
         micro_batches = [next(iterator) for _ in range(model.options["gradient_accumulation_count"])]
         state, outputs = reference.step(
-            traced, state, micro_batches, np.float32(rate), optimizer=lambda rate, loss: optax.sgd(rate)
+            traced,
+            state,
+            micro_batches,
+            np.float32(rate),
+            optimizer=lambda rate, loss: optax.sgd(rate),
+            reduction="sum",
         )
         losses += outputs.losses
     return np.array(losses), state.variables
