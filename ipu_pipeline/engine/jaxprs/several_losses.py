@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, FlatJaxpr, Var, aval_struct, flatten, fresh
-from ipu_pipeline.ground import jax_core
+from ipu_pipeline.ground import jax_compat, jax_core
 
 __all__ = ["join_losses"]
 
@@ -84,6 +84,6 @@ def _append(
             atom if isinstance(atom, jax_core.Literal) else known.get(atom, atom)
             for atom in equation.invars
         ]
-        equations.append(equation.replace(invars=invars, source_info=like.source_info))
+        equations.append(jax_compat.in_place_of(like, equation.replace(invars=invars)))
     (result,) = added.outputs
     return known.get(result, result), added.constants
