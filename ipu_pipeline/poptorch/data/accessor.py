@@ -22,8 +22,9 @@ _MISS_SLEEP_TIME = 0.1
 class AsynchronousDataAccessor:
     """Iterates over a data set that another process loads ahead, into a ring of shared memory.
 
-    A batch's tensors and arrays are in that memory. They are valid until the next batch is taken: copy what
-    you need longer. Iterating again before the end starts over and ends the previous iteration.
+    A batch's tensors and arrays are in that memory, and stay as they are for as long as you keep one of
+    them: the next batch then gets other memory. Iterating again before the end starts over and ends the
+    previous iteration.
 
     The data set's random numbers, for example for shuffling, continue from this process's generators at the
     time when the first batch is asked for. So seeds give the same order as without another process.
@@ -46,8 +47,8 @@ class AsynchronousDataAccessor:
 
         Args:
           dataset: an object that can be iterated over, such as a `DataLoader`, or indexed up to its length.
-          buffer_size: the number of batches in the ring, including the one in use. 1 counts as 2, because
-            otherwise the first batch of an iteration would overwrite the last one of the iteration before.
+          buffer_size: the number of batches in the ring, including the one in use, and at least 2. The ring
+            has one more, for the batch before.
           miss_sleep_time_in_ms: has no effect: the processes wake each other, and do not poll.
           load_indefinitely: whether the next iteration's batches are loaded as soon as one has ended; else
             when it begins.
@@ -100,7 +101,7 @@ class AsynchronousDataAccessor:
             )
         drop_last = getattr(dataset, "rebatched_drop_last", getattr(dataset, "drop_last", True))
         self._dataset = dataset
-        self._loading = Loading(max(2, buffer_size), load_indefinitely, rebatched_size, drop_last)
+        self._loading = Loading(max(2, buffer_size) + 1, load_indefinitely, rebatched_size, drop_last)
         self._strategy = parse_member(
             SharingStrategy, sharing_strategy, "AsynchronousDataAccessor: sharing_strategy"
         )

@@ -31,9 +31,10 @@ class Want(NamedTuple):
 
 
 class Free(NamedTuple):
-    """To the loader: the batch in a slot is no longer needed."""
+    """To the loader: a slot may have another batch."""
 
     slot: int
+    is_kept: bool  # whether somebody keeps the batch that is in it: then the next one needs other memory
 
 
 class Stop(NamedTuple):

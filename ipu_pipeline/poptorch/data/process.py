@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import multiprocessing
 import os
@@ -67,7 +68,8 @@ class LoadingProcess:
         self._is_ready = False
         self._iteration = 0
         self._is_preloading = False
-        self._held: int | None = None  # the slot whose batch is being used
+        # the slots of the last batches, each with what lives as long as something of its batch
+        self._used: collections.deque[tuple[int, weakref.ref[Any]]] = collections.deque()
         self._connection, self._process = _start(dataset, loading, strategy)
         self._events = select.poll()  # each call of multiprocessing's `wait` would make another one
         self._events.register(self._connection, select.POLLIN)
@@ -97,7 +99,7 @@ class LoadingProcess:
         return self._iteration
 
     def take(self, iteration: int) -> Any:
-        """Returns the next batch. Gives back the one before, except at the end if there is space.
+        """Returns the next batch. Gives back the last but one: a loop's variable still has the last.
 
         Raises:
           StopIteration: there is no next batch.
@@ -113,12 +115,17 @@ class LoadingProcess:
             )
         while True:
             with self._stopping_if_interrupted():
+                while len(self._used) > 1:
+                    slot, user = self._used.popleft()
+                    self._send(Free(slot, user() is not None))
                 message = self._receive()
                 if isinstance(message, Loaded):
-                    self._hold(message.slot)
+                    memory: Any = self._memories[message.slot].numpy()
+                    view = memoryview(memory)
+                    self._used.append((message.slot, weakref.ref(view)))
             match message:
-                case Loaded(number, slot, pickled, buffers) if number == iteration:
-                    return put_together(pickled, buffers, self._memories[slot])
+                case Loaded(number, _slot, pickled, buffers) if number == iteration:
+                    return put_together(pickled, buffers, _as_tensor(view))
                 case Ended(number) if number == iteration:
                     raise StopIteration
                 case Failed(number, _error, _name, _text) if number in (0, iteration):
@@ -158,12 +165,6 @@ class LoadingProcess:
             self.stop()
             raise
 
-    def _hold(self, slot: int) -> None:
-        """Holds a slot, and gives back the one that was held before."""
-        if self._held is not None:
-            self._send(Free(self._held))
-        self._held = slot
-
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the process has ended; `take` will say so
             self._connection.send_bytes(pickle.dumps(message))
@@ -202,6 +203,11 @@ class LoadingProcess:
             f"AsynchronousDataAccessor: the process that loads the data ended{when}, with exit code {code}"
             f"{name}. The error output may say why.{'' if self._is_ready else ' ' + _GUARD}"
         )
+
+
+def _as_tensor(view: memoryview) -> torch.Tensor:
+    """Returns a tensor of the bytes of a view, which lives as long as a tensor or array of these."""
+    return torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def _stop_if_there(reference: weakref.ref[LoadingProcess]) -> None:

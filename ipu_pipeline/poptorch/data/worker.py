@@ -157,8 +157,10 @@ class _Loader:
                 self._wanted = iteration
                 if randomness is not None:
                     randomness.use()
-            case Free(slot):
+            case Free(slot, is_kept):
                 self._free.append(slot)
+                if is_kept:
+                    self._memories[slot] = torch.empty(0, dtype=torch.uint8)
             case Stop():
                 raise _Stopped
 

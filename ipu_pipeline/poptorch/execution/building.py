@@ -245,7 +245,7 @@ def _make_program(
         "schedule": schedule,
         "offload": _find_offloaded(options, trains),
     }
-    is_summed = options.output_mode is OutputMode.Sum and not anchored
+    is_summed = options.output_mode is OutputMode.Sum and not anchored and not stages.written_inputs
     table = None
     if options.num_split_ipus is not None:
         # Tracing and measuring start JAX, so the devices must be there before.

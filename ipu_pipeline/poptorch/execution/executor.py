@@ -39,7 +39,7 @@ from ipu_pipeline.poptorch.execution.generating import Generation, check_generat
 from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
 from ipu_pipeline.poptorch.execution.jax_errors import translating
 from ipu_pipeline.poptorch.execution.measured import CallTimes, Latency, Profile
-from ipu_pipeline.poptorch.execution.outputs import join_outputs
+from ipu_pipeline.poptorch.execution.outputs import join_outputs, write_inputs
 from ipu_pipeline.poptorch.execution.progress import CompileProgress
 from ipu_pipeline.poptorch.execution.recalled import (
     RestoredModel,
@@ -179,7 +179,10 @@ class PoplarExecutor:
                 self.options.output_return_period,
                 has_replicas=self.options.replication_factor > 1,
             )
-            self._anchored.keep(collected, dtypes, first, mode)
+            written = compiled.stages.written_inputs
+            if written and not is_synthetic:
+                write_inputs(arguments, written, collected, first, batching_of(self.options))
+            self._anchored.keep(collected, dtypes, first + len(written), mode)
             self._call_ns = time.perf_counter_ns() - begin
             return outputs.unflatten(joined)
 

@@ -13,8 +13,9 @@ from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_torch
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching
 
-__all__ = ["join_outputs"]
+__all__ = ["join_outputs", "write_inputs"]
 
 
 def join_outputs(
@@ -58,6 +59,33 @@ def join_outputs(
         vars(tensor)["backward"] = _NO_BACKWARD
         joined.append(tensor)
     return joined
+
+
+def write_inputs(
+    arguments: Arguments,
+    numbers: Sequence[int],
+    collected: Sequence[Collected],
+    first: int,
+    batching: Batching,
+) -> None:
+    """Gives a call's tensors the values that forward has written to them, as in torch.
+
+    Args:
+      arguments: the arguments of the call.
+      numbers: the numbers of the tensors that are written to.
+      collected: as for `join_outputs`.
+      first: the position of the first written tensor in the outputs.
+      batching: how the tensors were cut. Of replicas with the same inputs the first one counts.
+    """
+    has_replicas = len(batching.input_groups) > 1
+    replicas = [batching.input_groups.index(group) for group in range(batching.num_groups)]
+    for place, number in enumerate(numbers, first):
+        tensor = arguments.tensors[number]
+        (value,) = join_outputs(collected, [tensor.dtype], OutputMode.All, 1, place, has_replicas)
+        one = [len(tensor) // batching.num_micro_batches, *tensor.shape[1:]] if tensor.dim() else []
+        rows = value.reshape(batching.num_rounds, len(batching.input_groups), *one)
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(rows[:, replicas].reshape(tensor.shape))
 
 
 def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:

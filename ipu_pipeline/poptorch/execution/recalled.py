@@ -181,11 +181,12 @@ class RestoredModel(torch.nn.Module):
         check_like_first(signature, first, given, OF_FILE)
         check_shapes(given, shapes_of(first), OF_FILE)
         captured = bind(self.saved_graph, self, self.saved_graph.trains)
-        inputs = iter(given.tensors)
         program = captured.program
+        names = [node.name for node, spec in _inputs(program) if spec.kind is InputKind.USER_INPUT]
+        inputs = dict(zip(names, given.tensors, strict=True))
         values = [
-            next(inputs) if spec.kind is InputKind.USER_INPUT else captured.tensors[str(spec.target)]
-            for _node, spec in _inputs(program)
+            inputs[node.name] if node.name in inputs else captured.tensors[str(spec.target)]
+            for node, spec in _inputs(program)
         ]
         with torch.no_grad():
             made = torch.fx.Interpreter(program.graph_module).run(*values)
@@ -193,6 +194,8 @@ class RestoredModel(torch.nn.Module):
             for spec, value in zip(program.graph_signature.output_specs, made, strict=True):
                 if spec.kind is OutputKind.BUFFER_MUTATION:
                     captured.tensors[str(spec.target)].copy_(value)
+                elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+                    inputs[str(spec.target)].copy_(value)
                 elif spec.kind is OutputKind.USER_OUTPUT:
                     results.append(value)
         return captured.outputs.unflatten(results)

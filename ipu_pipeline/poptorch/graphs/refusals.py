@@ -176,11 +176,6 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
                 f"Parameter {_without_prefix(output.target)} is changed by the model's forward. Only the "
                 "optimizer changes parameters; what forward changes must be a buffer (register_buffer)."
             )
-        if output.kind is OutputKind.USER_INPUT_MUTATION:
-            warn_once(
-                "The model changes an input in place. What it computes with it is right, but the tensor "
-                "that was given stays as it is."
-            )
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
         if module is program.graph_module:

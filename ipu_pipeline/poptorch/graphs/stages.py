@@ -50,13 +50,15 @@ class ModelStages:
     Attributes:
       functions: the stages' functions, level by level; the stages of a level are parallel. The first level
         takes the tensors of the inputs. The last is one stage, which returns the tensors of the outputs,
-        then the anchored values, then the micro-batch's tag if gradients are anchored, and then, if the
-        model trains, the loss.
+        then the inputs that forward writes to, then the anchored values, then the micro-batch's tag if
+        gradients are anchored, and then, if the model trains, the loss.
       levels: the sections that the stages are made of, level by level.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
       assigned: the variables that forward writes to.
-      output_dtypes: torch's dtypes of the outputs, of the anchored values, and of the anchored gradients.
+      written_inputs: the numbers of the inputs that forward writes to.
+      output_dtypes: torch's dtypes of what the last stage returns before tag and loss, and of the anchored
+        gradients.
       value_names: the names of all values, see `name_values`, and of their gradients.
       has_checkpoints: whether the model chooses what its backward keeps, by `recomputationCheckpoint`.
       prints: whether the model prints tensors.
@@ -70,6 +72,7 @@ class ModelStages:
     tensors: Mapping[str, torch.Tensor]
     trained: frozenset[str]
     assigned: frozenset[str]
+    written_inputs: tuple[int, ...]
     output_dtypes: tuple[torch.dtype, ...]
     value_names: tuple[str, ...]
     has_checkpoints: bool
@@ -111,6 +114,7 @@ class _Parts:
       tensors: name within `SCOPE` -> the user's tensor.
       group_rows: name within `SCOPE` -> its rows, if groups of replicas have their own values.
       assigned: node -> names of the variables that get its value.
+      written: the number of an input that is written to -> the node that it gets the value of.
       results: the nodes that are returned, with the loss at the end if there is one.
       held: `Captured.held` of the model.
       gradients: the anchored gradients; None without any.
@@ -122,6 +126,7 @@ class _Parts:
     tensors: dict[str, torch.Tensor]
     group_rows: dict[str, GroupRows]
     assigned: dict[torch.fx.Node, list[str]]
+    written: dict[int, torch.fx.Node]
     results: list[torch.fx.Node]
     held: Sequence[Any]
     gradients: AnchoredGradients | None = None
@@ -186,6 +191,7 @@ def make_stages(
         tensors={f"{SCOPE}/{name}": tensor for name, tensor in parts.tensors.items()},
         trained=frozenset(trained.values()),
         assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
+        written_inputs=tuple(parts.written),
         output_dtypes=(*dtypes, *(() if parts.gradients is None else parts.gradients.dtypes)),
         value_names=tuple(names),
         has_checkpoints=any(map(markers.is_checkpoint, graph.nodes)),
@@ -208,7 +214,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
         *model.named_buffers(remove_duplicate=False),
     ]:
         names.setdefault(id(tensor), name)
-    parts = _Parts([], {}, {}, {}, {}, {}, [], captured.held)
+    parts = _Parts([], {}, {}, {}, {}, {}, {}, [], captured.held)
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
     written = {spec.target for spec, _node in outputs if spec.kind is OutputKind.BUFFER_MUTATION}
@@ -227,13 +233,17 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
                     parts.group_rows[name] = group_rows[id(tensor)]
         else:
             parts.constants[node] = captured.tensors[str(spec.target)]
+    inputs = [node.name for node in parts.inputs]
     for result, node in outputs:
         if result.kind is OutputKind.BUFFER_MUTATION:
             name = names[id(captured.tensors[str(result.target)])]
             parts.assigned.setdefault(node, []).append(name)
+        elif result.kind is OutputKind.USER_INPUT_MUTATION:
+            parts.written[inputs.index(str(result.target))] = node
         elif result.kind is OutputKind.USER_OUTPUT:
             assert not isinstance(result.arg, ConstantArgument)
             parts.results.append(node)
+    parts.results.extend(parts.written.values())
     return parts
 
 

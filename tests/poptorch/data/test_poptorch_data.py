@@ -413,7 +413,20 @@ def test_shapes_may_change():
 
 def test_batches_lie_in_a_ring():
     accessor = AsynchronousDataAccessor([torch.full((5,), n) for n in range(20)], buffer_size=3, **FORK)
-    assert len({batch.data_ptr() for batch in accessor}) <= 3
+    assert len({batch.data_ptr() for batch in accessor}) <= 4
+
+
+def test_batches_that_are_kept_stay_as_they_are():
+    """Also of an array and a part of a tensor, over the end of an iteration, and after the process."""
+    data = [(torch.full((5,), n), np.full(3, n)) for n in range(9)]
+    accessor = AsynchronousDataAccessor(data, buffer_size=2, **FORK)
+    kept = [tensor[1:3] if n % 2 else array for n, (tensor, array) in enumerate(accessor)]
+    kept += [tensor for tensor, _array in accessor]
+    for _batch in accessor:
+        pass
+    accessor.terminate()
+    assert [one.tolist() for one in kept[:9]] == [[n] * (2 if n % 2 else 3) for n in range(9)]
+    assert [one.tolist() for one in kept[9:]] == [[n] * 5 for n in range(9)]
 
 
 def test_iterating_again_starts_over():

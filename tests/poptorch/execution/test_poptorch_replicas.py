@@ -44,6 +44,26 @@ def test_sums_equal_plain_torch():
     trained.compare()
 
 
+def test_inputs_that_forward_writes_to_change_as_in_torch():
+    """Those of several replicas, of which two have the same inputs, in an order of their own."""
+
+    class Writes(torch.nn.Module):
+        def forward(self, x, batch):
+            x.add_(1).mul_(2)
+            batch["tokens"][:, 0] = x[:, 0].long()
+            return x.sum()
+
+    x, tokens = torch.randn(8, 3), torch.arange(16).reshape(8, 2)
+    expected, of_tokens = (x + 1) * 2, tokens.clone()
+    of_tokens[:, 0] = expected[:, 0].long()
+    with torch.inference_mode():
+        made_in_inference_mode = tokens.clone()
+    options = with_replicas(4, 2, mode=OutputMode.Sum).inputReplicaGrouping(2, CommGroupType.Consecutive)
+    total = poptorch.inferenceModel(Writes(), options)(x, {"tokens": made_in_inference_mode})
+    assert_close([x, made_in_inference_mode], [expected, of_tokens])
+    assert_close([total.sum()], [2 * expected.sum()])
+
+
 @pytest.mark.thorough
 def test_a_sum_of_half_gradients_does_not_overflow():
     """The sum over replicas of what float16 just holds is more than it holds; it is taken in float32."""

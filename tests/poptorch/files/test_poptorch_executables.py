@@ -498,12 +498,14 @@ def test_unusual_tensors(tmp_path):
     assert_equal_values(loaded.model.state_dict(), model.state_dict())
 
 
-def test_on_the_host_an_input_that_is_changed_is_no_result(tmp_path):
+def test_an_input_that_is_changed_is_no_result(tmp_path):
     model = lowered.Call(lambda x: x.add_(1) * 2)
     poptorch.inferenceModel(model, make_options()).compileAndExport(tmp_path / "file", x)
     loaded = poptorch.load(tmp_path / "file")
-    assert torch.equal(loaded.model(x), loaded(x))
-    assert torch.equal(loaded.model(x), (x + 1) * 2)
+    for run in (loaded.model, loaded):
+        given = x.clone()
+        assert torch.equal(run(given), (x + 1) * 2)
+        assert torch.equal(given, x + 1)
 
 
 class Loops(nn.Module):
