@@ -19,7 +19,7 @@ from ipu_pipeline.poptorch.execution.arguments import (
     shapes_of,
 )
 from ipu_pipeline.poptorch.files.contents import SavedGraph, SavedModel
-from ipu_pipeline.poptorch.graphs.capture import Captured, FunctionalProgram
+from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured, FunctionalProgram
 from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = ["RestoredModel", "bind", "make_arguments", "signature_of", "to_graph"]
@@ -192,7 +192,7 @@ class RestoredModel(torch.nn.Module):
             made = torch.fx.Interpreter(program.graph_module).run(*values)
             results = []
             for spec, value in zip(program.graph_signature.output_specs, made, strict=True):
-                if spec.kind is OutputKind.BUFFER_MUTATION:
+                if spec.kind in WRITES:
                     captured.tensors[str(spec.target)].copy_(value)
                 elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                     inputs[str(spec.target)].copy_(value)

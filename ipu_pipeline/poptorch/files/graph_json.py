@@ -25,7 +25,7 @@ from torch.export.graph_signature import (
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.blocks import is_check_operation
-from ipu_pipeline.poptorch.graphs.capture import FunctionalProgram
+from ipu_pipeline.poptorch.graphs.capture import WRITES, FunctionalProgram
 from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
 from ipu_pipeline.poptorch.lowering.registry import find_lowering, full_name
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
@@ -38,7 +38,7 @@ _OPERATION = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
 _OPERATORS: dict[str, Any] = {"getitem": operator.getitem, **{one.name(): one for one in CONTROL_FLOW}}
 _NAMES = {one: name for name, one in _OPERATORS.items()}
 _INPUTS = {name: InputKind[name] for name in ("USER_INPUT", "PARAMETER", "BUFFER", "CONSTANT_TENSOR")}
-_OUTPUTS = {name: OutputKind[name] for name in ("USER_OUTPUT", "BUFFER_MUTATION", "USER_INPUT_MUTATION")}
+_OUTPUTS = {kind.name: kind for kind in (OutputKind.USER_OUTPUT, *WRITES, OutputKind.USER_INPUT_MUTATION)}
 
 
 class _Interpreted(torch.fx.GraphModule):
@@ -131,10 +131,14 @@ def decode_program(data: Any) -> FunctionalProgram:
             for node, (kind, target) in zip(outputs, data["outputs"], strict=True)
         ],
     )
-    buffers = {spec.target for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
+    given = {(spec.target, spec.kind) for spec in signature.input_specs}
     for spec in signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION and spec.target not in buffers:
-            raise ValueError(f"its graph changes {spec.target!r}, which is no buffer")
+        kind = {
+            OutputKind.BUFFER_MUTATION: InputKind.BUFFER,
+            OutputKind.PARAMETER_MUTATION: InputKind.PARAMETER,
+        }.get(spec.kind)
+        if kind is not None and (spec.target, kind) not in given:
+            raise ValueError(f"its graph changes {spec.target!r}, which is no {kind.name.lower()}")
     return FunctionalProgram(module, signature)
 
 

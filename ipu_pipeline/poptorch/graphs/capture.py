@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.graphs import refusals
@@ -34,7 +34,10 @@ from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
-__all__ = ["Captured", "FunctionalProgram", "Modes", "capture", "in_modes", "modes_of"]
+__all__ = ["WRITES", "Captured", "FunctionalProgram", "Modes", "capture", "in_modes", "modes_of"]
+
+# The outputs that are new values of parameters and buffers.
+WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +157,7 @@ def capture(
         refusals.check_values(program)
         refusals.check_results(noted[-1])
         refusals.tell_of_generators(program)
+        refusals.tell_of_unread_operations(program)
         _mark_regions_without_gradients(program.graph_module)
         keep_inputs_of_checkpoints(program.graph_module)
         if trains:

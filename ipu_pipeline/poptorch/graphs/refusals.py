@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import sys
 import threading
 import unittest.mock
@@ -20,6 +21,7 @@ from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_fl
 from ipu_pipeline.poptorch.graphs.tracebacks import innermost_user_line, without_proxy
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
+from ipu_pipeline.poptorch.operations.custom_registry import find_custom_op
 from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "explained",
     "refusing_gradient_hooks",
     "tell_of_generators",
+    "tell_of_unread_operations",
     "with_detached_data",
 ]
 
@@ -164,17 +167,36 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
             )
 
 
+def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
+    """Warns of custom operations without a result that is read: PopART's might write to their inputs."""
+    for module in program.graph_module.modules():
+        assert isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes:
+            if node.target is torch.ops.ipu_poptorch.custom_op.default and not any(
+                result.users for result in node.users
+            ):
+                operation = find_custom_op(*json.loads(node.args[1]))
+                warn_once(
+                    f"{describe_place(node)}: nobody reads the results of custom operation "
+                    f"{operation.label}, so it is left out. If it is to write to its inputs, as PopART's "
+                    "may, say to which: register_custom_op(..., writes=[the number of the input])."
+                )
+
+
 def check_functional(program: torch.export.ExportedProgram) -> None:
     """Checks what a model writes to, and where its blocks begin.
 
     Raises:
-      Error: a parameter is changed, or a block begins within a branch or body of torch's control flow.
+      Error: a parameter that needs a gradient is changed, or a block begins within a branch or body of
+        torch's control flow.
     """
     for output in program.graph_signature.output_specs:
-        if output.kind is OutputKind.PARAMETER_MUTATION:
+        is_parameter = output.kind is OutputKind.PARAMETER_MUTATION
+        if is_parameter and program.state_dict[str(output.target)].requires_grad:
             raise Error(
                 f"Parameter {_without_prefix(output.target)} is changed by the model's forward. Only the "
-                "optimizer changes parameters; what forward changes must be a buffer (register_buffer)."
+                "optimizer changes what is trained; what forward changes must be a buffer "
+                "(register_buffer), or need no gradient (requires_grad_(False))."
             )
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)

@@ -23,7 +23,7 @@ from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.anchored_gradients import AnchoredGradients, is_gradient, name_gradients
 from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
-from ipu_pipeline.poptorch.graphs.capture import Captured
+from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
 from ipu_pipeline.poptorch.graphs.modules import (
     find_modules,
@@ -55,7 +55,7 @@ class ModelStages:
       levels: the sections that the stages are made of, level by level.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
-      assigned: the variables that forward writes to.
+      assigned: the variables that forward writes to: buffers, and parameters that need no gradient.
       written_inputs: the numbers of the inputs that forward writes to.
       output_dtypes: torch's dtypes of what the last stage returns before tag and loss, and of the anchored
         gradients.
@@ -217,7 +217,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
     parts = _Parts([], {}, {}, {}, {}, {}, {}, [], captured.held)
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
-    written = {spec.target for spec, _node in outputs if spec.kind is OutputKind.BUFFER_MUTATION}
+    written = {spec.target for spec, _node in outputs if spec.kind in WRITES}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
@@ -235,7 +235,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
             parts.constants[node] = captured.tensors[str(spec.target)]
     inputs = [node.name for node in parts.inputs]
     for result, node in outputs:
-        if result.kind is OutputKind.BUFFER_MUTATION:
+        if result.kind in WRITES:
             name = names[id(captured.tensors[str(result.target)])]
             parts.assigned.setdefault(node, []).append(name)
         elif result.kind is OutputKind.USER_INPUT_MUTATION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ def custom_op(
 ) -> list[torch.Tensor]:
     """Computes an operation of `register_custom_op`. In a forward on the CPU, JAX computes it there.
 
+    An operation has no effect but its results, and is left out if nobody reads them, with a warning. One
+    that writes to inputs is registered with `writes=`.
+
     Args:
       inputs: a list of at least one tensor.
       name: the name of the operation.
@@ -47,7 +51,8 @@ def custom_op(
 
     Raises:
       Error: no such operation is registered, or it returns something else.
-      ValueError: an argument is not as described.
+      ValueError: an argument is not as described, or the operation writes to an input of another shape than
+        its result, or to one that is not there.
     """
     check_outside("custom_op")
     whole: dict[str, Any] = {"inputs": inputs, "example_outputs": example_outputs}
@@ -59,13 +64,29 @@ def custom_op(
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError(f"custom_op: {what} must be a list of tensors, at least one.")
     attributes = _check_attributes({} if attributes is None else attributes)
-    find_custom_op(domain, name, domain_version)
+    operation = find_custom_op(domain, name, domain_version)
+    _check_writes(operation, inputs, examples)
     results = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in examples]
     key = json.dumps([domain, name, domain_version])
     made: list[torch.Tensor] = _OPERATIONS.custom_op(
         inputs, key, json.dumps(results), json.dumps(attributes)
     )
+    for number, result in zip(operation.writes, made, strict=False):
+        inputs[number].copy_(result.detach())
     return list(made)
+
+
+def _check_writes(
+    operation: CustomOperation, inputs: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
+) -> None:
+    given = [tuple(tensor.shape) for tensor in inputs]
+    for number, shape in itertools.zip_longest(operation.writes, (tuple(e.shape) for e in examples)):
+        if number is not None and (shape is None or number >= len(given) or given[number] != shape):
+            raise ValueError(
+                f"custom_op: {operation.label} is registered with writes={list(operation.writes)}: each of "
+                "these inputs must have the shape of the result that is written to it. The inputs have the "
+                f"shapes {given}, the example_outputs {[tuple(e.shape) for e in examples]}."
+            )
 
 
 def _check_attributes(attributes: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class CustomOperation:
       version: the version of the domain.
       compute: takes inputs, the results' shapes and dtypes, and attributes; returns one array or several.
       vjp: its gradient, see `register_custom_op`; None for the gradient of `compute`.
+      writes: the numbers of the inputs that it writes its first results to.
       is_foreign: whether JAX cannot differentiate `compute`.
     """
 
@@ -40,6 +41,7 @@ class CustomOperation:
     version: int
     compute: Callable[[Sequence[Array], Sequence[jax.ShapeDtypeStruct], Attributes], Any]
     vjp: Compute | None
+    writes: tuple[int, ...]
     is_foreign: bool
 
     @property
@@ -60,6 +62,7 @@ def register_custom_op(
     function: Compute | None = None,
     *,
     vjp: Compute | None = None,
+    writes: Sequence[int] = (),
     library: str | Path | None = None,
     symbol: str | None = None,
     platform: str = "cpu",
@@ -78,6 +81,9 @@ def register_custom_op(
       vjp: its gradient: takes a tuple of the inputs, a tuple of the results, a tuple of the gradients by
         the results, and the attributes as keywords; returns a tuple of the gradients by the inputs, None
         for inputs without one. If None, JAX differentiates the function; a library's has no gradient.
+      writes: the numbers of the inputs that the operation writes to, as PopART's may: the first result
+        becomes the value of the first of these inputs, and so on. They are buffers, inputs of the model,
+        parameters that need no gradient, or what forward computed.
       library: a shared library, in place of `function`, with a handler of XLA's foreign function
         interface. Attributes arrive as float, std::int64_t, xla::ffi::Span of these, std::string_view,
         and lists of strings as dictionaries with the keys "0", "1", ...
@@ -103,18 +109,20 @@ def register_custom_op(
     for what, given in (("function", function), ("vjp", vjp)):
         if given is not None and not callable(given):
             raise TypeError(f"register_custom_op: {what} must be callable; got {type(given).__name__}.")
+    if not isinstance(writes, Sequence) or not all(is_int(number, 0) for number in writes):
+        raise TypeError(f"register_custom_op: writes must be a list of numbers of inputs; got {writes!r}.")
     key = domain, name, version
     if library is not None:
         if function is not None:
             raise ValueError("register_custom_op: give a function or a library, not both.")
         target = _load(domain, name, Path(library), symbol or name, platform)
-        _registered[key] = CustomOperation(*key, _foreign(target), vjp, is_foreign=True)
+        _registered[key] = CustomOperation(*key, _foreign(target), vjp, tuple(writes), is_foreign=True)
         return None
     if symbol is not None:
         raise ValueError("register_custom_op: symbol is a name in a library, and there is no library.")
     if function is None:
-        return lambda given: register_custom_op(domain, name, version, given, vjp=vjp)
-    _registered[key] = CustomOperation(*key, _python(function), vjp, is_foreign=False)
+        return lambda given: register_custom_op(domain, name, version, given, vjp=vjp, writes=writes)
+    _registered[key] = CustomOperation(*key, _python(function), vjp, tuple(writes), is_foreign=False)
     return function
 
 

@@ -327,6 +327,38 @@ def test_a_custom_operation_trains_as_in_torch(vjp):
     assert_close([p.grad for p in parts[0].parameters()], [p.grad for p in parts[1].parameters()])
 
 
+def test_an_operation_that_writes_to_an_input_and_one_whose_result_nobody_reads(log):
+    """A teacher follows the student, in torch's parameters that need no gradient."""
+    average = lambda new, old: (old + new) / 2  # noqa: E731
+    poptorch.register_custom_op("com.acme", "Follow", 1, average, writes=[1])
+    poptorch.register_custom_op("com.acme", "Follow", 2, average)
+
+    def follow(self, x):
+        with torch.no_grad():
+            for version in (1, 2):
+                weights = [self.first.weight, self.first.bias], [self.teacher.weight, self.teacher.bias]
+                for new, old in zip(*weights, strict=True):
+                    poptorch.custom_op([new, old], "Follow", "com.acme", version, [new])
+            return x - self.teacher(x)[:, :4]
+
+    class Follows(Trained):
+        def __init__(self):
+            super().__init__(lambda self, x: self.last(x - follow(self, x[:, :4]).sum()))
+            self.teacher = nn.Linear(4, 6).requires_grad_(False)
+
+    trained = TrainedAlike(Follows(), make_options(1, 2), make_sgd)
+    for seed in range(2):
+        trained.call(draw(4, 4, seed=seed))
+    trained.compare()
+    (line,) = log
+    assert "test_poptorch_calls.py" in line
+    assert "nobody reads the results of custom operation 'Follow' of domain 'com.acme', version 2" in line
+    with pytest.raises(
+        ValueError, match=r"registered with writes=\[1\]: .* the example_outputs \[\(1,\)\]"
+    ):
+        poptorch.custom_op([draw(2), draw(2)], "Follow", "com.acme", 1, [draw(1)])
+
+
 @pytest.mark.thorough
 def test_a_vjp_is_used_in_place_of_jaxs():
     ten_times = lambda _inputs, _results, gradients: (10 * gradients[0],)  # noqa: E731
@@ -440,6 +472,12 @@ def test_registrations_that_are_refused():
         (("a", "A", "1", jnp.sin), {}, TypeError, "version must be an integer; got '1'"),
         (("a", "A", 1, 3), {}, TypeError, "function must be callable; got int"),
         (("a", "A", 1, jnp.sin), {"vjp": 3}, TypeError, "vjp must be callable; got int"),
+        (
+            ("a", "A", 1, jnp.sin),
+            {"writes": 1},
+            TypeError,
+            "writes must be a list of numbers of inputs; got 1",
+        ),
         (("a", "A", 1, jnp.sin), {"library": "x.so"}, ValueError, "a function or a library, not both"),
         (("a", "A", 1, jnp.sin), {"symbol": "x"}, ValueError, "there is no library"),
         (("a", "A", 1), {"library": "not there.so"}, OSError, "not there.so"),
