@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,14 @@ import torch
 
 from ipu_pipeline.poptorch.errors import Error
 
-__all__ = ["ICustomArgParser", "Structure", "compare", "flatten", "registerCustomArgParser"]
+__all__ = [
+    "ICustomArgParser",
+    "Structure",
+    "compare",
+    "flatten",
+    "in_order_of",
+    "registerCustomArgParser",
+]
 
 
 class ICustomArgParser:
@@ -112,6 +120,28 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     """
     tensors: list[torch.Tensor] = []
     return tensors, _flatten(value, tensors)
+
+
+def in_order_of(
+    expected: Structure, given: Structure, tensors: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], Structure]:
+    """Returns a flattened value, its dicts in the order of another one's that have the same keys."""
+    if given.is_tensor or not given.children:
+        return tensors, given
+    left = iter(tensors)
+    parts = {
+        name: (child, list(itertools.islice(left, child.num_tensors))) for name, child in given.children
+    }
+    known = dict(expected.children)
+    is_dict = issubclass(given.type, dict) and given.type is expected.type and known.keys() == parts.keys()
+    ordered, children = [], []
+    for label in known if is_dict else parts:
+        child, own = parts[label]
+        found, structure = in_order_of(known.get(label, child), child, own)
+        ordered += found
+        children.append((label, structure))
+    rebuild = expected.rebuild if is_dict else given.rebuild
+    return ordered, dataclasses.replace(given, children=tuple(children), rebuild=rebuild)
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:

@@ -133,6 +133,8 @@ def leaves(value):
 
 def join(outputs):
     """The outputs of micro-batches as `OutputMode.All` has them."""
+    if len(outputs) == 1:
+        return [output.detach() for output in leaves(outputs[0])]
     parts = zip(*[leaves(output) for output in outputs], strict=True)
     return [torch.cat([p.detach().reshape(-1, *p.shape[1:]) for p in same]) for same in parts]
 

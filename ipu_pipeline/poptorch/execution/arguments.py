@@ -12,7 +12,7 @@ import torch
 from ipu_pipeline.poptorch.dtypes import to_numpy
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.logs import warn_once
-from ipu_pipeline.poptorch.structures import Structure, compare, flatten
+from ipu_pipeline.poptorch.structures import Structure, compare, flatten, in_order_of
 
 __all__ = [
     "OF_FILE",
@@ -95,8 +95,15 @@ class Signature:
             if p.default is kinds.empty and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         ]
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Structure | None = None
+    ) -> Arguments:
         """Takes a call's arguments apart.
+
+        Args:
+          args: the positional arguments.
+          kwargs: the keyword arguments.
+          first: the structure that the model was compiled for, whose order dicts get; None at first.
 
         Raises:
           AssertionError: there are too many, one has an unknown name, or is given twice.
@@ -117,6 +124,8 @@ class Signature:
         order = {name: place for place, name in enumerate(known)}
         by_name = dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
         tensors, structure = flatten((tuple(args), by_name))
+        if first is not None:
+            tensors, structure = in_order_of(first, structure, tensors)
         for hidden in structure.name_hidden("arguments"):
             raise Error(
                 f"{hidden} is an object with tensors in it, which are not found there. Pass tuples, "

@@ -145,7 +145,7 @@ class PoplarExecutor:
                 "useOfflineIpuTarget). Write it to a file with compileAndExport(file, *inputs), and run "
                 "what poptorch.load(file) gives; or wrap the model with another connectionType."
             )
-            arguments = self._signature.bind(args, kwargs)
+            arguments = self._bind(args, kwargs)
             if self._detached is not None:
                 self.attachToDevice()
             compiled = self._compile(arguments)
@@ -263,6 +263,12 @@ class PoplarExecutor:
                 self._host.watch(self, self._wrapped.model)
                 self._generation = Generation(self._wrapped, self._host)
             return self._generation.generate(wanted)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        first = None if self._graph is None else self._graph.arguments
+        if self._compiled is not None:
+            first = self._compiled.program.arguments.structure
+        return self._signature.bind(args, kwargs, first)
 
     def _compile(self, arguments: Arguments) -> CompiledModel:
         """Compiles the model for these arguments, if it is not. After an error it is as it was before."""
@@ -607,7 +613,7 @@ class PoplarExecutor:
           Error: as for a call.
         """
         with self._host.lock:
-            self._compile(self._signature.bind(args, kwargs))
+            self._compile(self._bind(args, kwargs))
 
     def compileAndExport(
         self, filename: PathLike, *args: Any, export_model: bool = True, **kwargs: Any

@@ -33,7 +33,7 @@ def join_outputs(
         sums of each weight update.
       dtypes: the dtypes of the outputs.
       mode: which micro-batches' outputs are wanted, for each replica. The outputs of several are joined
-        along dimension 0; scalars make a vector.
+        along dimension 0; several scalars make a vector.
       period: the N of `OutputMode.EveryN`.
       first: the position of the first output that is wanted.
       has_replicas: whether there are several replicas, for which outputs have an axis in front. Their
@@ -52,7 +52,7 @@ def join_outputs(
             value = _stack(collected, place)
             if mode is OutputMode.EveryN:
                 value = value[period - 1 :: period]
-            value = _join_first_axes(value)
+            value = value.reshape(()) if value.shape == (1,) else _join_first_axes(value)
         if has_replicas:
             value = _join_first_axes(value)
         tensor = to_torch(value, dtype)

@@ -176,7 +176,7 @@ class RestoredModel(torch.nn.Module):
           Error: the arguments are not like those that the model was captured for.
         """
         signature = Signature(self.saved_graph.signature)
-        given = signature.bind(args, kwargs)
+        given = signature.bind(args, kwargs, self.saved_graph.arguments)
         first = make_arguments(self.saved_graph, signature, Batching(1, 1))
         check_like_first(signature, first, given, OF_FILE)
         check_shapes(given, shapes_of(first), OF_FILE)

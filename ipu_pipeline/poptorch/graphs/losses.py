@@ -104,7 +104,7 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
     """Removes the marks of all losses but the final one, which is minimized.
 
     Raises:
-      Error: no returned value is the loss, more than one may be, or it is not a floating-point scalar.
+      Error: no returned value is the loss, more than one may be, or it is not one floating-point number.
     """
     graph = program.graph_module.graph
     found = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
@@ -116,16 +116,22 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
     ]
     loss = _choose(found, results, trainable)
     value = loss.meta["val"]
-    if value.dim() != 0 or not value.dtype.is_floating_point:
+    if value.numel() != 1 or not value.dtype.is_floating_point:
         raise Error(
-            f"The loss must be a floating-point scalar. The loss in {describe_place(loss)} is "
+            f"The loss must be one floating-point number. The loss in {describe_place(loss)} is "
             f"{value.dtype} of shape {tuple(value.shape)}. To minimize its mean, {_MEND}"
         )
-    with graph.inserting_after(loss):
-        final = graph.call_function(markers.mark_final_loss(), (loss,))
-    final.meta = dict(loss.meta)
-    _put_behind(loss, final)
-    program.graph_signature.replace_all_uses(loss.name, final.name)
+    scalar = loss
+    if value.dim():  # of one element: what forward returns keeps its shape
+        with graph.inserting_after(loss):
+            scalar = graph.call_function(torch.ops.aten.view.default, (loss, []))
+        scalar.meta = {**loss.meta, "val": value.view(())}
+    with graph.inserting_after(scalar):
+        final = graph.call_function(markers.mark_final_loss(), (scalar,))
+    final.meta = dict(scalar.meta)
+    if scalar is loss:
+        _put_behind(loss, final)
+        program.graph_signature.replace_all_uses(loss.name, final.name)
     for mark in found:
         (inner,) = mark.all_input_nodes
         mark.replace_all_uses_with(inner)
@@ -187,8 +193,8 @@ def _complain_of_unused(loss: torch.fx.Node, results: Sequence[torch.fx.Node]) -
 
 
 def _joined(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -> torch.fx.Node:
-    """Finds the one scalar result from which gradients lead to several losses."""
-    scalars = {_original(node): node for node in results if _is_floating_scalar(node)}
+    """Finds the one result of one number from which gradients lead to several losses."""
+    scalars = {_original(node): node for node in results if _is_one_number(node)}
     made_of_all = [node for node in scalars.values() if set(losses) <= ways_of_gradients(node)]
     if len(made_of_all) == 1:
         return made_of_all[0]
@@ -200,9 +206,9 @@ def _joined(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -
     )
 
 
-def _is_floating_scalar(node: torch.fx.Node) -> bool:
+def _is_one_number(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype.is_floating_point
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype.is_floating_point
 
 
 def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:

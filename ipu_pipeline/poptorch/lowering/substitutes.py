@@ -5,8 +5,8 @@
 - `gaussian_nll_loss` checks for negative variances, and raises an error; here they give NaN.
 - Batch normalization with momentum None divides by a count that it reads from a tensor.
 - Two losses are made of other operations, which would not be recognized as losses.
-- Layers compute in the dtype of their input: weights of float32 are cast to an input of float16 or
-  bfloat16, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
+- Layers compute in the dtype of their input: weights of float32 are cast to an input of float16, bfloat16
+  or float64, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
   they do in torch.
 - `torch.autocast` for any kind of device applies to the devices that are used.
 - Random numbers come from the options' seed: a seed or a generator within forward would have no effect.
@@ -156,17 +156,15 @@ def _as_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Casts a weight to the dtype of an input, if one of them is narrow and the other float32.
+def _are_mixed(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether one of two dtypes is float32, and the other a narrow one or float64."""
+    others = (*_NARROW, torch.float64)
+    return (dtype is torch.float32 and other in others) or (other is torch.float32 and dtype in others)
 
-    Other values are returned unchanged.
-    """
-    if not isinstance(value, torch.Tensor):
-        return value
-    is_mixed = (value.dtype in _NARROW and dtype is torch.float32) or (
-        value.dtype is torch.float32 and dtype in _NARROW
-    )
-    return value.to(dtype) if is_mixed else value
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Casts a weight to the dtype of an input, if they are mixed. Other values are returned unchanged."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and _are_mixed(value.dtype, dtype) else value
 
 
 def _in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,18 +195,19 @@ def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Cal
 
 
 def _normalizing_in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Makes a normalization cast narrow weights to an input of float32. Running statistics stay narrow.
+    """Makes a normalization cast weights to an input of float32 or float64, which it takes narrow itself.
 
-    torch itself accepts a narrow input with weights of float32.
+    Running statistics keep their dtype.
     """
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if given[names[0]].dtype is not torch.float32:
+        dtype = given[names[0]].dtype
+        if dtype in _NARROW:
             return function(**given)
-        wide = {name: _cast(value, torch.float32) for name, value in given.items()}
+        wide = {name: _cast(value, dtype) for name, value in given.items()}
         result = function(**wide)
         if given.get("training") or given.get("use_input_stats"):
             for name in ("running_mean", "running_var"):
@@ -223,8 +222,7 @@ def _check_input(self: Any, input: Any, batch_sizes: Any) -> None:
     if isinstance(input, packed_sequences.Steps):
         input, batch_sizes = input.tensor, None
     weight = self._flat_weights[0]
-    is_cast = {input.dtype, weight.dtype} in ({torch.float32, narrow} for narrow in _NARROW)
-    _check_recurrent(self, input.to(weight.dtype) if is_cast else input, batch_sizes)
+    _check_recurrent(self, _cast(input, weight.dtype), batch_sizes)
 
 
 _check_recurrent = torch.nn.RNNBase.check_input

@@ -2,7 +2,8 @@
 
 Covariances warn of too few observations, least squares determine whether the matrix has full rank, slices
 read a place from a tensor, and combinations count the true elements of a mask. In a captured model,
-functions of ours that compute the same replace them.
+functions of ours that compute the same replace them. The device "ipu", where PopTorch has a model's
+tensors, stands for the captured tensors' own.
 """
 
 from __future__ import annotations
@@ -99,11 +100,25 @@ _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.narrow: _narrow,
     torch.combinations: _combinations,
     torch.linalg.lstsq: _lstsq,
+    getattr(torch.Tensor, "ipu"): lambda tensor, *_where, **_how: tensor,  # noqa: B009  # torch declares it not
 }
+
+
+def _without_ipu(device: Any) -> Any:
+    """Returns the CPU for the device "ipu", and any other value unchanged."""
+    is_ipu = (isinstance(device, torch.device) and device.type == "ipu") or (
+        isinstance(device, str) and device.partition(":")[0] == "ipu"
+    )
+    return torch.device("cpu") if is_ipu else device
 
 
 class WithoutValues(TorchFunctionMode):
     """Uses our functions in the `with` block."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _SUBSTITUTES.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _without_ipu(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = tuple(map(_without_ipu, args))
+        return _SUBSTITUTES.get(func, func)(*args, **kwargs)

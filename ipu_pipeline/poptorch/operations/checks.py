@@ -35,6 +35,7 @@ __all__ = [
     "member",
     "optional",
     "string",
+    "truth",
 ]
 
 T = TypeVar("T")
@@ -136,6 +137,9 @@ def _accepts_strings(value: Any) -> bool:
 
 
 boolean = instance(bool, "True or False")
+truth = Check(
+    "True or False, or an integer", lambda value: isinstance(value, int), lambda _name, value: bool(value)
+)
 string = instance(str, "a string")
 directory = Check("a path", _accepts_path, _keep_path, "an empty string")  # kept as a string
 list_of_strings: Check[list[str]] = Check(

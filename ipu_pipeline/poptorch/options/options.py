@@ -192,13 +192,14 @@ class Options(DeviceOptions, DiagnosticOptions):
           path: the directory, made if it does not exist; None to keep nothing.
         """
 
-    synthetic_data = Option(checks.boolean, False)
+    synthetic_data = Option(checks.truth, False)
 
     @synthetic_data.setter
-    def enableSyntheticData(self, enabled: bool) -> None:
+    def enableSyntheticData(self, enabled: bool | int) -> None:
         """Whether the model's inputs are made up on the devices, to measure a model without its data.
 
-        Only the shapes and dtypes of a call's tensors are used.
+        Only the shapes and dtypes of a call's tensors are used. Programs give a number of PopART's modes of
+        synthetic data, too: 0 is none, and all others are the same here.
         """
 
     stable_norm = Option(

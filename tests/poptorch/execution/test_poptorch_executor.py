@@ -492,6 +492,19 @@ def test_other_arguments_than_the_first(shared):
     executor(x, target)  # none of these did harm
 
 
+def test_dicts_whose_keys_come_in_another_order():
+    class Subtracts(torch.nn.Module):
+        def forward(self, batch, **rest):
+            return batch["a"] - batch["b"][0], rest["z"]["c"] - rest["y"]
+
+    a, b = make_batch()
+    executor = poptorch.inferenceModel(Subtracts(), make_options())
+    executor({"a": a, "b": (b, 3)}, y=a, z={"c": b, "d": 2})
+    assert_close(executor({"b": (b, 3), "a": a}, z={"d": 2, "c": b}, y=a), [a - b, b - a])
+    with pytest.raises(poptorch.Error, match="Keys mismatch for batch"):
+        executor({"b": (b, 3), "c": a}, y=a, z={"c": b, "d": 2})
+
+
 def test_batches_that_cannot_be_cut():
     executor = poptorch.inferenceModel(make_model(), make_options(4))
     message = r"Invalid batch dimension: In the input x .* \(6\) must be a multiple"

@@ -63,6 +63,24 @@ def test_layers_and_inputs_of_different_widths(dtype, is_narrow):
     assert max(differences) < (1e-5 if is_narrow else 2e-3)  # how exact few operations of float16 are
 
 
+def test_inputs_of_float64_into_layers_of_float32(nothing_said):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Conv1d(4, 3, 2), nn.GRU(2, 3), nn.PReLU(4), nn.BatchNorm1d(4)])
+
+        def forward(self, x, scale):
+            return [layer(x * scale) for layer in self.layers]
+
+    model = seeded(Mixed)
+    plain = copy.deepcopy(model)
+    x, scale = torch.linspace(-2, 2, 32).reshape(4, 4, 2).sin(), torch.full((4, 1, 1), 0.5)
+    executor = poptorch.inferenceModel(model, make_options())
+    assert_close(leaves(executor(x, scale.double())), [made.double() for made in leaves(plain(x, scale))])
+    executor.copyWeightsToHost()
+    assert_close(model.buffers(), plain.buffers())
+
+
 def test_narrow_statistics_of_batches_in_float32():
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=0.5))).half()
     plain = copy.deepcopy(model).float()
@@ -83,7 +101,7 @@ def test_operations_promote_as_in_torch():
     half, full = torch.ones(3).half() / 3, torch.ones(3) / 3
     found = infer(model_of(forward), half, full)
     expected = forward(None, half, full)
-    assert_close(found, [value.reshape(1) if not value.dim() else value for value in expected], 1e-3)
+    assert_close(found, expected, 1e-3)
     assert found[0].dtype is torch.float32
 
 

@@ -63,6 +63,7 @@ SETTERS = {
     "enableExecutableCaching(pathlib.Path('/x'))": {"executable_cache_path": "/x"},
     "enableExecutableCaching(None)": {"executable_cache_path": None},
     "enableSyntheticData(True)": {"synthetic_data": True},
+    "enableSyntheticData(2)": {"synthetic_data": True},  # one of PopART's modes of them
     "enableStableNorm(True)": {"stable_norm": True},
     "splitAutomatically(4)": {"num_split_ipus": 4},
     "allowNewShapes(True, 3)": {"allow_new_shapes": True, "max_shapes": 3},
@@ -380,7 +381,7 @@ WRONG = {
             text.replace("()", "(1)").replace("True", "1").replace("False", "1"): "be True or False; got 1"
             for text, expected in SETTERS.items()
             if isinstance(next(iter(expected.values())), bool)
-            and not text.startswith(("enableProfiling", "disable"))
+            and not text.startswith(("enableProfiling", "enableSyntheticData", "disable"))
         },
     },
     ValueError: {
