@@ -11,6 +11,8 @@
 - `torch.autocast` for any kind of device applies to the devices that are used.
 - Random numbers come from the options' seed: a seed or a generator within forward would have no effect.
 - Packed sequences have shapes that depend on values: see `packed_sequences`.
+- Recurrent layers keep a list of their weights, and renew it in forward; here it is read each time, since a
+  body of a loop must change nothing.
 - Of the lines that an operation comes from, torch keeps those in functions called "forward"; here all of
   the user's are kept.
 - `torch.distributions` checks whether its parameters and samples are valid; here this is left out, unless
@@ -228,6 +230,18 @@ def _check_input(self: Any, input: Any, batch_sizes: Any) -> None:
 _check_recurrent = torch.nn.RNNBase.check_input
 
 
+def _flat_weights(self: Any) -> list[torch.Tensor]:
+    return [getattr(self, name) for name in self._flat_weights_names]
+
+
+def _set_flat_weights(self: Any, weights: Any) -> None:
+    vars(self)["_flat_weights"] = weights
+
+
+def _keep_flat_weights(self: Any) -> None:
+    del self
+
+
 _init_autocast = torch.autocast.__init__
 
 
@@ -379,7 +393,11 @@ def exportable() -> Iterator[None]:
         stack.enter_context(
             _replaced(torch.autocast, "__enter__", _telling_autocast(torch.autocast.__enter__))
         )
-        stack.enter_context(patch(torch.nn.RNNBase, "check_input", _check_input))
+        recurrent_layer = torch.nn.RNNBase
+        stack.enter_context(patch(recurrent_layer, "check_input", _check_input))
+        flat = property(_flat_weights, _set_flat_weights)
+        stack.enter_context(patch(recurrent_layer, "_flat_weights", flat, create=True))
+        stack.enter_context(patch(recurrent_layer, "_update_flat_weights", _keep_flat_weights))
         stack.enter_context(_replaced(torch, "manual_seed", _seed))
         stack.enter_context(_replaced(torch, "ctc_loss", _ctc_loss))
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _as_loss(_gaussian_nll_loss)))

@@ -445,9 +445,9 @@ def test_control_flow_trains_as_torch():
     train_as_torch(lambda self, x: looped(self, x) + branched(self, x))
 
 
-def test_normalization_and_rows_of_integers_in_bodies():
-    """torch's own scan has no gradient for integers among its results."""
-    norm = torch.nn.BatchNorm1d(3, eps=3.0).eval()
+def test_layers_and_rows_of_integers_in_bodies():
+    """torch's own scan has no gradient for integers, and recurrent layers keep lists of weights."""
+    norm, recurrent = nn.BatchNorm1d(3, eps=3.0).eval(), nn.LSTM(3, 3)
 
     def step(total, row):
         return total + norm(row), (row.argmax(-1), row * 2)
@@ -455,13 +455,15 @@ def test_normalization_and_rows_of_integers_in_bodies():
     def run(x):
         (y,) = poptorch.for_loop(2, norm, [x])
         (y,) = poptorch.cond(y.sum() > 1000, norm, [y], lambda y: -norm(y), [y])
-        return y, *scan(step, x, torch.stack([x, y]))[1]
+        (z,) = poptorch.for_loop(2, lambda x: recurrent(x)[0], [x])
+        return y, z, *scan(step, x, torch.stack([x, y]))[1]
 
     x = draw(4, 3)
     model = lowered.Call(run)
-    model.norm = norm
+    model.norm, model.recurrent = norm, recurrent
     rows = torch.stack([x, -x / 8])  # it halves
-    assert_close(infer(None, x, model=model), [rows[1], rows.argmax(-1), rows * 2])
+    expected = [rows[1], recurrent(recurrent(x)[0])[0].detach(), rows.argmax(-1), rows * 2]
+    assert_close(infer(None, x, model=model), expected)
 
 
 @pytest.mark.thorough
