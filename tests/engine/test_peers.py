@@ -271,11 +271,15 @@ def test_devices_are_taken_from_all_processes(two):
 
 class Array:
     def __init__(self, nbytes=8, is_done=False):
-        self.nbytes, self.is_done, self.is_gone = nbytes, is_done, False
+        self.nbytes, self.is_done, self.is_gone, self.error = nbytes, is_done, False, None
         self.shape = (nbytes,)
 
     def is_ready(self):
         return self.is_done
+
+    def block_until_ready(self):
+        if self.error is not None:
+            raise self.error
 
     def is_deleted(self):
         return self.is_gone
@@ -309,6 +313,18 @@ def test_an_action_that_waits_for_another_process():
     assert log.standing().lacks_data
     sent.is_done = True
     assert not log.standing().lacks_data
+
+
+def test_what_ends_with_an_error_is_not_finished():
+    """After a death, the report named actions that had waited for the dead process."""
+    log, arrays = action_log.ActionLog(), [Array(), Array(), Array()]
+    for array in arrays:
+        log.note(forward(arrays.index(array)), [array], [array])
+    arrays[0].is_done = arrays[1].is_done = True
+    arrays[1].error = jax.errors.JaxRuntimeError("UNKNOWN: SocketServer: Connection closed")
+    assert log.standing()[:3] == (str(forward(0)), str(forward(2)), True)
+    arrays[2].is_done, arrays[2].error = True, ValueError("Gloo")
+    assert log.standing()[:3] == (str(forward(0)), None, False)
 
 
 def test_the_log_holds_few_bytes():

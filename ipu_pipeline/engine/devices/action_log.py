@@ -3,7 +3,8 @@
 When one of several processes dies or stalls, the others say how far each had come. The
 host starts actions long before devices do them, so each is noted with what it makes, and counts as finished
 when that is ready. The log holds only a few small arrays. It cannot tell whether others are ready once
-their users have let go of them, so such actions count as finished when a later one is.
+their users have let go of them, so such actions count as finished when a later one is. What ends with an
+error, as everything does that waits for a process that has died, is not finished.
 
 A process that runs alone notes nothing.
 """
@@ -138,9 +139,11 @@ class ActionLog:
         while self._noted:
             oldest = self._noted[0]
             if oldest.is_known():
-                if not _is_ready(oldest.seen()):
+                array = oldest.seen()
+                if not _has_ended(array):
                     break
-                self._finished = oldest.action
+                if _is_ready(array):
+                    self._finished = oldest.action
                 self._number += 1
             self._noted.popleft()
             if oldest.held is None:
@@ -153,11 +156,23 @@ class ActionLog:
             self._hold(noted)
 
 
-def _is_ready(array: Any) -> bool:
+def _has_ended(array: Any) -> bool:
+    """Whether an array is there, or an error in its place."""
     try:
         return bool(array.is_ready())
     except RuntimeError:  # it was deleted: the program that took its memory had it
         return True
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether an array is there."""
+    try:
+        if not array.is_ready():
+            return False
+        array.block_until_ready()  # at once
+    except (RuntimeError, ValueError):  # `peers.is_of_collective` has the latter
+        return bool(array.is_deleted())
+    return True
 
 
 _log: ActionLog | None = None

@@ -373,7 +373,9 @@ class Dealer:
         takes = [take] if len(columns) == 1 else self._deal(take)
         groups = [group for column in columns for group in column.fed_groups]
         readers = {device.process_index for group in groups for device in group.devices}
-        if len(processes) < 2 or not readers:
+        others = peers.current()
+        hearers = range(others.count) if others is not None and tells_outsiders else processes
+        if len(processes) < 2 or not readers or jax.process_index() not in hearers:
             return takes
         error: Exception | None = None
         taken: list[list[Any]] = []
@@ -385,8 +387,6 @@ class Dealer:
                 except Exception as raised:
                     error = error or raised
             taken.append(elements)
-        others = peers.current()
-        hearers = range(others.count) if others is not None and tells_outsiders else processes
         agree_on_elements(placement, readers, hearers, error)
         return list(map(take_from, taken))
 
