@@ -271,6 +271,8 @@ def _check_complete(
             next_micro_batch[key] += 1
     for (kind, stage), micro_batch in next_micro_batch.items():
         if micro_batch < num_micro_batches:
+            if kind in HALVES and all(next_micro_batch[half, stage] == micro_batch for half in HALVES):
+                kind = ActionKind.BACKWARD
             raise ScheduleError(
                 f"Schedule: the {Action(kind, stage, micro_batch)} is missing.\n{format_rows(rows)}"
             )

@@ -273,6 +273,9 @@ def _check_cells(
         for kind in (ActionKind.FORWARD, *_HALVES):
             action = Action(kind, stage, micro_batch)
             if action not in done:
+                whole = action._replace(kind=ActionKind.BACKWARD)
+                if kind in _HALVES and done.isdisjoint(_find_parts(whole)):
+                    action = whole
                 rank = ranks.get(stage, len(cells) - 1)
                 fault = f"the {action} is missing. Every stage has all micro-batches up to {count - 1}"
                 raise _fault(path, cells, rank, len(cells[rank]) - 1, fault)

@@ -158,6 +158,11 @@ def test_bad_schedules(rows, fault):
     assert "IPU 0" in str(error.value)
 
 
+def test_a_backward_that_is_missing_as_a_whole():
+    with pytest.raises(ScheduleError, match="the backward of stage 0, micro-batch 1 is missing"):
+        check([[*halves(F, INPUTS, W)[0], Action(F, 0, 1)]], 1, 2, (0,), True)
+
+
 def test_deadlock_between_two_ipus_shows_the_grid_with_the_step_marked():
     rows = [
         [Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)],
