@@ -29,7 +29,7 @@ from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.pipeline_options import PipelineOptions
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, make_options
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     choose_chunk_size,
@@ -504,6 +504,7 @@ class _Task:
         """Checks arguments.
 
         Raises:
+          TypeError: there is no such option.
           ValueError: they are not usable.
         """
         if not is_integer(num_stages, 1) or (num_layers is not None and num_stages > num_layers):
@@ -514,7 +515,7 @@ class _Task:
             raise ValueError(
                 f"{caller}: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
             )
-        given = PipelineOptions(**options)
+        given = make_options(caller, **options)
         if given.num_micro_batches is None:
             raise ValueError(f"{caller}: num_micro_batches must be given, as the best split depends on it.")
         for name in _NOT_FOR_LAYERS:

@@ -64,7 +64,7 @@ from ipu_pipeline.engine.micro_batch_shapes import (
     find_key,
 )
 from ipu_pipeline.engine.option_checks import find_unused
-from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     ChunkedStep,
@@ -131,7 +131,7 @@ def _with_options(
         init: Callable[[Pipeline, Any, PipelineOptions], None],
     ) -> Callable[Concatenate[Pipeline, Any, P], None]:
         def wrapped(self: Pipeline, stages: Any, *args: P.args, **options: P.kwargs) -> None:
-            init(self, stages, make(*args, **options))
+            init(self, stages, make_options("Pipeline", *args, **options))
 
         known = inspect.signature(init)
         parameters = [*list(known.parameters.values())[:2], *inspect.signature(make).parameters.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ipu_pipeline.engine import schedules
@@ -23,8 +23,9 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.names import find_near
 
-__all__ = ["PipelineOptions", "check_positive"]
+__all__ = ["PipelineOptions", "check_positive", "make_options"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,6 +251,23 @@ class PipelineOptions:
     def num_devices_per_ipu(self) -> int:
         """The number of devices that compute each stage together."""
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size
+
+
+def make_options(caller: str, *arguments: Any, **options: Any) -> PipelineOptions:
+    """Makes the options of a pipeline from what a function, `caller`, was given.
+
+    Raises:
+      TypeError: some are given by position, there is no such option, or `num_micro_batches` is missing.
+    """
+    names = [known.name for known in fields(PipelineOptions)]
+    if arguments:
+        raise TypeError(f"{caller}: options are given by their names; got {arguments[0]!r} without one.")
+    for name in options:
+        if name not in names:
+            raise TypeError(f"{caller}: there is no option {name!r}.{find_near(name, names)}")
+    if "num_micro_batches" not in options:
+        raise TypeError(f"{caller}: num_micro_batches must be given.")
+    return PipelineOptions(**options)
 
 
 def _check_optimizer(optimizer: Any) -> None:

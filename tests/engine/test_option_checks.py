@@ -53,9 +53,27 @@ def test_what_is_not_usable_is_refused_at_once(options, text):
 
 
 @pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: engine.Pipeline(STAGES), "^Pipeline: num_micro_batches must be given"),
+        (lambda: engine.Pipeline(STAGES, 2), "^Pipeline: options are given by their names; got 2"),
+        (
+            lambda: engine.auto_stages(STAGES, 2, X, donates=True),
+            "^auto_stages: .* 'donates'. Did .* 'donate'",
+        ),
+        (lambda: engine.split(jnp.tanh, 2, X), "^split: num_micro_batches must be given"),
+    ],
+)
+def test_options_that_are_not_there(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"stages": STAGES[0]}, "stages must be a list of functions or Stages; got funct"),
+        ({"shedule": "1f1b"}, "^Pipeline: there is no option 'shedule'. Did you mean 'schedule'"),
         ({"stages": (stage for stage in STAGES)}, "stages must be a list .* got generator"),
         ({"optimizer": optax.adam}, "got the function adam of Op"),
         ({"optimizer": optax.sgd(1).update}, "must be an optax.GradientTra"),
