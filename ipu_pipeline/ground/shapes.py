@@ -13,6 +13,7 @@ import numpy as np
 from ipu_pipeline.ground.values import as_own, is_key, is_of_numbers
 
 __all__ = [
+    "as_loss",
     "as_shape",
     "as_shapes",
     "check_dtype",
@@ -24,6 +25,26 @@ __all__ = [
     "num_bytes",
     "trees_equal",
 ]
+
+
+_BESIDE_LOSS = "Return other values from the last stage, or report them by engine.metric."
+
+
+def as_loss(loss: Any, what: str, others: str = _BESIDE_LOSS) -> jax.Array:
+    """A loss as an array, of any shape and dtype.
+
+    Args:
+      loss: what was given or returned.
+      what: what errors call it.
+      others: what to do with values beside it, for the error.
+
+    Raises:
+      TypeError: it is a tuple, a dict or another structure, of which JAX would make an array if it can.
+    """
+    if not jax.tree_util.all_leaves([loss]):
+        structure = describe_structure(jax.tree.structure(loss))
+        raise TypeError(f"{what} must be a scalar by itself; got {structure}. {others}")
+    return jnp.asarray(loss)
 
 
 def as_shape(value: Any) -> jax.ShapeDtypeStruct:

@@ -350,6 +350,19 @@ def stage_with_variable(x):
             ValueError,
             "floating-point number, but it is int32",
         ),
+        (  # of which the mean of both was advised
+            [stage_with_variable],
+            lambda x: (jnp.sum(x), jnp.max(x)),
+            TypeError,
+            r"loss must be a scalar by itself; got a tuple of 2 arrays. Return other values from the last",
+        ),
+        (
+            [stage_with_variable],
+            lambda x: {"loss": jnp.sum(x)},
+            TypeError,
+            "itself; got a dict with the key",
+        ),
+        ([stage_with_variable], lambda x: None, TypeError, "by itself; got None"),
         ([lambda x: x], jnp.sum, ValueError, "No variables to optimize"),
         (
             [stage_with_variable, lambda x, y: x],

@@ -27,7 +27,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
 from ipu_pipeline.ground import jax_compat, jax_core
-from ipu_pipeline.ground.shapes import describe
+from ipu_pipeline.ground.shapes import as_loss, describe
 
 __all__ = [
     "StageFunction",
@@ -228,7 +228,7 @@ def _trace_stage(
             if loss is not None:
                 args, kwargs = as_arguments(result)
                 check_signature(loss, (args, kwargs), "what the last stage returns", "loss")
-                value = jnp.asarray(loss(*args, **kwargs))
+                value = as_loss(loss(*args, **kwargs), "The loss")
                 with faults.collecting(frame.place):
                     _check_loss(value)
                 result_leaves.append(value)

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, wrap
+from ipu_pipeline.ground.shapes import as_loss
 
 __all__ = [
     "check_not_mapped",
@@ -62,9 +63,10 @@ def weigh(loss: Any, weight: Any, what: str) -> jax.Array:
       what: what errors call the weight.
 
     Raises:
+      TypeError: the loss is a tuple or another structure.
       ValueError: the weight is not a real scalar.
     """
-    loss, weight = jnp.asarray(loss), jnp.asarray(weight)
+    loss, weight = as_loss(loss, "The loss"), jnp.asarray(weight)
     if weight.shape != () or not (
         jnp.issubdtype(weight.dtype, jnp.floating) or jnp.issubdtype(weight.dtype, jnp.integer)
     ):

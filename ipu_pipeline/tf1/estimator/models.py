@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.fronts import is_traced_again
+from ipu_pipeline.ground.shapes import as_loss
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.tf1.estimator.logs import apply_to
 from ipu_pipeline.tf1.estimator.programs import (
@@ -362,7 +363,7 @@ def _unpack(arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, An
 
 
 def _as_scalar(loss: Any) -> jax.Array:
-    loss = jnp.asarray(loss)
+    loss = as_loss(loss, "IPUEstimatorSpec: loss", "Other values may be eval_metric_ops.")
     if loss.size != 1 or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(
             f"IPUEstimatorSpec: loss must be a floating-point scalar; got {loss.dtype.name}"

@@ -22,6 +22,7 @@ from ipu_pipeline.engine.fronts import (
     join_gradient_maps,
     record_training_step,
 )
+from ipu_pipeline.ground.shapes import as_loss
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
@@ -193,6 +194,7 @@ class Optimizer(abc.ABC):
 
         Raises:
           RuntimeError: not called in one of these places.
+          TypeError: the loss is a tuple or another structure.
           ValueError: the loss is no scalar, there is nothing to train, or `var_list` names a variable that
             cannot be trained.
           NotImplementedError: the body has another training step that does not go together with it.
@@ -211,7 +213,7 @@ class Optimizer(abc.ABC):
                 "minimize: global_step must be None or get_global_step(), since the session counts weight "
                 f"updates (Session.update_count); got {global_step!r}."
             )
-        loss = jnp.asarray(loss)
+        loss = as_loss(loss, "minimize: loss", "Enqueue other values on an outfeed queue.")
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(
                 f"minimize: loss must be a floating-point scalar; got {loss.dtype.name}{list(loss.shape)}. "
