@@ -13,6 +13,7 @@ from ipu_pipeline.ground import first_run
 
 if TYPE_CHECKING:
     from ipu_pipeline import reports
+    from ipu_pipeline.data import datasets as datasets
     from ipu_pipeline.engine import (
         AUTO_REUSE,
         assign,

@@ -94,7 +94,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
 
 
 def _make_table(
-    schedule: str, num_stages: int, count: int, mapping: tuple[int, ...], training: bool
+    schedule: Any, num_stages: int, count: int, mapping: tuple[int, ...], training: bool
 ) -> Timetable:
     if schedule == "searched" and training:
         costs = Costs.of(num_stages, forward=1.0, backward=2.0)

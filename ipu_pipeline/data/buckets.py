@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -38,8 +38,8 @@ class Buckets:
         batch_size: int,
         *,
         in_a_row: int = 1,
-        remainder: str = "fill",
-        too_long: str = "raise",
+        remainder: Literal["fill", "drop"] = "fill",
+        too_long: Literal["raise", "cut", "drop"] = "raise",
         padding: Any = 0,
         length_of: Callable[[Any], int] | None = None,
     ) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
-from ipu_pipeline.engine.devices.offloading import Offload
-from ipu_pipeline.engine.devices.sharding import Shard
+from ipu_pipeline.engine.devices.offloading import Offload, OffloadName
+from ipu_pipeline.engine.devices.sharding import Shard, ShardName
 from ipu_pipeline.engine.option_checks import check_fields
 from ipu_pipeline.engine.planning.chunking import Chunking
-from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.accumulation import Reduction, ReductionName
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget
-from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.recomputation import Recomputation, RecomputationName
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures
@@ -155,7 +155,7 @@ class PipelineOptions:
     schedule: schedules.Schedule = "grouped"
     device_mapping: stage_lists.Mapping | None = None
     devices: Sequence[Any] | None = None
-    reduction: str | Reduction = "mean"
+    reduction: ReductionName | Reduction = "mean"
     donate: bool = False
     trained: Collection[str] | Callable[[Mapping[str, VariableSpec]], Collection[str] | None] | None = None
     program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
@@ -163,15 +163,15 @@ class PipelineOptions:
     gradient_map: Callable[[], GradientMap | None] | None = None
     gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
     execution_phases: ExecutionPhases | None = None
-    recompute: str | Recomputation | None = None
-    offload: Collection[str | Offload] = ()
+    recompute: RecomputationName | Recomputation | None = None
+    offload: Collection[OffloadName | Offload] = ()
     accumulator_dtype: Any = None
     num_serialized: int = 1
     num_replicas: int = 1
     num_turns: int = 1
     joins_assigned: bool = True
     gathers_outputs: bool = True
-    shard: Collection[str | Shard] = ()
+    shard: Collection[ShardName | Shard] = ()
     tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
     collect_losses: bool = True

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
+from ipu_pipeline.engine.programs.accumulation import Reduction, ReductionName, count_dtype
 from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing import keys, stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
@@ -115,7 +115,7 @@ def step(
     micro_batches: Sequence[Any],
     *inputs: Any,
     optimizer: Optimizer | None = None,
-    reduction: str | Reduction = "mean",
+    reduction: ReductionName | Reduction = "mean",
     trained: Sequence[str] | None = None,
     accumulator_dtypes: Mapping[str, Any] | None = None,
     num_replicas: int = 1,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ipu_pipeline.engine.inspect import PipelineFacts, find_layer_costs
 from ipu_pipeline.engine.schedules import (
@@ -22,6 +23,7 @@ from ipu_pipeline.engine.schedules import (
     Memory,
     Point,
     Scenario,
+    ScheduleName,
     Simulation,
     Timeline,
     Variant,
@@ -109,7 +111,7 @@ def scenario_of(facts: PipelineFacts, costs: Costs, count: int) -> Scenario:
     mapping = tuple(stage.ipu for stage in facts.stages)
     return Scenario(
         dataclasses.replace(costs, is_fused=is_fused),
-        schedule=facts.schedule,
+        schedule=cast(ScheduleName, facts.schedule),
         num_micro_batches=max(1, count),
         device_mapping=mapping,
         levels=tuple(stage.level for stage in facts.stages),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,9 +225,9 @@ def auc(
     num_thresholds: int = 200,
     metrics_collections: None = None,
     updates_collections: None = None,
-    curve: str = "ROC",
+    curve: Literal["ROC", "PR"] = "ROC",
     name: str | None = None,
-    summation_method: str = "trapezoidal",
+    summation_method: Literal["trapezoidal", "minoring", "majoring"] = "trapezoidal",
 ) -> Metric:
     """The area under the curve, approximated with evenly spaced thresholds, as in TensorFlow.
 

@@ -1,5 +1,10 @@
 """What options may be, and warnings of those that have no effect."""
 
+import itertools
+import subprocess
+import sys
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,12 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine.devices.offloading import OffloadName
+from ipu_pipeline.engine.devices.sharding import ShardName
+from ipu_pipeline.engine.programs.accumulation import ReductionName
+from ipu_pipeline.engine.programs.recomputation import RecomputationName
+from ipu_pipeline.engine.tracing.metrics import _REDUCTIONS, MetricReduction
 
 STAGES = [lambda p, x: jnp.tanh(x * p), lambda p, x: jnp.mean(x * p)]
 FORWARDS = {"parameters": [np.float32(2), np.float32(3)], "num_micro_batches": 2}
@@ -139,3 +150,71 @@ def test_what_only_training_has_a_use_for(options):
 def test_what_has_no_effect_beside_others(options, reason):
     with pytest.warns(UserWarning, match=reason):
         engine.Pipeline(STAGES, **TRAINING, **options).init(jax.random.key(0), X)
+
+
+# For type checkers.
+
+
+@pytest.mark.parametrize(
+    ("alias", "words"),
+    [
+        (
+            schedules.ScheduleName,
+            [*itertools.chain(*([one.name, *one.others] for one in schedules.SCHEDULES)), "searched"],
+        ),
+        (ReductionName, [one.value for one in engine.Reduction]),
+        (RecomputationName, [one.value for one in engine.Recomputation]),
+        (OffloadName, [one.value for one in engine.Offload]),
+        (ShardName, [one.value for one in engine.Shard]),
+        (MetricReduction, list(_REDUCTIONS)),
+    ],
+)
+def test_types_have_the_words_that_are_accepted(alias, words):
+    assert list(typing.get_args(alias)) == words
+
+
+CHOICES = """
+import torch
+from ipu_pipeline import datasets, engine, layers, poptorch
+
+pipeline = engine.Pipeline([], num_micro_batches=2, schedule="{1f2b}", reduction="{sums}")
+engine.Pipeline([], num_micro_batches=2, recompute="{all}", offload=["{weight}"], shard=["{state}"])
+engine.metric("a", 1.0, "{median}")
+engine.schedules.timetable("{gpip}", 2, 4, (0, 1), True)
+datasets.Buckets([], [4], 2, remainder="{keep}", too_long="{skip}")
+layers.Conv2D(3, 3, padding="{sames}")
+poptorch.identity_loss(torch.ones(1), "{means}")
+poptorch.Options().setPipelineSchedule("{1f2b}")
+"""
+GOOD = {
+    "{1f2b}": "1f1b",
+    "{sums}": "sum",
+    "{all}": "auto",
+    "{weight}": "weights",
+    "{state}": "weights",
+    "{median}": "last",
+    "{gpip}": "gpipe",
+    "{keep}": "drop",
+    "{skip}": "cut",
+    "{sames}": "same",
+    "{means}": "mean",
+}
+
+
+@pytest.mark.thorough
+def test_a_type_checker_finds_other_words(tmp_path):
+    good = CHOICES
+    for wrong, right in GOOD.items():
+        good = good.replace(wrong, right)
+    files = [tmp_path / "good.py", tmp_path / "wrong.py"]
+    for path, text in zip(files, (good, CHOICES), strict=True):
+        path.write_text(text)
+    options = ["--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
+    command = [sys.executable, "-m", "mypy", *map(str, files), *options]
+    told = subprocess.run(command, capture_output=True, text=True).stdout
+    lines = [line for line in told.splitlines() if ": error: " in line]
+    assert not [line for line in lines if "good.py" in line], told
+    found = [int(line.split(":")[1]) for line in lines]
+    texts = enumerate(CHOICES.splitlines(), 1)
+    numbers = [number for number, text in texts for _word in range(text.count("{"))]
+    assert found == numbers, told

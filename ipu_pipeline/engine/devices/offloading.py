@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.ground.enumerations import parse_member
 
-__all__ = ["Offload", "load", "parse_offload", "store"]
+__all__ = ["Offload", "OffloadName", "load", "parse_offload", "store"]
 
 
 class Offload(enum.Enum):
@@ -38,7 +38,16 @@ class Offload(enum.Enum):
     WEIGHTS = "weights"
 
 
-def parse_offload(values: Collection[str | Offload]) -> frozenset[Offload]:
+# Their values.
+OffloadName: TypeAlias = Literal[
+    "weight_update_variables",
+    "activations",
+    "gradient_accumulation_buffers",
+    "weights",
+]
+
+
+def parse_offload(values: Collection[OffloadName | Offload]) -> frozenset[Offload]:
     """A collection of members or of their values.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,7 +16,7 @@ from ipu_pipeline.engine.tracing.replicas import REPLICA
 from ipu_pipeline.engine.tracing.tensor_parallel import normal_partition
 from ipu_pipeline.ground.enumerations import parse_member
 
-__all__ = ["Shard", "gather_replicas", "is_apart", "parse_shard", "sharding_of", "share_out"]
+__all__ = ["Shard", "ShardName", "gather_replicas", "is_apart", "parse_shard", "sharding_of", "share_out"]
 
 
 class Shard(enum.Enum):
@@ -40,7 +40,10 @@ class Shard(enum.Enum):
     WEIGHTS = "weights"
 
 
-def parse_shard(values: Collection[str | Shard]) -> frozenset[Shard]:
+ShardName: TypeAlias = Literal["optimizer_state", "weights"]  # their values
+
+
+def parse_shard(values: Collection[ShardName | Shard]) -> frozenset[Shard]:
     """A collection of members or of their values.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ipu_pipeline.engine.programs.stage_programs import StageProgram, Value, Val
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground.shapes import check_float_dtype
 
-__all__ = ["Reduction", "accumulate", "count_dtype", "find_accumulator_dtype"]
+__all__ = ["Reduction", "ReductionName", "accumulate", "count_dtype", "find_accumulator_dtype"]
 
 
 class Reduction(enum.Enum):
@@ -36,6 +36,9 @@ class Reduction(enum.Enum):
     SUM = "sum"
     MEAN = "mean"
     RUNNING_MEAN = "running_mean"
+
+
+ReductionName: TypeAlias = Literal["sum", "mean", "running_mean"]  # their values
 
 
 def count_dtype(dtype: Any) -> Any:

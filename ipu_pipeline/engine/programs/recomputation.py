@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing.recomputation_marks import mark_of
 from ipu_pipeline.ground import jax_core
 
-__all__ = ["Recomputation", "in_segments", "isolate"]
+__all__ = ["Recomputation", "RecomputationName", "in_segments", "isolate"]
 
 
 class Recomputation(enum.Enum):
@@ -52,6 +52,14 @@ class Recomputation(enum.Enum):
     AUTO = "auto"
     RECOMPUTE_THEN_BACKPROPAGATE = "recompute_then_backpropagate"
     RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED = "recompute_and_backpropagate_interleaved"
+
+
+# Their values.
+RecomputationName: TypeAlias = Literal[
+    "auto",
+    "recompute_then_backpropagate",
+    "recompute_and_backpropagate_interleaved",
+]
 
 
 def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:

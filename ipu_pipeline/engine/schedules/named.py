@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.all_forwards import all_forwards
@@ -30,14 +30,56 @@ __all__ = [
     "SCHEDULES",
     "NamedSchedule",
     "Schedule",
+    "ScheduleName",
     "check_schedule",
     "find_schedule",
     "named_schedules",
     "schedule_name",
 ]
 
+# The names in `SCHEDULES`, and of a search. Type checkers know no others, nor the path of a file as a text.
+ScheduleName: TypeAlias = Literal[
+    "grouped",
+    "eager_1f1b",
+    "interleaved",
+    "1f1b",
+    "one_forward_one_backward",
+    "non_interleaved",
+    "pipedream_flush",
+    "dapple",
+    "sequential",
+    "all_forwards",
+    "gpipe",
+    "afab",
+    "f_then_b",
+    "fill_drain",
+    "looped_bfs",
+    "breadth_first",
+    "looped",
+    "interleaved_1f1b",
+    "megatron_interleaved",
+    "virtual_pipeline",
+    "vpp",
+    "zero_bubble",
+    "zb_h1",
+    "zb1p",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zb_h2",
+    "zb2p",
+    "looped_zero_bubble",
+    "interleaved_zero_bubble",
+    "zero_bubble_v",
+    "zbv",
+    "v_zb",
+    "zbv_zero_bubble",
+    "v_half",
+    "v_min",
+    "dual_pipe_v",
+    "searched",
+]
 # What `schedule=` takes everywhere: a name, a file, a function of one's own, or a search.
-Schedule: TypeAlias = str | os.PathLike[str] | ScheduleFunction | SearchedSchedule
+Schedule: TypeAlias = ScheduleName | os.PathLike[str] | ScheduleFunction | SearchedSchedule
 
 
 @dataclass(frozen=True)
@@ -61,9 +103,9 @@ class NamedSchedule:
     purpose: str
 
     @property
-    def name(self) -> str:
+    def name(self) -> ScheduleName:
         """The name in this library."""
-        return self.function.__name__
+        return cast("ScheduleName", self.function.__name__)
 
 
 SCHEDULES = (
@@ -136,7 +178,7 @@ SCHEDULES = (
 )
 
 
-def named_schedules() -> dict[str, ScheduleFunction]:
+def named_schedules() -> dict[ScheduleName, ScheduleFunction]:
     """The schedules that have names; each function has the arguments of `grouped`.
 
     Example:
@@ -166,7 +208,7 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
       TypeError: it is something else, or a function that does not take these arguments.
     """
     if is_path(schedule):
-        return cast("str | os.PathLike[str]", schedule)
+        return cast("os.PathLike[str]", schedule)
     if isinstance(schedule, SearchedSchedule):
         return schedule
     expected = (
@@ -195,7 +237,9 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
     return cast("ScheduleFunction", schedule)
 
 
-def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFunction | SearchedSchedule:
+def find_schedule(
+    schedule: Any, argument: str = "schedule"
+) -> ScheduleName | ScheduleFunction | SearchedSchedule:
     """Finds a schedule: as `check_schedule`, and a file is read.
 
     Example:
@@ -213,7 +257,7 @@ def find_schedule(schedule: Any, argument: str = "schedule") -> str | ScheduleFu
     found = check_schedule(schedule, argument)
     if is_path(found):
         return load_schedule(found)
-    return cast("str | ScheduleFunction | SearchedSchedule", found)
+    return cast("ScheduleName | ScheduleFunction | SearchedSchedule", found)
 
 
 def schedule_name(schedule: Any) -> str:

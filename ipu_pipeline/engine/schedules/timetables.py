@@ -7,7 +7,7 @@ import functools
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.lock_step import interleaved
-from ipu_pipeline.engine.schedules.named import Schedule, find_schedule, named_schedules
+from ipu_pipeline.engine.schedules.named import Schedule, ScheduleName, find_schedule, named_schedules
 from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 
 __all__ = ["MAX_ACTIONS", "timetable"]
@@ -65,7 +65,7 @@ def timetable(
 
 @functools.lru_cache(maxsize=64)
 def _make(
-    found: str | ScheduleFunction | SearchedSchedule,
+    found: ScheduleName | ScheduleFunction | SearchedSchedule,
     num_stages: int,
     num_micro_batches: int,
     device_mapping: tuple[int, ...],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +23,10 @@ __all__ = ["NUMBERS", "Metric", "MetricReader", "Reported", "metric", "metric_na
 
 NUMBERS = "update"  # the name of the numbers of weight updates, beside metrics
 
+MetricReduction: TypeAlias = Literal["mean", "sum", "min", "max", "last"]
+
 # Each takes an array [weight updates, micro-batches of each].
-_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+_REDUCTIONS: dict[MetricReduction, Callable[[Any], Any]] = {
     "mean": lambda values: values.mean(axis=1, dtype=np.float64),
     "sum": lambda values: values.sum(axis=1, dtype=np.float64),
     "min": lambda values: values.min(axis=1),
@@ -38,10 +40,10 @@ class Metric:
     """A metric: its full name, and how the values of micro-batches become one."""
 
     name: str
-    reduction: str
+    reduction: MetricReduction
 
 
-def metric(name: str, value: Any, reduction: str = "mean") -> None:
+def metric(name: str, value: Any, reduction: MetricReduction = "mean") -> None:
     """Reports a scalar, to be read per weight update (in inference, per execution).
 
     It may be called in a stage, in the function that gives the loss, and in the `update` of an Optax

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -395,7 +395,7 @@ def _find_offloaded(options: Options, trains: bool) -> list[str]:
     return offloaded if trains else [kind for kind in offloaded if kind in used]
 
 
-def _find_shared_out(options: Options, trains: bool) -> list[str]:
+def _find_shared_out(options: Options, trains: bool) -> list[Literal["optimizer_state", "weights"]]:
     """Returns what replicas share out."""
     return [kind for kind in options.TensorLocations.shard if trains or kind == "weights"]
 

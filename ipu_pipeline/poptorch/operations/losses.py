@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from ipu_pipeline.poptorch import markers
@@ -11,7 +13,7 @@ __all__ = ["identity_loss"]
 _REDUCTIONS = ("sum", "mean", "none")
 
 
-def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
+def identity_loss(x: torch.Tensor, reduction: Literal["sum", "mean", "none"]) -> torch.Tensor:
     """Makes a value the loss of a model. Without devices, it only reduces the value.
 
     Args:

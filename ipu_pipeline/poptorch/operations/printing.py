@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ __all__ = ["PRINT", "Layout", "ipu_print_tensor", "print_array"]
 
 PRINT = f"{markers.NAMESPACE}::print_tensor"
 
-_FORMATS = ("auto", "fixed", "scientific", "none")
+FloatFormat: TypeAlias = Literal["auto", "fixed", "scientific", "none"]
+_FORMATS = get_args(FloatFormat)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Layout:
     edge_items: int = 3
     max_line_width: int = 75
     digits: int = 4
-    float_format: str = "auto"
+    float_format: FloatFormat = "auto"
     separator: str = " "
     open_bracket: str = "["
     close_bracket: str = "]"
@@ -141,7 +142,7 @@ def ipu_print_tensor(
     edge_items: int = 3,
     max_line_width: int = 75,
     digits: int = 4,
-    float_format: str = "auto",
+    float_format: FloatFormat = "auto",
     separator: str = " ",
     open_bracket: str = "[",
     close_bracket: str = "]",

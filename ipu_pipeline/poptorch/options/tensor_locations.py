@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch.operations import checks
@@ -78,7 +78,10 @@ def _check_tiles(name: str, value: Any) -> int:
     return value
 
 
-_SHARED_OUT = {"location_weight": "weights", "location_optimizer": "optimizer_state"}
+_SHARED_OUT: dict[str, Literal["optimizer_state", "weights"]] = {
+    "location_weight": "weights",
+    "location_optimizer": "optimizer_state",
+}
 
 
 class TensorLocationOptions(OptionGroup):
@@ -121,7 +124,7 @@ class TensorLocationOptions(OptionGroup):
         """
 
     @property
-    def shard(self) -> list[str]:
+    def shard(self) -> list[Literal["optimizer_state", "weights"]]:
         """Returns what replicas divide among them, as the argument `shard` of `engine.Pipeline`."""
         return [kind for name, kind in _SHARED_OUT.items() if name in self.asked_to_shard]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -26,7 +26,7 @@ class _Convolution(spatial.Windowed, VariableLayer):
     """What convolutions share: a kernel that moves over some axes, a bias, and an activation."""
 
     axes = "HW"  # that the kernel moves over
-    padding: str
+    padding: Any
     use_bias: bool
 
     @property
@@ -70,7 +70,7 @@ class _GroupedConvolution(_Convolution):
     strides: InitVar[spatial.Pair] = argument(
         "how far the kernel moves along height and width.", spatial.find_pair, default=(1, 1)
     )
-    padding: str = argument(
+    padding: spatial.Padding = argument(
         '"valid" (none), or "same": zeros around the inputs, so that the outputs have the size of the '
         "inputs divided by the strides and rounded up. An odd zero stands below and on the right.",
         spatial.find_padding,
@@ -169,7 +169,7 @@ class Conv1D(_GroupedConvolution):
 
     kernel_size: InitVar[int] = argument("the length of the kernel.", spatial.find_one)
     strides: InitVar[int] = argument("how far the kernel moves.", spatial.find_one, default=1)
-    padding: str = argument(
+    padding: spatial.Padding | Literal["causal", "CAUSAL"] = argument(  # type: ignore[assignment]  # more
         '"valid" (none), "same" (zeros around the inputs, as in `Conv2D`), or "causal": all zeros before '
         "the inputs, so that no output depends on later inputs.",
         _find_padding,
@@ -214,7 +214,9 @@ class DepthwiseConv2D(_Convolution):
     strides: InitVar[spatial.Pair] = argument(
         "how far they move along height and width.", spatial.find_pair, default=(1, 1)
     )
-    padding: str = argument('"valid" or "same", as in `Conv2D`.', spatial.find_padding, default="valid")
+    padding: spatial.Padding = argument(
+        '"valid" or "same", as in `Conv2D`.', spatial.find_padding, default="valid"
+    )
     depth_multiplier: int = argument("how many kernels a channel has.", check_positive_integer, default=1)
     data_format: InitVar[str | None] = spatial.data_format()
     dilation_rate: InitVar[spatial.Pair] = argument(
@@ -271,7 +273,7 @@ class Conv2DTranspose(_Convolution):
     strides: InitVar[spatial.Pair] = argument(
         "how many times larger the outputs are along height and width.", spatial.find_pair, default=(1, 1)
     )
-    padding: str = argument(
+    padding: spatial.Padding = argument(
         '"same": the outputs are of the inputs\' size times the strides; "valid": of '
         "`(size - 1) * strides + kernel_size`, or `size * strides` if that is more.",
         spatial.find_padding,

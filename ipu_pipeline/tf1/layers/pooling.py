@@ -29,7 +29,7 @@ class _Pooling2D(spatial.Windowed, PlainLayer):
         optional(spatial.find_pair),
         default=None,
     )
-    padding: str = argument(
+    padding: spatial.Padding = argument(
         '"valid" (windows that do not fit are left out), or "same": windows may reach over the edges, so '
         "that the outputs have the size of the inputs divided by the strides and rounded up. What lies "
         "outside of the inputs does not count.",

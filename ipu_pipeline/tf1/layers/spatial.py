@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 
@@ -11,8 +11,18 @@ from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.tf1.layers.arguments import argument
 from ipu_pipeline.tf1.layers.base import Layer
 
-__all__ = ["Pair", "Windowed", "check_images", "data_format", "find_one", "find_padding", "find_pair"]
+__all__ = [
+    "Padding",
+    "Pair",
+    "Windowed",
+    "check_images",
+    "data_format",
+    "find_one",
+    "find_padding",
+    "find_pair",
+]
 
+Padding: TypeAlias = Literal["valid", "same", "VALID", "SAME"]
 Pair: TypeAlias = int | Sequence[int]
 
 

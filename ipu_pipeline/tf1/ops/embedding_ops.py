@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ __all__ = [
     "create_host_embedding",
     "embedding_lookup",
 ]
+
+PartitionStrategy: TypeAlias = Literal["TOKEN", "ENCODING"]
 
 
 def embedding_lookup(
@@ -226,7 +228,7 @@ class HostEmbedding:
         self,
         name: str,
         embedding_tensor: Any,
-        partition_strategy: str = "TOKEN",
+        partition_strategy: PartitionStrategy = "TOKEN",
         optimizer_spec: HostEmbeddingOptimizerSpec | None = None,
     ) -> None:
         """Takes a table; `create_host_embedding` makes one from a shape.
@@ -257,7 +259,7 @@ class HostEmbedding:
                 "HostEmbedding: the table must be [rows, columns] of floating-point numbers, with at least "
                 f"one of each; got {spec.dtype.name}{list(spec.shape)}."
             )
-        if partition_strategy not in ("TOKEN", "ENCODING"):
+        if partition_strategy not in get_args(PartitionStrategy):
             raise ValueError(
                 "HostEmbedding: partition_strategy must be 'TOKEN' or 'ENCODING'; got "
                 f"{partition_strategy!r}."
@@ -338,7 +340,7 @@ def create_host_embedding(
     name: str,
     shape: Any,
     dtype: Any,
-    partition_strategy: str = "TOKEN",
+    partition_strategy: PartitionStrategy = "TOKEN",
     optimizer_spec: HostEmbeddingOptimizerSpec | None = None,
     initializer: Any = None,
 ) -> HostEmbedding:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Offload, Recomputation
 from ipu_pipeline.engine.fronts import as_level, find_accumulator_dtype
-from ipu_pipeline.engine.schedules import ScheduleFunction, SearchedSchedule, find_schedule
+from ipu_pipeline.engine.schedules import ScheduleFunction, ScheduleName, SearchedSchedule, find_schedule
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.enumerations import list_members
@@ -221,7 +221,7 @@ def check_arguments(
         raise TypeError(f"optimizer_function must be a function; got {optimizer_function!r}.")
 
 
-def find_pipeline_schedule(pipeline_schedule: Any) -> str | ScheduleFunction | SearchedSchedule:
+def find_pipeline_schedule(pipeline_schedule: Any) -> ScheduleName | ScheduleFunction | SearchedSchedule:
     """Finds the engine's schedule: a name, a function or a search. A file is read.
 
     Raises:

@@ -147,10 +147,10 @@ def test_classes_of_a_user_take_arguments_of_their_own():
 
 
 def test_arguments_are_inherited_and_said_anew():
-    """Those of Conv1D that are numbers, in their places among those of Conv2D."""
+    """Those of Conv1D that are numbers, and its padding, in their places among those of Conv2D."""
     one, two = (inspect.signature(kind).parameters for kind in (layers.Conv1D, layers.Conv2D))
     assert list(one) == list(two)
-    changed = {name for name in one if one[name] != two[name]}
+    changed = {name for name in one if one[name] != two[name]} - {"padding"}
     assert changed == {"kernel_size", "strides", "dilation_rate"}
     assert {one[name].annotation for name in changed} == {"int"}
     assert one["strides"].default == one["dilation_rate"].default == 1
