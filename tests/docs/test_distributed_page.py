@@ -1,9 +1,13 @@
-"""What the page about several processes says is survived: each row is held by tests."""
+"""The page about several processes: its program, and what it says is survived, row by row held by tests."""
 
 import re
 
-from tests.support import pages
-from tests.support.programs import ROOT
+import pytest
+
+from tests.support import forked, pages
+from tests.support.programs import ROOT, begin, environment
+
+PAGE = (ROOT / "docs" / "distributed.md").read_text()
 
 MEMORY = "test_memory_is_the_launchers_own_and_goes_with_it"
 LOST = "test_nodes_are_lost_with_their_memory"
@@ -42,9 +46,32 @@ ROWS = {
 }
 
 
+((PROGRAM, PRINTED),) = [(code, text) for comment, code, text in pages.PROGRAM.findall(PAGE) if not comment]
+
+
+def assert_printed(output):
+    pages.assert_printed(output, PRINTED.splitlines(), {re.compile(r"0\.\d+"): 0.002}, re.compile(r"^$"))
+
+
+def test_the_program_in_one_process(tmp_path):
+    done = forked.run(PROGRAM, environment(as_tests=True), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_printed(done.stdout)
+
+
+@pytest.mark.thorough
+def test_the_program_in_two_processes(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    process = begin("-m", "ipu_pipeline", "launch", "-n", 2, "--restarts", 3, "train.py", folder=tmp_path)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    lines = sorted(output.splitlines(), key=lambda line: line.startswith("[0]"))
+    assert [line[:4] for line in lines] == ["[1] "] * 4 + ["[0] "]
+    assert_printed("".join(f"{line[4:]}\n" for line in lines))
+
+
 def test_every_row_is_held_by_tests():
-    text = (ROOT / "docs" / "distributed.md").read_text()
-    tables = re.findall(r"^\| what happens.*what it costs \|\n\| --- .*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    tables = re.findall(r"^\| what happens.*what it costs \|\n\| --- .*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     rows = [row for table in tables for row in table.splitlines()]
     assert len(tables) == 2
     found = [next((known for known in ROWS if row.startswith(f"| {known}")), row) for row in rows]
