@@ -1291,12 +1291,12 @@ class Pipeline:
                     "Call place_micro_batches again."
                 )
             return self._step(state, take_placed, inputs, num_micro_batches, micro_batches.leaves)
-        if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
-            raise ValueError(
-                f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
-                f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
-            )
-        iterator = iter(check_elements("Pipeline.step", micro_batches))
+        try:
+            iterator = _iterate(micro_batches, every)
+        except Exception as error:
+            if self._built is None or not self.prepare().placement.has_peers:
+                raise
+            iterator = _raise(error)  # when it is asked, so that the other processes hear of it
         if self._built is None:
             try:
                 first = next(iterator)
@@ -1878,6 +1878,27 @@ def _make_timetable(
 
 def _describe_shortage(number: int, every: int) -> str:
     return f"The data ended after {number} of the {every} micro-batches of a step."
+
+
+def _iterate(micro_batches: Iterable[Any], every: int) -> Iterator[Any]:
+    """Begins to iterate over the micro-batches of a step.
+
+    Raises:
+      TypeError: they are not what can be iterated over.
+      ValueError: there are too many in a list.
+    """
+    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
+        raise ValueError(
+            f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
+            f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
+        )
+    return iter(check_elements("Pipeline.step", micro_batches))
+
+
+def _raise(error: Exception) -> Iterator[Any]:
+    """An iterator that raises an error."""
+    yield from ()
+    raise error
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

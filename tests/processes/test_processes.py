@@ -234,9 +234,10 @@ def step_over_faults(faults):
     pipeline, steps = make_mlp(2, device_mapping=[0, 3], max_shapes=1), mlp_steps()
     data = Faulty([batch for step in (*steps, steps[0]) for batch in step], faults)
     state, told = pipeline.init(jax.random.key(7), steps[0][0]), []
-    for _step in range(4):
+    too_many = [*steps[0], *steps[0]] if faults is FAULTS[1] else steps[0]
+    for given in [data, data, data, data, too_many]:
         try:
-            state, outputs = pipeline.step(state, data)
+            state, outputs = pipeline.step(state, given)
         except Exception as error:
             told.append(f"{type(error).__name__}: {error}")
         else:
@@ -272,7 +273,9 @@ def test_two_processes(tmp_path):
         "OSError: lost",
         "ProcessError: In process 1, which reads the micro-batches: OSError: torn",
         [],
+        "ProcessError: In process 1, which reads the micro-batches: " + last[4],
     ]
+    assert "a step takes 4; the list has 8" in last[4]
     assert last[1:3] == [
         "ProcessError: In process 0, which reads the micro-batches: OSError: lost",
         "OSError: torn",
