@@ -10,7 +10,7 @@ from tests.support.programs import environment, start
 
 PROGRAM = ("-m", "ipu_pipeline", "run")
 SCRIPT = """
-import atexit, multiprocessing, os, pickle, sys
+import atexit, importlib.util, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim
 import popdist, popdist.poptorch
 from poptorch.enums import OutputMode
@@ -27,6 +27,8 @@ def show():
 if __name__ == "__main__":
     assert poptorch is ours and poptorch.optim is ours.optim and OutputMode is ours.OutputMode
     assert poptorch.optim.__name__ == poptorch.optim.__spec__.name == "ipu_pipeline.poptorch.optim"
+    found = [importlib.util.find_spec(f"poptorch.{name}") for name in ("optim.adam", "optin", "_impl")]
+    assert [spec is not None for spec in found] == [True, False, False]
     assert isinstance(popdist.poptorch.Options(), ours.Options) and not popdist.isPopdistEnvSet()
     assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)
     print(sys.argv[1:], os.path.basename(__file__), beside.NAME)

@@ -1,8 +1,10 @@
 """`import poptorch` under `ipu-pipeline run`: it gives `ipu_pipeline.poptorch`."""
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,8 +19,11 @@ class Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         del path, target
-        is_inner = fullname.startswith("poptorch.")
-        return importlib.machinery.ModuleSpec(fullname, self) if is_inner else None
+        if fullname.startswith("poptorch."):
+            with contextlib.suppress(ModuleNotFoundError):  # which may say what name is near
+                if importlib.util.find_spec(f"ipu_pipeline.{fullname}") is not None:
+                    return importlib.machinery.ModuleSpec(fullname, self)
+        return None
 
     def exec_module(self, module: ModuleType) -> None:  # noqa: D102  # as its base says
         sys.modules[module.__name__] = importlib.import_module(f"ipu_pipeline.{module.__name__}")
