@@ -22,6 +22,7 @@ from ipu_pipeline.poptorch.graphs.tracebacks import innermost_user_line, without
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 from ipu_pipeline.poptorch.operations.custom_registry import find_custom_op
+from ipu_pipeline.poptorch.operations.host_functions import find
 from ipu_pipeline.poptorch.structures import Structure
 
 __all__ = [
@@ -168,18 +169,25 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
 
 
 def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
-    """Warns of custom operations without a result that is read: PopART's might write to their inputs."""
+    """Warns of custom operations and calls of the host without a result that is read."""
+    operations = torch.ops.ipu_poptorch
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes:
-            if node.target is torch.ops.ipu_poptorch.custom_op.default and not any(
-                result.users for result in node.users
-            ):
-                operation = find_custom_op(*json.loads(node.args[1]))
+            if any(result.users for result in node.users):
+                continue
+            if node.target is operations.custom_op.default:
+                label = find_custom_op(*json.loads(node.args[1])).label
                 warn_once(
-                    f"{describe_place(node)}: nobody reads the results of custom operation "
-                    f"{operation.label}, so it is left out. If it is to write to its inputs, as PopART's "
-                    "may, say to which: register_custom_op(..., writes=[the number of the input])."
+                    f"{describe_place(node)}: nobody reads the results of custom operation {label}, so it "
+                    "is left out. If it is to write to its inputs, as PopART's may, say to which: "
+                    "register_custom_op(..., writes=[the number of the input])."
+                )
+            elif node.target is operations.host_call.default:
+                warn_once(
+                    f"{describe_place(node)}: nobody reads the results of poptorch.CPU "
+                    f"{find(node.args[1]).name!r}, so it is not called when the model runs. Let forward "
+                    "return one of them, or compute with it."
                 )
 
 
