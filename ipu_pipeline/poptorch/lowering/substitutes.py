@@ -197,9 +197,9 @@ def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Cal
 
 
 def _normalizing_in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Makes a normalization cast weights to an input of float32 or float64, which it takes narrow itself.
+    """Makes a normalization cast its weights to an input of float32 or float64.
 
-    Running statistics keep their dtype.
+    torch itself accepts a narrow input with weights of float32. Running statistics keep their dtype.
     """
     names = list(inspect.signature(function).parameters)
 
