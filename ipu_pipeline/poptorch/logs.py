@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Literal, TypeAlias, cast
 
 __all__ = ["logger", "setLogLevel", "warn_once"]
 
 LEVEL_VARIABLE = "POPTORCH_LOG_LEVEL"
-_LEVELS = {
+LogLevel: TypeAlias = Literal["TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF"]
+_LEVELS: dict[LogLevel, int] = {
     "TRACE": logging.DEBUG - 5,
     "DEBUG": logging.DEBUG,
     "INFO": logging.INFO,
@@ -22,7 +24,7 @@ logger = logging.getLogger("poptorch::python")
 _said: set[str] = set()
 
 
-def setLogLevel(level: str | int) -> None:
+def setLogLevel(level: LogLevel | int) -> None:
     """Sets how much is logged.
 
     Args:
@@ -55,7 +57,7 @@ def _set_up() -> None:
             logging.Formatter("[%(asctime)s] [poptorch::python] [%(levelname)s] %(message)s")
         )
         logger.addHandler(handler)
-    setLogLevel(os.environ.get(LEVEL_VARIABLE, "WARN"))
+    setLogLevel(cast("LogLevel", os.environ.get(LEVEL_VARIABLE, "WARN")))
 
 
 _set_up()
