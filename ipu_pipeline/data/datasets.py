@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,7 +203,9 @@ class EvaluationBatches:
             yield self._images[indices], self._labels[indices], mask
 
 
-def load(selection: str, data_dir: str | None = None) -> tuple[ImageData, str]:
+def load(
+    selection: Literal["auto", "mnist", "digits"], data_dir: str | None = None
+) -> tuple[ImageData, str]:
     """The data set of a program's `--dataset` and `--data-dir`.
 
     Example:
