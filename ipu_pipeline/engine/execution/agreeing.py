@@ -91,9 +91,10 @@ def _tell_all(
     here = links().process
     if here in tellers:
         text = json.dumps([subject, time, own])
-        for process in hearers:
-            if process != here:
-                links().tell(process, text)
+        with peers.waiting(f"the {what}"):  # until the others have connected, the first time
+            for process in hearers:
+                if process != here:
+                    links().tell(process, text)
 
     told = {here: own} if here in tellers else {}
     with peers.waiting(f"the {what}"):
