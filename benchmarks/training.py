@@ -65,7 +65,6 @@ def serve_pipeline(case: str, is_single_program: bool = False) -> None:
     pipeline = engine.Pipeline(
         [engine.Stage(f, p) for f, p in zip(model.stages, model.parameters, strict=True)],
         num_micro_batches=workload.num_micro_batches,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(models.RATE),
         device_mapping=[0] * num_stages if is_single_program else None,
         donate=True,

@@ -112,7 +112,7 @@ def main(steps: int = 60) -> list[nnx.Module]:
     ipu.set_num_devices(4)
     digits = datasets.load_digits()
     modules = make_modules(width=64, seed=0)
-    trainer = make_pipeline(modules, True, 8, loss=lambda loss: loss, optimizer=optax.adam(2e-3))
+    trainer = make_pipeline(modules, True, 8, optimizer=optax.adam(2e-3))
     images = digits.train_images.reshape(-1, 784)
     micro_batches = iter(datasets.TrainingBatches(images, digits.train_labels, batch_size=32))
     state = trainer.init(jax.random.key(0), next(micro_batches))

@@ -259,7 +259,6 @@ def make_trainer(config: Config, seed: int, **options: Any) -> engine.Pipeline:
     return engine.Pipeline(
         make_stages(config, is_training=True),
         parameters=init(config, jax.random.key(seed)),
-        loss=lambda loss: loss,
         collect_outputs=False,
         **options,
     )

@@ -90,7 +90,6 @@ def compare(options: dict[str, Any], lengths: list[int], is_dropping: bool) -> f
         stages,
         parameters=make_parameters(),
         num_micro_batches=COUNT,
-        loss=lambda loss: loss,
         optimizer=optimizer,
         device_mapping=[0] * STAGES,
         **options,

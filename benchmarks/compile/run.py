@@ -61,7 +61,6 @@ def measure_side(side: str, case: str) -> dict[str, Any]:
         pipeline = engine.Pipeline(
             [engine.Stage(f, p) for f, p in zip(model.stages, model.parameters, strict=True)],
             num_micro_batches=workload.num_micro_batches,
-            loss=lambda loss: loss,
             optimizer=(workload.make_optimizer or functools.partial(optax.sgd, models.RATE))(),
             donate=True,
             collect_outputs=False,

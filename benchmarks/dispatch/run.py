@@ -67,7 +67,6 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     pipeline = engine.Pipeline(
         [engine.Stage(multiply, np.ones((), np.float32)) for _ in range(num_stages)],
         num_micro_batches=num_micro_batches,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(1e-3),
         donate=True,
         collect_outputs=False,

@@ -175,7 +175,6 @@ def make_pipeline(
         stages,
         parameters=values.make_parameters(len(functions), width),
         num_micro_batches=num_micro_batches,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(values.RATE) if optimizer is None else optimizer,
         **options,
     )

@@ -67,7 +67,6 @@ def pipeline_of(stages: Any = STAGES, **options: Any) -> Any:
     usual = {
         "parameters": layers(len(stages)),
         "num_micro_batches": 4,
-        "loss": lambda loss: loss,
         "optimizer": optax.sgd(RATE),
     }
     return engine.Pipeline(stages, **{**usual, **options})
@@ -418,7 +417,7 @@ def split_advice() -> Verdict:
     def final(w: Any, x: Any) -> Any:
         return jnp.mean((x @ w) ** 2)
 
-    given = {"num_micro_batches": 4, "loss": lambda loss: loss, "optimizer": optax.sgd(RATE)}
+    given = {"num_micro_batches": 4, "optimizer": optax.sgd(RATE)}
     stages = engine.auto_stages([layer] * 6 + [final], 3, draw(4, WIDTH), parameters=wide, **given)
     assert "measured" in str(stages.table), stages.table
     pipeline = pipeline_of()

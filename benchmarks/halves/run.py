@@ -201,7 +201,6 @@ def trace(built: Built, schedule: str) -> tuple[StagePrograms, Any]:
     pipeline = engine.Pipeline(
         [first, stage, last],
         num_micro_batches=3,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         schedule=schedule,
     )

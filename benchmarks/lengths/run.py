@@ -73,7 +73,6 @@ def make_pipeline(micro_batch: Any, **options: Any) -> tuple[Any, Any]:
         stages,
         parameters=parameters,
         num_micro_batches=COUNT,
-        loss=lambda loss: loss,
         optimizer=optax.adam(1e-3),
         schedule="1f1b",
         **options,

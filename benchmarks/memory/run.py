@@ -46,7 +46,6 @@ def measure(schedule: str, plan: str) -> Row:
     pipeline = engine.Pipeline(
         [engine.Stage(f, p) for f, p in zip(model.stages, model.parameters, strict=True)],
         num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(models.RATE),
         schedule=schedule,
         dispatch_plan=engine.Chunking(chunk_size),

@@ -46,7 +46,6 @@ def make_pipeline(mode: str | None, schedule: str, mapping: list[int]) -> engine
     return engine.Pipeline(
         [make_stage(index) for index in range(NUM_STAGES)],
         num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.01),
         schedule=schedule,
         device_mapping=mapping,

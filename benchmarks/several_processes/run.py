@@ -109,7 +109,6 @@ def make_training(name: str, layout: Layout) -> Training:
         pipeline = engine.Pipeline(
             [engine.Stage(f, p) for f, p in zip(model.stages, model.parameters, strict=True)],
             num_micro_batches=workload.num_micro_batches,
-            loss=lambda loss: loss,
             optimizer=optax.sgd(models.RATE),
             donate=True,
             collect_outputs=False,

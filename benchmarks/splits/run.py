@@ -191,7 +191,6 @@ def measure_case(name: str) -> dict[str, Any]:
     layers = make_layers(case)
     options = {
         "num_micro_batches": case.count,
-        "loss": lambda loss: loss,
         "optimizer": optax.sgd(1e-3),
         "schedule": case.schedule,
         "device_mapping": case.mapping,
@@ -253,7 +252,6 @@ def measure_model(name: str) -> dict[str, Any]:
     data = model.micro_batches(max(8, 2 * num_stages))
     options = {
         "num_micro_batches": len(data),
-        "loss": lambda loss: loss,
         "optimizer": optax.sgd(1e-3),
         "schedule": "interleaved",
     }
@@ -336,7 +334,7 @@ def measure_plan(name: str) -> dict[str, Any]:
         layers = make_emulated([float(size)] * 4, count)
     else:
         layers = make_dense([int(size)] * 5, 32, count)
-    options = {"num_micro_batches": count, "loss": lambda loss: loss, "optimizer": optax.sgd(1e-3)}
+    options = {"num_micro_batches": count, "optimizer": optax.sgd(1e-3)}
 
     def make(**more: Any) -> Any:
         return engine.Pipeline(layers.functions, parameters=layers.parameters, **options, **more)

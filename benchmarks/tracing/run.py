@@ -43,7 +43,6 @@ def serve(side: str, case: str, num_devices: int) -> None:
             for stage, parameters in zip(model.stages, model.parameters, strict=True)
         ],
         num_micro_batches=workload.num_micro_batches,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(models.RATE),
         device_mapping=[number % num_devices for number in range(workload.num_stages)],
         donate=True,

@@ -154,7 +154,6 @@ class Pipeline:
       ...     [first, second],
       ...     parameters=[np.ones([8, 16], np.float32), np.ones([16, 2], np.float32)],
       ...     num_micro_batches=4,
-      ...     loss=lambda loss: loss,
       ...     optimizer=optax.sgd(0.1),
       ... )
       >>> micro_batches = [(np.ones([4, 8], np.float32), np.zeros([4, 2], np.float32))] * 4

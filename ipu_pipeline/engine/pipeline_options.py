@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import jax
+
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.offloading import Offload, OffloadName
@@ -24,6 +26,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.names import find_near
+from ipu_pipeline.ground.shapes import describe_structure
 
 __all__ = ["PipelineOptions", "check_positive", "make_options"]
 
@@ -43,8 +46,8 @@ class PipelineOptions:
         new number does not compile again.
       parameters: a pytree of arrays for each stage, which its function takes before its inputs,
         `stage(parameters, *inputs)`; as for `Stage`. None: the stages are as they are given.
-      loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. Without both
-        the pipeline only runs forwards.
+      loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. None: the last stage
+        returns the loss. Without an optimizer the pipeline only runs forwards.
       max_shapes: how many different shapes micro-batches may have; the pipeline has programs for each of
         them, made when the first one comes. Structure and dtypes are those of the first micro-batch. All
         share one state, so variables must not depend on shapes. With several processes it is 1.
@@ -217,8 +220,10 @@ class PipelineOptions:
                 f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
             )
         _check_optimizer(self.optimizer)
-        if (self.loss is None) != (self.optimizer is None):
-            raise ValueError("Pass both loss and optimizer to train, or neither for inference only.")
+        if self.loss is not None and self.optimizer is None:
+            raise ValueError("Pass an optimizer with loss to train, or neither for inference only.")
+        if self.loss is None and self.optimizer is not None:
+            object.__setattr__(self, "loss", _last_stage_loss)
         if self.loss_weight is not None and self.loss is None:
             raise ValueError("loss_weight says what loss is divided by, so it needs loss and optimizer.")
         if self.loss_weight is not None and not callable(self.loss_weight):
@@ -268,6 +273,15 @@ def make_options(caller: str, *arguments: Any, **options: Any) -> PipelineOption
     if "num_micro_batches" not in options:
         raise TypeError(f"{caller}: num_micro_batches must be given.")
     return PipelineOptions(**options)
+
+
+def _last_stage_loss(*values: Any, **others: Any) -> Any:
+    if len(values) != 1 or others:
+        raise TypeError(
+            "loss is not given, so the last stage must return the loss alone, a scalar. It returns "
+            f"{describe_structure(jax.tree.structure(others or values))}. Give loss, a function of these."
+        )
+    return values[0]
 
 
 def _check_optimizer(optimizer: Any) -> None:

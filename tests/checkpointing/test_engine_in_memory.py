@@ -115,7 +115,6 @@ def make_counting(**options):
     return engine.Pipeline(
         [remember],
         num_micro_batches=2,
-        loss=lambda loss: loss,
         optimizer=optax.adam(0.1),
         **({"num_replicas": 2, "joins_assigned": False} | options),
     )

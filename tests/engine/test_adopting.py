@@ -36,7 +36,6 @@ def make(names, optimizer=None, size=2, **options):
         [*[layer] * len(layers), head],
         parameters=[*parameters, engine.Shared(last, draw((4, size)))],
         num_micro_batches=2,
-        loss=lambda loss: loss,
         optimizer=optax.adam(0.1) if optimizer is None else optimizer,
         **options,
     )

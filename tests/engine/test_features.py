@@ -40,7 +40,7 @@ def dense_layers():
         return jnp.sin(x @ models.weight(name, x)), labels
 
     layers = [first, functools.partial(again, "second"), functools.partial(again, "third")]
-    return {"stages": [*layers, models.cross_entropy], "loss": lambda loss: loss}
+    return {"stages": [*layers, models.cross_entropy]}
 
 
 def with_everything():
@@ -63,7 +63,7 @@ def with_branches():
     def last(a, b, labels):
         return models.cross_entropy((a - b) @ models.weight("last", a, size=NUM_CLASSES), labels)
 
-    return {"stages": [first, [left, right], last], "loss": lambda loss: loss}
+    return {"stages": [first, [left, right], last]}
 
 
 def with_parameters(dtype):
@@ -91,7 +91,6 @@ def with_parameters(dtype):
     return {
         "stages": [embed, scanned, scanned, project],
         "parameters": parameters,
-        "loss": lambda loss: loss,
     }
 
 

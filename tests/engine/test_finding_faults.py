@@ -338,7 +338,7 @@ atexit.register(lambda: print([thread.name for thread in threading.enumerate()])
 import numpy as np, jax, optax
 from ipu_pipeline import engine
 pipeline = engine.Pipeline([lambda w, x: w * x], parameters=[np.float32(1)], num_micro_batches=1,
-                           loss=lambda loss: loss, optimizer=optax.sgd(0.1))
+                           optimizer=optax.sgd(0.1))
 state = pipeline.init(jax.random.key(0), np.float32(1))
 pipeline.step(state, [np.float32(1)])
 print([thread.name for thread in threading.enumerate()])

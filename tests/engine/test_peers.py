@@ -616,7 +616,7 @@ def test_times(environment):
 def fingerprint(width=6, scale=2.0, **options):
     stages = [lambda x: x @ get_variable("first", (5, width)) * scale, lambda h: (h**2).mean()]
     options = {"num_micro_batches": 4, "optimizer": optax.adam(0.1), **options}
-    pipeline = Pipeline(stages, loss=lambda loss: loss, **options)
+    pipeline = Pipeline(stages, **options)
     pipeline.trace(jax.ShapeDtypeStruct((3, 5), np.float32))
     mapping, timetable = pipeline.device_mapping, pipeline.timetable(4)
     return describe(pipeline.built, pipeline.options, mapping, timetable, pipeline.dispatch_plan)

@@ -363,6 +363,12 @@ def stage_with_variable(x):
             "itself; got a dict with the key",
         ),
         ([stage_with_variable], lambda x: None, TypeError, "by itself; got None"),
+        (
+            [lambda x: (stage_with_variable(x), x)],
+            None,
+            TypeError,
+            "loss is not given, so the last stage must return the loss alone, .* returns a tuple of 2 arrays",
+        ),
         ([lambda x: x], jnp.sum, ValueError, "No variables to optimize"),
         (
             [stage_with_variable, lambda x, y: x],

@@ -18,7 +18,7 @@ from tests.support import front, joined, models
 
 COUNT, WIDTH = 4, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": OPTIMIZER}
+OPTIONS = {"num_micro_batches": COUNT, "optimizer": OPTIMIZER}
 
 
 def make_batches(number=COUNT):

@@ -14,7 +14,7 @@ from tests.support import models
 
 COUNT = 4
 WIDTH = 8
-OPTIONS = {"num_micro_batches": COUNT, "loss": lambda loss: loss, "optimizer": optax.adam(1e-2)}
+OPTIONS = {"num_micro_batches": COUNT, "optimizer": optax.adam(1e-2)}
 
 
 def make_batches(number=COUNT, size=6):

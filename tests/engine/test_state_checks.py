@@ -19,7 +19,6 @@ def make(**options):
         [lambda p, x: jnp.tanh(x @ p["w"]), lambda p, x: jnp.mean((x @ p) ** 2)],
         parameters=PARAMETERS,
         num_micro_batches=2,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1, momentum=0.9),
         **options,
     )

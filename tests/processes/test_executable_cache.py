@@ -23,7 +23,7 @@ ipu.set_num_devices(2)
 w, lengths = np.ones((4, 1), "float32"), (2, 3)  # micro-batches of two shapes
 pipeline = ipu.engine.Pipeline(
     [lambda w, x: x @ w, lambda _w, x: x.sum()], num_micro_batches=2, parameters=[w, w],
-    loss=lambda loss: loss, optimizer=optax.sgd(0.1), device_mapping=[0, 1],
+    optimizer=optax.sgd(0.1), device_mapping=[0, 1],
 )
 elements = [np.ones((length, 4), "float32") for length in lengths]
 print(*pipeline.step(pipeline.init(jax.random.key(0), elements[0]), elements)[1].losses)

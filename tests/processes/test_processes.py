@@ -25,7 +25,7 @@ NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
 
 
 def make_mlp(num_stages=4, optimizer=None, **options):
-    given = {"num_micro_batches": NUM_MICRO_BATCHES, "loss": lambda loss: loss, **options}
+    given = {"num_micro_batches": NUM_MICRO_BATCHES, **options}
     return engine.Pipeline(
         models.mlp_stages(num_stages),
         optimizer=updates.clipped() if optimizer is None else optimizer,
@@ -379,7 +379,6 @@ def make_unlabelled():
     return engine.Pipeline(
         [first, second, lambda x: jnp.mean(third(x) ** 2)],
         num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         num_replicas=2,
         max_shapes=1,
@@ -420,7 +419,6 @@ def die_in_step(process):
     pipeline = engine.Pipeline(
         [make(index) for index in range(3)],
         num_micro_batches=2,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
     )
     elements = [np.ones((4, 12), np.float32)] * 2

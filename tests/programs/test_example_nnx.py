@@ -27,7 +27,7 @@ def test_training_equals_plain_nnx(rng):
     for body in modules[1:3]:
         body.dropout.rate = 0.0
     micro_batches, optimizer = make_batches(rng, 4), optax.adam(0.01)
-    trainer = flax_nnx.make_pipeline(modules, True, 4, loss=lambda loss: loss, optimizer=optimizer)
+    trainer = flax_nnx.make_pipeline(modules, True, 4, optimizer=optimizer)
     state = trainer.init(jax.random.key(0), micro_batches[0])
 
     class Whole(nnx.Module):

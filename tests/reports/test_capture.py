@@ -43,7 +43,6 @@ def make_pipeline(mapping=(0, 1, 2, 3), plan=1, num_stages=4, **options):
 
     settings = {
         "num_micro_batches": COUNT,
-        "loss": lambda loss: loss,
         "optimizer": optax.sgd(0.1),
         "device_mapping": list(mapping),
         **({"dispatch_plan": engine.Chunking(plan)} if len(set(mapping)) > 1 else {}),
@@ -387,7 +386,6 @@ def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
     calling = engine.Pipeline(
         [lambda x, y: (x * engine.get_variable("w", ()), y), printing],
         num_micro_batches=COUNT,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
     )
     with ipu.reports.capture(tmp_path) as captured:

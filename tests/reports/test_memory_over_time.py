@@ -195,7 +195,6 @@ def test_the_peak_of_a_simulated_step_is_the_planned_one(schedule, mapping):
     pipeline = engine.Pipeline(
         [make_stage(index) for index in range(4)],
         num_micro_batches=8,
-        loss=lambda loss: loss,
         optimizer=optax.adam(0.1),
         schedule=schedule,
         device_mapping=mapping,

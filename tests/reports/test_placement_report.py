@@ -177,7 +177,6 @@ def test_it_has_the_advice_of_the_page_and_of_the_engine():
     pipeline = engine.Pipeline(
         [make_stage(0), make_stage(1)],
         num_micro_batches=8,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
     )
     pipeline.trace(np.ones((64, 64), np.float32))

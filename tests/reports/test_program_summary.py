@@ -64,7 +64,6 @@ def trace_products(num_micro_batches, **options):
         [lambda w, x: x * w, lambda w, x: jnp.mean(x * w)],
         parameters=[np.float32(2)] * 2,
         num_micro_batches=num_micro_batches,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         **options,
     )
@@ -120,7 +119,6 @@ def trace_gpt(layers, schedule="grouped", count=64, plan=ONE_BY_ONE, **sizes):
     made = engine.Pipeline(
         gpt.make_stages(config, is_training=True),
         parameters=shapes,
-        loss=lambda loss: loss,
         optimizer=optax.adamw(1e-3),
         num_micro_batches=count,
         schedule=schedule,

@@ -247,7 +247,7 @@ def test_random_keys_are_not_enqueued():
 
 def test_the_engine_has_no_outfeeds():
     stages = [enqueuing(IPUOutfeedQueue(), lambda x: x), lambda x: jnp.mean(x)]
-    own = engine.Pipeline(stages, num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1))
+    own = engine.Pipeline(stages, num_micro_batches=1, optimizer=optax.sgd(0.1))
     state = own.init(jax.random.key(0), rows()[0])
     with pytest.raises(ValueError, match="Return the value from the last stage, or report it with engine"):
         own.step(state, rows()[:1])

@@ -102,7 +102,6 @@ class Sent:
       ...     [lambda w, x: x @ w, lambda w, x: jnp.mean(x @ w)],
       ...     parameters=[shared, shared],
       ...     num_micro_batches=2,
-      ...     loss=lambda loss: loss,
       ...     optimizer=optax.sgd(0.1),
       ... )
       >>> pipeline.trace(np.ones([2, 4], np.float32))
@@ -326,7 +325,6 @@ class PipelineDetails(PipelineFacts):
       >>> pipeline = engine.Pipeline(
       ...     [layers.Dense(4), lambda x: jnp.mean(layers.Dense(2)(x))],
       ...     num_micro_batches=2,
-      ...     loss=lambda loss: loss,
       ...     optimizer=optax.sgd(0.1),
       ... )
       >>> pipeline.trace(np.ones([2, 8], np.float32))

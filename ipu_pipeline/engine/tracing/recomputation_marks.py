@@ -31,7 +31,6 @@ def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
       >>> pipeline = engine.Pipeline(
       ...     [stage],
       ...     num_micro_batches=2,
-      ...     loss=lambda loss: loss,
       ...     optimizer=optax.sgd(0.1),
       ...     recompute="recompute_and_backpropagate_interleaved",
       ... )

@@ -30,7 +30,6 @@ def with_metrics(
       >>> pipeline = engine.Pipeline(
       ...     [lambda x: jnp.sum(ipu.get_variable("w", [2]) * x)],
       ...     num_micro_batches=1,
-      ...     loss=lambda loss: loss,
       ...     optimizer=optimizer,
       ... )
       >>> x = np.float32([3, 4])

@@ -18,7 +18,6 @@ def make(**options):
         [lambda p, x: jnp.tanh(x @ p["w"]), lambda p, x: jnp.mean((x @ p["w"]) ** 2)],
         parameters=PARAMETERS,
         num_micro_batches=2,
-        loss=lambda loss: loss,
         optimizer=optax.adam(0.1),
         donate=True,
         **options,

@@ -34,7 +34,7 @@ def make_stages(num_stages=2):
 
 
 def make(offload, **options):
-    options = {"num_micro_batches": 4, "loss": lambda loss: loss, "optimizer": optax.adam(0.01)} | options
+    options = {"num_micro_batches": 4, "optimizer": optax.adam(0.01)} | options
     stages = make_stages(len(options.get("device_mapping", (0, 1))))
     return engine.Pipeline(stages, offload=offload, donate=True, **options)
 

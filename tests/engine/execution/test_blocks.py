@@ -132,7 +132,6 @@ def test_outputs_that_are_not_collected(mapping, rng):
     pipeline = engine.Pipeline(
         scheduled.stages(2),
         num_micro_batches=3,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         device_mapping=mapping,
         collect_outputs=False,
@@ -174,7 +173,7 @@ def test_placed_micro_batches_of_an_update_in_parts():
         return jnp.sum((x @ engine.get_variable("kernel", (4, 4))) ** 2)
 
     step = [np.full((2, 4), number, "float32") for number in range(6)]
-    options = {"num_micro_batches": 6, "loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    options = {"num_micro_batches": 6, "optimizer": optax.sgd(0.1)}
     found = []
     for block_bytes in (2**26, 200):
         pipeline = engine.Pipeline([stage], block_bytes=block_bytes, **options)

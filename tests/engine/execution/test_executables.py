@@ -42,7 +42,6 @@ def make(scales=(1.0,) * (NUM_STAGES - 1), last=last_block, stages=None, **optio
     return engine.Pipeline(
         stages or [*blocks, named(last, len(scales))],
         num_micro_batches=COUNT,
-        loss=lambda loss: loss,
         optimizer=optax.adam(0.01),
         dispatch_plan=engine.Chunking(2),
         **options,

@@ -36,7 +36,7 @@ STAGES = [*map(make_stage, range(3)), models.cross_entropy]
 
 
 def make(execution_phases=None, offload=(), stages=STAGES, mapping=(0, 0, 0, 0), **options):
-    options = {"num_micro_batches": 2, "loss": lambda loss: loss, **options}
+    options = {"num_micro_batches": 2, **options}
     return engine.Pipeline(
         stages,
         schedule="sequential",
@@ -144,7 +144,7 @@ def test_independent_stages_of_a_phase_run_at_the_same_time():
 
     def begun(stages, parameters):
         phases = engine.ExecutionPhases(of_levels=tuple(range(len(stages))), num_ahead=0)
-        options = {"num_micro_batches": 2, "loss": lambda loss: loss, "optimizer": optax.sgd(0.01)}
+        options = {"num_micro_batches": 2, "optimizer": optax.sgd(0.01)}
         pipeline = engine.Pipeline(
             stages, parameters=parameters, schedule="sequential", execution_phases=phases, **options
         )

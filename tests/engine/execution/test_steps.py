@@ -21,7 +21,7 @@ NAMES = {steps.feed: "feed", steps.end_phase: "end of a phase", steps.wait: "wai
 def make(stages=2, num_micro_batches=2, **options):
     """A pipeline of its own stages, or of so many."""
     stages = models.mlp_stages(stages) if isinstance(stages, int) else stages
-    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), **options}
+    options = {"optimizer": optax.sgd(0.1), **options}
     return engine.Pipeline(stages, num_micro_batches=num_micro_batches, **options)
 
 

@@ -94,7 +94,6 @@ def trainer(parameters):
         [read_whole, write_whole],
         parameters=parameters,
         num_micro_batches=2,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(1.0),
     )
 

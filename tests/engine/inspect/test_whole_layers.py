@@ -59,7 +59,7 @@ def test_blocks_of_a_nested_tree_in_the_order_of_the_model():
     tables = {"wte": {"embedding": np.ones((7, WIDTH), np.float32)}, "wpe": np.ones((3, WIDTH), np.float32)}
     blocks = {f"block_{number}": make_block() for number in (10, 8, 9)}
     parameters = [{"params": {**blocks, **tables}}, {"head": dense(), "block_11": make_block()}]
-    options = {"parameters": parameters, "loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    options = {"parameters": parameters, "optimizer": optax.sgd(0.1)}
     first_layers, last_layers = find_layers([first, last], np.zeros((2, 3), np.int32), **options)
     names = ["wte", "wpe", "block_8", "block_9", "block_10"]
     assert [layer.name for layer in first_layers] == [f"stage0/params/{name}" for name in names]

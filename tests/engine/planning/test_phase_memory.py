@@ -88,7 +88,6 @@ def make(mapping, phases, offload=ALL, last_width=WIDTH, **options):
     return engine.Pipeline(
         [*(make_stage(n, len(mapping)) for n in range(last)), make_stage(last, len(mapping), last_width)],
         num_micro_batches=NUM_MICRO_BATCHES,
-        loss=lambda loss: loss,
         schedule="sequential",
         device_mapping=mapping,
         execution_phases=phases,

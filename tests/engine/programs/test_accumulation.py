@@ -24,7 +24,6 @@ def rarely(*values):
 def make(mapping, reduction, **options):
     return engine.Pipeline(
         scheduled.stages(2),
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1, momentum=0.9),
         device_mapping=mapping,
         reduction=reduction,
@@ -258,7 +257,6 @@ def test_wide_accumulators_equal_the_reference(group, rng):
     pipeline = engine.Pipeline(
         [lambda x, labels: (x, labels), stage],
         num_micro_batches=4 // group.get("num_serialized", 1),
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1, momentum=0.9),
         device_mapping=[0, 0] if group else [0, 1],
         accumulator_dtype=jnp.float32,

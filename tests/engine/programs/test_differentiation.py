@@ -13,8 +13,8 @@ from tests.support import beside, models
 BATCH, WIDTH = 4, 6
 
 
-def trace(stages, element=None, loss=lambda loss: loss, **options):
-    pipeline = engine.Pipeline(stages, num_micro_batches=2, loss=loss, optimizer=optax.sgd(0.1), **options)
+def trace(stages, element=None, **options):
+    pipeline = engine.Pipeline(stages, num_micro_batches=2, optimizer=optax.sgd(0.1), **options)
     pipeline.trace((np.zeros((BATCH, WIDTH), "float32"),) if element is None else element)
     return pipeline
 

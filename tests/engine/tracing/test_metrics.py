@@ -206,7 +206,6 @@ def test_recomputation_does_not_report_again():
     pipeline = engine.Pipeline(
         [first, second, third],
         num_micro_batches=COUNT,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         recompute="recompute_then_backpropagate",
     )

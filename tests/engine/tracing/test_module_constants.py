@@ -31,9 +31,7 @@ def last(x):
 
 
 def make(*stages, **options):
-    return engine.Pipeline(
-        [*stages, last], num_micro_batches=1, loss=lambda loss: loss, optimizer=optax.sgd(0.1), **options
-    )
+    return engine.Pipeline([*stages, last], num_micro_batches=1, optimizer=optax.sgd(0.1), **options)
 
 
 block = Block()
@@ -91,7 +89,7 @@ def test_modules_whose_parameters_would_not_be_trained(name):
 
 
 def test_that_nothing_is_trained_is_no_fault_of_its_own():
-    training = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1)}
+    training = {"optimizer": optax.sgd(0.1)}
     with pytest.raises(ValueError, match=r"^stage 0 \(Block\) is the Flax module Block"):
         engine.Pipeline([Block(), jnp.mean], num_micro_batches=1, **training).trace(X)
 

@@ -109,7 +109,6 @@ def test_a_schedule_with_other_turns_on_one_ipu(rng):
     pipeline = engine.Pipeline(
         [first, [left, right], join],
         num_micro_batches=3,
-        loss=lambda loss: loss,
         optimizer=optax.sgd(0.1),
         schedule=on_one_ipu,
         device_mapping=[0, [0, 0], 0],

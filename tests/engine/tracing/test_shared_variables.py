@@ -36,7 +36,7 @@ def make_step(rng, num_micro_batches=2):
 
 
 def make(mapping=(0, 1, 2), stages=(embed, middle, project), num_micro_batches=2, **options):
-    options = {"loss": lambda loss: loss, "optimizer": optax.adam(0.01), **options}
+    options = {"optimizer": optax.adam(0.01), **options}
     return engine.Pipeline(stages, num_micro_batches=num_micro_batches, device_mapping=mapping, **options)
 
 

@@ -90,7 +90,6 @@ def make(block, size, parameters=None, **options):
         "parameters": parameters or [make_parameters(rng), make_parameters(rng)],
         "num_micro_batches": COUNT,
         "tensor_parallel": None if size is None else engine.TensorParallel(size, divide),
-        "loss": lambda loss: loss,
         "optimizer": optax.sgd(0.1),
     }
     return engine.Pipeline(**{**given, **options})

@@ -273,7 +273,7 @@ def test_a_variable_of_size_zero(rng):
         return jnp.mean((h - 1) ** 2) + jnp.sum(h @ engine.get_variable("empty", (3, 0)))
 
     stages = [lambda x: x @ engine.get_variable("w", (4, 3)), last]
-    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), "device_mapping": [0, 0]}
+    options = {"optimizer": optax.sgd(0.1), "device_mapping": [0, 0]}
     pipeline = engine.Pipeline(stages, num_micro_batches=2, **options)
     step = list(rng.normal(size=(2, 2, 4)).astype("float32"))
     state, _outputs = beside.train(pipeline, [step])

@@ -18,7 +18,7 @@ def clipped(norm):
 
 
 def make(optimizer, **options):
-    options = {"schedule": "zero_bubble", "loss": lambda loss: loss, "optimizer": optimizer, **options}
+    options = {"schedule": "zero_bubble", "optimizer": optimizer, **options}
     return engine.Pipeline(scheduled.stages(2), num_micro_batches=COUNT, **options)
 
 

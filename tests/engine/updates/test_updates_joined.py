@@ -70,7 +70,7 @@ OF_MANY_KINDS = ("conditionally_mask", "loops")
 
 
 def make(optimizer, num_stages=4, **options):
-    stages, training = scheduled.stages(num_stages), {"loss": lambda loss: loss, "optimizer": optimizer}
+    stages, training = scheduled.stages(num_stages), {"optimizer": optimizer}
     return engine.Pipeline(stages, num_micro_batches=2, **training, **options)
 
 

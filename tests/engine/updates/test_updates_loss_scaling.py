@@ -109,7 +109,6 @@ def test_a_pipeline_equals_a_loop_by_hand(dtype, dynamic, options):
     pipeline = engine.Pipeline(
         stages(dtype),
         num_micro_batches=3,
-        loss=lambda loss: loss,
         optimizer=unwrap(optimizer(dynamic=dynamic, initial_scale=float(scale))).transformation,
         accumulator_dtype="float32",
         **options,
@@ -150,7 +149,6 @@ def test_small_gradients_stay_only_with_a_scale():
         pipeline = engine.Pipeline(
             [lambda x: x, stage],
             num_micro_batches=1,
-            loss=lambda loss: loss,
             optimizer=unwrap(optimizer).transformation,
             accumulator_dtype="float32",
         )

@@ -25,7 +25,6 @@ def make(**options):
     return engine.Pipeline(
         [lambda x, labels: (layer("first", x), labels), last],
         num_micro_batches=COUNT,
-        loss=lambda loss: loss,
         optimizer=clipped(),
         **options,
     )

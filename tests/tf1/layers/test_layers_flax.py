@@ -71,7 +71,6 @@ def pipeline_of(stages, training=True, **options):
     return engine.Pipeline(
         stages,
         num_micro_batches=NUM,
-        loss=(lambda loss: loss) if training else None,
         optimizer=optax.trace(decay=0.0) if training else None,  # its state is the gradient
         **options,
     )
@@ -411,7 +410,7 @@ def test_what_modules_share_is_one_variable():
         lambda x, labels: (layers.Flax(middle, name="middle")(x), labels),
         lambda x, labels: models.cross_entropy(layers.Flax(head, name="head")(x), labels),
     ]
-    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.5), "device_mapping": (0, 1, 0)}
+    options = {"optimizer": optax.sgd(0.5), "device_mapping": (0, 1, 0)}
     pipeline = engine.Pipeline(stages, num_micro_batches=2, **options)
     ids, labels = np.random.default_rng(0).integers(0, 6, (2, 2, 8)).astype("int32")
     micro_batches = list(zip(ids, labels, strict=True))

@@ -52,7 +52,7 @@ def test_plans_that_do_not_fit(options, error, message):
 
 def test_a_measured_plan():
     micro_batches = models.mlp_batches(np.random.default_rng(0), 8)
-    options = {"loss": lambda loss: loss, "optimizer": optax.sgd(0.1), "donate": True}
+    options = {"optimizer": optax.sgd(0.1), "donate": True}
     pipeline = engine.Pipeline(models.mlp_stages(2), num_micro_batches=8, **options)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     plan = engine.measure_dispatch_plan(pipeline, state, micro_batches, num_steps=2)
