@@ -1,16 +1,13 @@
 """What the README and the pages of docs say is true: examples, names, commands, figures, links, rooms."""
 
-import functools
-import inspect
+import itertools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-import ipu_pipeline as ipu
 from benchmarks import harness, page
-from ipu_pipeline.tf1.program.program import Program
 from tests.support.pages import PROGRAM
 from tests.support.programs import run_each
 
@@ -37,11 +34,10 @@ def assert_is_what_the_example_prints(printed):
 @pytest.mark.thorough
 def test_example(tmp_path):
     assert_is_what_the_example_prints(run_each({"readme": example()}, tmp_path, as_tests=True)["readme"])
-    assert list((tmp_path / "readme" / "cache").iterdir())
 
 
 def test_the_readme_is_a_front_page_whose_commands_are_in_the_makefile():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 120
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
     makefile = (ROOT / "Makefile").read_text()
     commands = set(re.findall(r"(?:`|^    )make (\w+)", README, re.MULTILINE))
@@ -57,15 +53,10 @@ def section(heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_what_there_is_can_be_used_by_the_names_that_are_given():
-    arguments = inspect.signature(ipu.pipelining_ops.pipeline).parameters
-    text = re.sub(r"\(extra `\w+`\)", "", "".join(row[1] for row in section("What there is")))
-    named = set(re.findall(r"`(\w+(?:\.\w+)*)`", text)) - {"apply_if_finite"}  # which is Optax's
-    assert len(named) > 25
-    for name in named - set(arguments):
-        functools.reduce(getattr, name.split("."), ipu)
-    for method in re.findall(r"`(\w+)\(\)`", text):
-        assert callable(getattr(Program, method))
+def test_each_feature_is_a_link_of_a_few_words():
+    for cell in itertools.chain(*section("Features")):
+        ((words, _target),) = re.findall(r"^\[([^]]+)\]\((.+)\)$", cell)
+        assert len(words.split()) <= 5
 
 
 def test_figures_of_speed_are_those_of_the_benchmarks_page():

@@ -367,7 +367,7 @@ def stage_with_variable(x):
             [lambda x: (stage_with_variable(x), x)],
             None,
             TypeError,
-            "loss is not given, so the last stage must return the loss alone, .* returns a tuple of 2 arrays",
+            "loss is not given, so the last stage must return .* It returns a tuple of 2",
         ),
         ([lambda x: x], jnp.sum, ValueError, "No variables to optimize"),
         (
