@@ -29,7 +29,7 @@ _NUM_TOLD = 2  # steps whose losses are told
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, with plain SGD and gradients summed over the micro-batches.
+    """What is trained, with plain SGD and gradients averaged over the micro-batches.
 
     Attributes:
       num_stages: how many stages there are.
@@ -125,7 +125,7 @@ def _run_rank(
         return torch.mean((output - wanted) ** 2)
 
     given = stages if len(stages) > 1 else stages[0]
-    schedule = make_schedule(given, num_micro_batches, loss_fn=loss, scale_grads=False)
+    schedule = make_schedule(given, num_micro_batches, loss_fn=loss)
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=training.rate)
 

@@ -285,14 +285,16 @@ def _last_stage_loss(*values: Any, **others: Any) -> Any:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raises a TypeError if a function of Optax is given that makes an optimizer, or a part of one.
+    """Raises a TypeError for what makes an optimizer or a part of one: a function of Optax, or a class.
 
     As a function of the user's, it would get what the last stage returns: a loss as its learning rate.
     """
-    if isinstance(optimizer, types.FunctionType) and str(optimizer.__module__).startswith("optax."):
+    is_function = isinstance(optimizer, types.FunctionType) and optimizer.__module__.startswith("optax.")
+    if is_function or isinstance(optimizer, type):
+        kind = "function" if is_function else "class"
         raise TypeError(
-            f"optimizer must be an optax.GradientTransformation; got the function {optimizer.__qualname__} "
-            "of Optax. Call it, for example optax.adam(1e-3)."
+            f"optimizer must be an optax.GradientTransformation; got the {kind} {optimizer.__qualname__}. "
+            f"Call it, for example {optimizer.__name__}(1e-3)."
         )
 
 

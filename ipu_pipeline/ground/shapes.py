@@ -41,7 +41,7 @@ def as_loss(loss: Any, what: str, others: str = _BESIDE_LOSS) -> jax.Array:
     Raises:
       TypeError: it is a tuple, a dict or another structure, of which JAX would make an array if it can.
     """
-    if not jax.tree_util.all_leaves([loss]):
+    if not hasattr(loss, "__jax_array__") and not jax.tree_util.all_leaves([loss]):
         structure = describe_structure(jax.tree.structure(loss))
         raise TypeError(f"{what} must be a scalar by itself; got {structure}. {others}")
     return jnp.asarray(loss)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.devices.offloading import OffloadName
@@ -86,7 +87,8 @@ def test_options_that_are_not_there(call, text):
         ({"stages": STAGES[0]}, "stages must be a list of functions or Stages; got funct"),
         ({"shedule": "1f1b"}, "^Pipeline: there is no option 'shedule'. Did you mean 'schedule'"),
         ({"stages": (stage for stage in STAGES)}, "stages must be a list .* got generator"),
-        ({"optimizer": optax.adam}, "got the function adam of Op"),
+        ({"optimizer": optax.adam}, r"got the function adam. Call it, for example adam\(1e-3\)"),
+        ({"optimizer": ipu.optimizers.tf1.AdamOptimizer}, "got the class AdamOptimizer. Call it"),
         ({"optimizer": optax.sgd(1).update}, "must be an optax.GradientTra"),
     ],
 )

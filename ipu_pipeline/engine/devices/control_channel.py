@@ -1,10 +1,9 @@
 """Short texts between the hosts of two processes, which wait for them before a step begins.
 
 As an array (`links`) a text takes 0.6 ms, of which 0.3 ms are work of the host; through the coordinator's
-store, 0.8 ms. Here it takes 0.02 ms (two processes on two cores that others use, too), which no step is
-long enough to hide. Two processes share one connection, on which texts arrive in the order in which they
-were sent. The process of the greater number connects, and proves that it has read from the store what the
-other has left there.
+store, 0.8 ms. Here it takes 0.02 ms (two processes on two busy cores). A step cannot hide this time, since
+it begins after the text has come. Two processes share one connection, on which texts keep their order. The
+process of the greater number connects, and proves that it has read what the other has left in the store.
 """
 
 from __future__ import annotations

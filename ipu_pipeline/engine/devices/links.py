@@ -235,7 +235,7 @@ class Links:
                     ) from error
 
     def tell(self, peer: int, text: str) -> None:
-        """Sends a text to another process. Does not wait for it.
+        """Sends a text to another process. Waits until it has connected, the first time.
 
         Raises:
           ProcessError: the process has ended.

@@ -1,7 +1,7 @@
 """What the processes of a pipeline or loop agree on: whether there are micro-batches for a step, and more.
 
-Only processes with stages that read the feed take micro-batches. Where the data of one of them end it ends
-the step, while the others would wait for values that never come. So all micro-batches of a step are there
+Only processes with stages that read the feed take micro-batches. If the data of one of them end, it ends
+the step, and the others would wait for values that never come. So all micro-batches of a step are there
 before it begins: each process that reads some tells all others, and waits for the others that read.
 """
 
@@ -104,7 +104,7 @@ def _tell_all(
 
 
 def _hear(process: int, subject: str, time: int) -> Any:
-    """Waits for what a process tells. Leaves out what it told before an error in this one."""
+    """Waits for what a process tells. Skips texts of agreements that an error here ended."""
     other, other_time, told = None, -1, None
     while (other, other_time) != (subject, time):
         if other is not None and not (other == subject and other_time < time):

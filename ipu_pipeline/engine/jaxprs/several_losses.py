@@ -32,6 +32,9 @@ def join_losses(
 
     Returns:
       The function with more equations, and the loss among their results.
+
+    Raises:
+      NotImplementedError: what would have to be copied has an effect.
     """
     equations = list(flat.equations)
     parts = [_stop(flat, equations, loss, own) for loss, own in zip(losses, frozen, strict=True)]
@@ -50,8 +53,15 @@ def _stop(flat: FlatJaxpr, equations: list[Any], loss: Atom, frozen: Collection[
         for var in read:
             if var in frozen and var not in known:
                 known[var], _constants = _append(equations, jax.lax.stop_gradient, [var], equation)
-        if equation.effects or not any(var in known for var in read):
+        if not any(var in known for var in read):
             continue
+        if equation.effects:
+            raise NotImplementedError(
+                "minimize was called several times, and what computes a loss from variables that another "
+                "one trains prints or calls back within a loop, a branch or jax.checkpoint "
+                f"({equation.primitive.name}), which would happen twice. Do that outside, or train in two "
+                "loops."
+            )
         copies = fresh(equation.outvars)
         known.update(zip(equation.outvars, copies, strict=True))
         invars = [

@@ -146,7 +146,7 @@ def _trace(
     sources |= {var: Source("element", n) for n, var in enumerate([*changing_vars, *feed_vars])}
     loss, read = None, []
     if recorder.minimized:
-        # The last step's optimizer is that of all of them.
+        # The step recorded last has the joint optimizer of all calls.
         marks = [marked[minimize_p, number] for number in range(len(recorder.minimized))]
         losses, read = [mark[0] for mark in marks], marks[-1][1:]
         loss = losses[0]

@@ -143,9 +143,8 @@ def record_training_step(
 ) -> str:
     """Records a training step of a body, at this point of its trace.
 
-    A body may have several, of different variables. Then each loss gives the gradients of its own variables
-    alone, all of them are those of the values before the iteration, and the state is kept under the first
-    name.
+    A body may have several, of different variables. Each loss is differentiated with respect to its own
+    variables only, at their values before the iteration. The state is kept under the first call's name.
 
     Args:
       body: see `current_body`.

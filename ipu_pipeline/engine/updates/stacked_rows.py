@@ -6,7 +6,7 @@ and the optimizer's state are without that axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,19 +46,20 @@ def see_as_stacks(
             axes.append(differing[0] if differing else None)
         return axes
 
-    def along(move: Callable[[Any, int], Any], state: Any, variables: Mapping[str, Any]) -> Any:
+    def along(move: Callable[[Any, int], Any], state: Any, axes: Sequence[int | None]) -> Any:
         leaves, tree = jax.tree.flatten(state)
-        pairs = zip(leaves, find_axes(variables), strict=True)
+        pairs = zip(leaves, axes, strict=True)
         return jax.tree.unflatten(
             tree, [leaf if axis is None else move(leaf, axis) for leaf, axis in pairs]
         )
 
     def init(parameters: Any) -> Any:
-        return along(jnp.squeeze, wrapped.init(expand(parameters)), parameters)
+        return along(jnp.squeeze, wrapped.init(expand(parameters)), find_axes(parameters))
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        state = along(jnp.expand_dims, state, params)
+        axes = find_axes(params)
+        state = along(jnp.expand_dims, state, axes)
         changes, state = wrapped.update(expand(gradients), state, expand(params), **extra)
-        return squeeze(changes), along(jnp.squeeze, state, params)
+        return squeeze(changes), along(jnp.squeeze, state, axes)
 
     return wrap(inner, init, update)

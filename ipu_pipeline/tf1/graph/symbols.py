@@ -219,7 +219,8 @@ class SplitInputs(NamedTuple):
         of others.
       number: how many arguments they are.
       position: of the number of weight updates among the leaves of `rest`.
-      put_back: makes of the arguments for `rest` the number of weight updates, and the inputs with symbols.
+      put_back: splits the arguments for `rest` into the number of weight updates and the inputs, with their
+        symbols put back.
     """
 
     rest: list[Any]

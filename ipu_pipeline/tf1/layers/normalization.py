@@ -5,10 +5,10 @@ Normalization, arXiv:1607.06450; Y. Wu and K. He, Group Normalization, arXiv:180
 
     outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
 
-The variance is the biased one, the mean of the squared distances from the mean; batch normalization says
-which one moves. All of this is computed
-in float32 at least, with the inputs as they are in the layer's dtype, and `gamma` and `beta` as they are in
-its `param_dtype`; the outputs have the layer's dtype.
+The variance is the biased one, the mean of the squared distances from the mean; `BatchNormalization` says
+which one its moving average takes. All of this is computed in float32 at least, with the inputs as they are
+in the layer's dtype, and `gamma` and `beta` as they are in its `param_dtype`; the outputs have the layer's
+dtype.
 """
 
 from __future__ import annotations

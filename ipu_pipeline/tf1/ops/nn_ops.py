@@ -1,8 +1,8 @@
 """Activations as functions, as Graphcore's `ipu.nn_ops` has them, and losses of TensorFlow 1's `tf.nn`.
 
-The losses have the gradients of TensorFlow's kernels, which are those of labels that sum to 1 whatever the
-labels sum to, and NaN for a label that is no class (`xent_op` and `sparse_xent_op` of tf2xla in TensorFlow
-1.15, which compiled them for IPUs).
+As in TensorFlow, the gradient of the logits is softmax(logits) - labels, also where labels do not sum to 1,
+and a label that is no class gives NaN (`xent_op` and `sparse_xent_op` of tf2xla in TensorFlow 1.15, which
+compiled them for IPUs).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def hard_sigmoid(x: Any, name: str | None = None) -> jax.Array:
 
 
 def softmax_cross_entropy_with_logits(
-    *, labels: Any, logits: Any, axis: int = -1, name: str | None = None
+    *, labels: Any, logits: Any, axis: int | None = None, name: str | None = None, dim: int | None = None
 ) -> jax.Array:
     """The same as `softmax_cross_entropy_with_logits_v2`, without a gradient of the labels.
 
@@ -75,11 +75,11 @@ def softmax_cross_entropy_with_logits(
       Array([1.3862944], dtype=float32)
     """
     labels = jax.lax.stop_gradient(jnp.asarray(labels))
-    return softmax_cross_entropy_with_logits_v2(labels, logits, axis, name)
+    return softmax_cross_entropy_with_logits_v2(labels, logits, axis, name, dim)
 
 
 def softmax_cross_entropy_with_logits_v2(
-    labels: Any, logits: Any, axis: int = -1, name: str | None = None
+    labels: Any, logits: Any, axis: int | None = None, name: str | None = None, dim: int | None = None
 ) -> jax.Array:
     """The cross entropy of the logits' softmax with respect to labels: -sum(labels * log(softmax(logits))).
 
@@ -94,8 +94,9 @@ def softmax_cross_entropy_with_logits_v2(
     Args:
       labels: the part of each class, of the shape of the logits.
       logits: floating-point numbers, [..., classes].
-      axis: that of the classes.
+      axis: that of the classes; None: the last one.
       name: the name of an operation in TensorFlow; not used here.
+      dim: the older name of `axis`.
 
     Returns:
       The shape of the logits without the axis of the classes, in their dtype; computed in float32 at least.
@@ -112,8 +113,11 @@ def softmax_cross_entropy_with_logits_v2(
             f"{what}: labels must have the shape of the logits; got {labels.shape} and {logits.shape}. "
             "sparse_softmax_cross_entropy_with_logits takes the numbers of classes."
         )
-    if not -logits.ndim <= axis < logits.ndim:
-        raise ValueError(f"{what}: axis must be one of the logits; got {axis} for shape {logits.shape}.")
+    if axis is not None and dim is not None:
+        raise ValueError(f"{what}: axis and dim are the same argument; got {axis} and {dim}.")
+    axis = next((given for given in (axis, dim) if given is not None), -1)
+    if not isinstance(axis, int) or not -logits.ndim <= axis < logits.ndim:
+        raise ValueError(f"{what}: axis must be one of the logits; got {axis!r} for shape {logits.shape}.")
     wide = at_least_float32(logits.dtype)
     logarithms = jax.nn.log_softmax(logits.astype(wide), axis)
     labels = labels.astype(wide)

@@ -403,13 +403,21 @@ def _check_positive(name: str, value: float) -> None:
 def _excluding(
     patterns: Sequence[str] | None, transformation: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """A transformation of the variables in whose names none of some regular expressions is found."""
+    """A transformation of the variables in whose names none of some regular expressions is found.
+
+    Raises:
+      TypeError: a text is given in place of a list.
+      re.error: one is not a regular expression.
+    """
     if not patterns:
         return transformation
+    if isinstance(patterns, str):
+        raise TypeError(f"Names to exclude must be a list of regular expressions; got {patterns!r}.")
+    expressions = [re.compile(pattern) for pattern in patterns]
 
     def is_included(path: Any, _value: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return not any(re.search(pattern, name) for pattern in patterns)
+        return not any(expression.search(name) for expression in expressions)
 
     return optax.masked(transformation, functools.partial(jax.tree_util.tree_map_with_path, is_included))
 

@@ -941,6 +941,12 @@ def test_counts_that_are_no_integers(n):
         compile_loop(lambda: None, n)
 
 
+def two_losses_and_a_print():
+    w, v = weight(), weight("v")
+    shown = jax.lax.cond(w > 0, lambda x: (jax.debug.print("{}", x), x)[1], lambda x: x, w)
+    return [minimize(shown * v, var_list=["v"]), minimize(w * v, var_list=["w"])]
+
+
 WRONG_CALLS = {
     TypeError: {
         "body must be a function": lambda: compile_loop(3),
@@ -983,6 +989,9 @@ WRONG_CALLS = {
                     minimize(weight("v"), every=2, var_list=["v"]),
                 ]
             )
+        ),
+        r"prints or calls back within a loop, a branch or jax.checkpoint \(cond\)": (
+            lambda: compile_loop(two_losses_and_a_print)
         ),
     },
 }

@@ -33,7 +33,7 @@ def test_labels_that_do_not_sum_to_1():
         np.testing.assert_allclose(losses, -(labels * logarithms).sum(-1), rtol=1e-6)
         np.testing.assert_allclose(gradients[0], of_labels, rtol=1e-6)
         np.testing.assert_allclose(gradients[1], softmax(LOGITS) - labels, atol=1e-6)
-    turned = nn_ops.softmax_cross_entropy_with_logits(labels=labels.T, logits=LOGITS.T, axis=0)
+    turned = nn_ops.softmax_cross_entropy_with_logits(labels=labels.T, logits=LOGITS.T, dim=0)
     np.testing.assert_allclose(turned, losses, rtol=1e-6)
 
 

@@ -176,6 +176,8 @@ def test_arguments_that_are_refused_or_have_no_effect():
         tf1.GradientDescentOptimizer(RATE, use_locking=True)
     with pytest.raises(ValueError, match="initial_accumulator_value must be positive; got 0"):
         tf1.AdagradOptimizer(RATE, 0)
+    with pytest.raises(TypeError, match="must be a list of regular expressions; got 'bias'"):
+        tf1.LAMBOptimizer(RATE, 0.01, exclude_from_weight_decay="bias")
     with pytest.raises(ValueError, match="learning_rate_power must be at most 0; got 0.5"):
         tf1.FtrlOptimizer(RATE, 0.5)
     with pytest.raises(ValueError, match="must be from 0; got -1"):
