@@ -301,7 +301,8 @@ class PoplarExecutor:
             self._wrapped, arguments, self._optimizer, progress, groupings, self._graph
         )
         if training is not None:
-            self._put_optimizer_state(compiled, training)
+            assert compiled.state is not None
+            self._put_optimizer_state(compiled, training, compiled.state.optimizer_state)
         with progress.compiling():
             compiled.compile(num_compiled(self._wrapped))
         is_resumed = self._resumption is not None and self._resumption.is_pending
@@ -326,15 +327,15 @@ class PoplarExecutor:
             if self._seen_version != self._host.version or not self._has_run:
                 self._compiled.read_from_host()
                 self._seen_version = self._host.version
-        if self._training is not None and not self._is_connected:  # another model had the state since
-            self._put_optimizer_state(self._compiled, self._training)
+        if self._training is None:
+            return
+        is_loaded = isinstance(self._optimizer, Optimizer) and self._optimizer.device_state.is_loaded
+        if is_loaded or not self._is_connected:  # another model had the state since
+            assert self._compiled.state is not None
+            # What is not known of a parameter starts from nothing, as in torch.
+            initial = self._compiled.pipeline.init_optimizer_state(self._compiled.state.variables)
+            self._put_optimizer_state(self._compiled, self._training, initial)
             self._connect()
-        if isinstance(self._optimizer, Optimizer):
-            loaded = self._optimizer.device_state.take_loaded()
-            if loaded is not None:
-                compare_state(loaded)
-                assert self._training is not None
-                _put_saved(self._compiled, self._training, loaded)
 
     # The optimizer.
 
@@ -372,38 +373,40 @@ class PoplarExecutor:
                 if was_connected:
                     self._connect()
 
-    def _put_optimizer_state(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
+    def _put_optimizer_state(self, compiled: CompiledModel, training: ModelOptimizer, initial: Any) -> None:
         """Puts the optimizer's state on the devices, from another model that has it, or from the host."""
-        assert self._optimizer is not None
-        others = {*self._host.trainers}
-        if isinstance(self._optimizer, Optimizer):
-            others = {self._optimizer.device_state.user} - {None}
-        for other in others:
-            other.leave_optimizer(self._optimizer, training)
-        saved = training.take_saved(self._optimizer)
+        saved = self._take_optimizer_state(training)
         compare_state(saved)
-        if saved is not None:
-            _put_saved(compiled, training, saved)
+        compiled.replace(optimizer_state=training.put_saved(initial, saved))
 
-    def leave_optimizer(self, optimizer: torch.optim.Optimizer, training: ModelOptimizer) -> None:
-        """Leaves the state of an optimizer, if this model has it, to another model that trains with it.
+    def _take_optimizer_state(self, training: ModelOptimizer) -> SavedState | None:
+        """Returns the optimizer's state, which the model that has it leaves."""
+        assert self._optimizer is not None
+        for user in self._users_of(self._optimizer):
+            user.leave_optimizer()
+        return training.take_saved(self._optimizer)
 
-        Raises:
-          Error: the state is kept by names, and the models differ in them.
-        """
+    def _users_of(self, optimizer: torch.optim.Optimizer) -> set[PoplarExecutor]:
+        """Returns the model that has an optimizer's state, or those that may have parts of it."""
+        if isinstance(optimizer, Optimizer):
+            return {optimizer.device_state.user} - {None}
+        return {user for user in self._host.trainers if user.has_state_of(optimizer)}
+
+    def has_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this model has the newest state of an optimizer."""
+        return self._is_connected and optimizer is self._optimizer
+
+    def leave_optimizer(self) -> None:
+        """Leaves the optimizer's state to another model that trains with it."""
         with self._host.lock:
-            if optimizer is self._optimizer and self._is_connected:
-                if isinstance(optimizer, Optimizer):
-                    assert self._training is not None
-                    training.check_same_names(self._training)
-                self._disconnect()
+            self._disconnect()
 
     def _connect(self) -> None:
         if self._training is None or self._optimizer is None:
             return
         self._is_connected = True
         if isinstance(self._optimizer, Optimizer):
-            self._optimizer.device_state.connect(self._fetch_optimizer_state)
+            self._optimizer.device_state.connect(self._fetch_optimizer_state, self._training.parameters)
         else:
             self._hook = call_before_saving(self._optimizer, self._leave_optimizer_state)
 
@@ -993,11 +996,6 @@ class PoplarExecutor:
             if isinstance(parameter, torch.nn.Parameter):
                 self._host.ask(self, self._wrapped.model, parameter)
         return value
-
-
-def _put_saved(compiled: CompiledModel, training: ModelOptimizer, saved: SavedState) -> None:
-    assert compiled.state is not None
-    compiled.replace(optimizer_state=training.put_saved(compiled.state.optimizer_state, saved))
 
 
 def _check_flag(name: str, value: Any) -> None:

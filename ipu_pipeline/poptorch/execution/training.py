@@ -18,15 +18,15 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.host_changes import OptimizerChanges
 from ipu_pipeline.poptorch.execution.together import agree
 from ipu_pipeline.poptorch.execution.weights import on_host
+from ipu_pipeline.poptorch.graphs.stages import SCOPE
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
 from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
-from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.optim.device_state import SavedState, split_key
 from ipu_pipeline.poptorch.optim.saving import (
     export_state,
     import_state,
     read_torch_state,
-    variable_of,
     write_torch_state,
 )
 from ipu_pipeline.poptorch.optim.specs import OptimizerSpec
@@ -66,6 +66,8 @@ class ModelOptimizer:
         self._is_automatic = options.Training.automatic_loss_scaling
         self.spec = describe(optimizer, self._is_automatic)
         self._tensors = {name: tensors[name] for name in sorted(trainable)}
+        named = {f"{SCOPE}/{name}": parameter for name, parameter in model.named_parameters()}
+        self._names = {id(tensor): name for name, tensor in (named | dict(tensors)).items()}
         self._required = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         self.group_of = assign_groups(optimizer, self._tensors)
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -88,6 +90,11 @@ class ModelOptimizer:
             )
         self._agree(self.spec)
         self._changes = OptimizerChanges(optimizer)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that it trains, by the names of their variables."""
+        return {name: self._tensors[name] for name in self.group_of}
 
     @property
     def reduction(self) -> Reduction:
@@ -191,29 +198,16 @@ class ModelOptimizer:
         """Returns an optimizer's state with the values in use."""
         return with_hyperparameters(optimizer_state, self.spec)
 
-    def put_saved(self, optimizer_state: Any, saved: SavedState) -> Any:
-        """Returns an optimizer's state with the saved one put in."""
+    def put_saved(self, optimizer_state: Any, saved: SavedState | None) -> Any:
+        """Returns an optimizer's initial state with the saved one put in, and with the values in use."""
+        if saved is None:
+            return self.put_values(optimizer_state)
         found = {
             key: tensor if rows is None else to_torch(rows.to_device(key, to_numpy(tensor, key)))
             for key, tensor, rows in self._with_rows(saved)
         }
-        return import_state(optimizer_state, saved._replace(ipu_state=found), self.spec, self.group_of)
-
-    def check_same_names(self, other: ModelOptimizer) -> None:
-        """Checks that another model that shares this optimizer has the same names for its parameters.
-
-        Raises:
-          Error: a parameter has two names, or a name stands for two parameters.
-        """
-        names = {id(tensor): name for name, tensor in other._tensors.items()}
-        for name, tensor in self._tensors.items():
-            if names.get(id(tensor), name) != name or other._tensors.get(name, tensor) is not tensor:
-                raise Error(
-                    "An optimizer of poptorch.optim keeps its state by the names of parameters, and two "
-                    f"wrapped models that train with this one differ in {name}: it is another parameter in "
-                    "the other model, or has another name there. Give each model an optimizer of its own, "
-                    "or both one of torch.optim."
-                )
+        saved = saved._replace(ipu_state=found)
+        return self.put_values(import_state(optimizer_state, saved, self.spec, self.group_of))
 
     def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
         """Returns the optimizer's state for its `state_dict`."""
@@ -228,20 +222,24 @@ class ModelOptimizer:
     def _with_rows(self, saved: SavedState) -> Iterator[tuple[str, torch.Tensor, GroupRows | None]]:
         """Yields what is kept for variables, with their rows if they have any. Counts have none."""
         for key, tensor in saved.ipu_state.items():
-            rows = self._group_rows.get(variable_of(key))
+            rows = self._group_rows.get(split_key(key)[1])
             yield key, tensor, rows if tensor.dim() else None
 
     def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
         """Returns the state that an optimizer has when a model begins to use it; None if it has none."""
         if isinstance(optimizer, optim.Optimizer):
-            is_loaded, saved = optimizer.device_state.is_loaded, optimizer.device_state.take()
-            if saved is None or is_loaded:
-                return saved
-            names = {"", *self.group_of}  # it may have more of its parameters: frozen, or another model's
-            own = {key: tensor for key, tensor in saved.ipu_state.items() if variable_of(key) in names}
-            return saved._replace(ipu_state=own)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            own = {self._names[id(p)]: p for p in parameters if id(p) in self._names}
+            saved = optimizer.device_state.take(own, parameters)
+            if saved is None:
+                return None
+            frozen = own.keys() - self.group_of.keys()
+            found = {
+                key: tensor for key, tensor in saved.ipu_state.items() if split_key(key)[1] not in frozen
+            }
+            return saved._replace(ipu_state=found)
         with on_host(*self._tensors.values()):
-            return read_torch_state(optimizer, {name: self._tensors[name] for name in self.group_of})
+            return read_torch_state(optimizer, self.parameters)
 
     def leave_saved(
         self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]

@@ -70,6 +70,9 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
           torch's keys, and `ipu_state` and `ipu_param`, see `SavedState`. Both are None if no model has
           been compiled with the optimizer.
+
+        Raises:
+          Error: parameters of different models have the same name.
         """
         saved = self.device_state.read()
         if saved is None:
@@ -81,7 +84,9 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned. The state goes to the devices before the next call of a model.
+        """Loads what `state_dict` returned, in place of the present state, before the next call of a model.
+
+        What it lacks for a parameter starts from nothing, as in torch.
 
         Raises:
           RuntimeError: it has no `ipu_state`.
@@ -93,9 +98,10 @@ class Optimizer(torch.optim.Optimizer):
                 f"{sorted(state_dict)}."
             )
         super().load_state_dict(state_dict)
+        saved = None
         if state_dict["ipu_state"] is not None:
-            saved = SavedState(dict(state_dict["ipu_state"]), dict(state_dict["ipu_param"] or {}))
-            self.device_state.load(saved)
+            saved = SavedState(state_dict["ipu_state"], dict(state_dict["ipu_param"] or {}))
+        self.device_state.load(saved)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in (*self.own_defaults, "variable_attrs")}

@@ -1,18 +1,26 @@
 """The state that an optimizer has on the devices, as the optimizer on the host knows it.
 
 While a model is wrapped with the optimizer, the executor has the state and is asked for it. Before and
-after that, the optimizer keeps the state: from one executor to the next, or from `load_state_dict`.
+after that, the optimizer keeps the state: from one executor to the next, or from `load_state_dict`. As in
+torch, the state belongs to parameters. Names only matter in the dicts that are saved and loaded: models may
+have different names for a parameter, or the same name for different ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["DeviceState", "SavedState"]
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.errors import Error
+
+__all__ = ["DeviceState", "SavedState", "key_of", "shorten", "split_key"]
+
+_SEPARATOR = "___"
 
 
 class SavedState(NamedTuple):
@@ -28,33 +36,60 @@ class SavedState(NamedTuple):
     ipu_param: Mapping[str, torch.Tensor]
 
 
+def key_of(slot: str, name: str) -> str:
+    """Returns the key of `SavedState.ipu_state` for a variable's slot."""
+    return f"{slot}{_SEPARATOR}{name}"
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Returns the slot and the variable of a key of `SavedState.ipu_state`. One of no variable has ""."""
+    slot, _separator, name = key.partition(_SEPARATOR)
+    return slot, name
+
+
+def shorten(names: Collection[str]) -> str:
+    """Returns names for a message: the first three, and how many more."""
+    shown = ", ".join([*names][:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+class _Kept(NamedTuple):
+    """What is known of a parameter: the names of its variable, the newest last, and its state by slots."""
+
+    names: tuple[str, ...]
+    slots: Mapping[str, torch.Tensor]
+
+
 class DeviceState:
     """Finds an optimizer's state: the executor that uses it has it, or this object keeps it."""
 
-    def __init__(self, saved: SavedState | None = None, is_loaded: bool = False) -> None:
-        """Takes the state, if it is known.
-
-        Args:
-          saved: the state; None if there has been none yet.
-          is_loaded: see `take_loaded`.
-        """
-        self._saved = saved
-        self._is_loaded = is_loaded
+    def __init__(self) -> None:
+        """Starts without a state."""
+        self._kept: dict[torch.Tensor, _Kept] = {}
+        self._unclaimed: dict[str, dict[str, torch.Tensor]] = {}  # by the names in a loaded state
+        self._whole: Mapping[str, torch.Tensor] = {}  # of no single parameter
+        self._values: Mapping[str, torch.Tensor] | None = None  # `SavedState.ipu_param`
+        self._is_loaded = False
         self._source: Callable[[], Callable[[], SavedState | None] | None] | None = None
+        self._parameters: Mapping[str, torch.Tensor] = {}  # the source's
 
-    def connect(self, fetch: Callable[[], SavedState | None]) -> None:
+    def connect(
+        self, fetch: Callable[[], SavedState | None], parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         """Sets which executor has the state from now on.
 
         Args:
           fetch: returns it, or None if there is none yet. A method is held weakly, like a function: once
             its object is gone, the last known state is used.
+          parameters: the parameters that the executor trains, by the names of their variables.
         """
         is_method = hasattr(fetch, "__self__")
         self._source = weakref.WeakMethod(fetch) if is_method else weakref.ref(fetch)
+        self._parameters, self._is_loaded = parameters, False
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the user loaded it, and no model has taken it yet."""
+        """Whether the user loaded it, and no model has begun with it yet."""
         return self._is_loaded
 
     @property
@@ -65,35 +100,120 @@ class DeviceState:
 
     def disconnect(self) -> None:
         """Fetches the state one last time and keeps it here."""
-        self.read()
-        self._source = None
+        self._update()
+        self._source, self._parameters = None, {}
+
+    def keep(self, saved: SavedState, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keeps the state that an executor has, or had. What is known of other parameters stays.
+
+        Args:
+          saved: the state.
+          parameters: as for `connect`.
+        """
+        self._whole, by_name = _sort(saved.ipu_state)
+        self._values = saved.ipu_param
+        for name, parameter in parameters.items():
+            self._note(parameter, name, by_name.get(name, {}))
 
     def read(self) -> SavedState | None:
-        """Returns the state: the loaded one if not yet taken, else the executor's, else the kept one."""
-        fetch = None if self._source is None else self._source()
-        if fetch is not None and not self._is_loaded:
-            fetched = fetch()
-            if fetched is not None:  # of variables that it does not train, the earlier state stays
-                known = {} if self._saved is None else self._saved.ipu_state
-                self._saved = SavedState({**known, **fetched.ipu_state}, fetched.ipu_param)
-        return self._saved
+        """Returns the state, under the newest names of variables; None if there is none.
 
-    def load(self, saved: SavedState) -> None:
-        """Keeps a state that the user loads, for the next call of a model."""
-        self._saved, self._is_loaded = saved, True
+        Raises:
+          Error: a name stands for two parameters.
+        """
+        self._update()
+        if self._values is None:
+            return None
+        found = dict(self._whole)
+        for name, slots in self._unclaimed.items():
+            found |= {key_of(slot, name): value for slot, value in slots.items()}
+        counts = Counter(kept.names[-1] for kept in self._kept.values() if kept.slots)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise Error(
+                "The state of an optimizer of poptorch.optim is saved under the names of parameters, and "
+                f"these are names of two parameters each, in different models: {shorten(twice)}. Give each "
+                "model an optimizer of its own, or both one of torch.optim."
+            )
+        for names, slots in self._kept.values():
+            found |= {key_of(slot, names[-1]): value for slot, value in slots.items()}
+        return SavedState(found, self._values)
 
-    def take(self) -> SavedState | None:
-        """Returns the state that a newly wrapped model starts from; None if it starts from nothing."""
-        saved, self._is_loaded = self.read(), False
-        return saved
+    def load(self, saved: SavedState | None) -> None:
+        """Replaces the state by one that the user loads, or by none, for the next call of a model."""
+        self._whole, self._unclaimed = _sort(saved.ipu_state if saved else {})
+        self._values, self._is_loaded = (saved.ipu_param if saved else None), True
+        counts = Counter(name for kept in self._kept.values() for name in kept.names)
+        for parameter, (names, _slots) in self._kept.items():
+            own = [name for name in names if counts[name] == 1 and name in self._unclaimed]
+            self._kept[parameter] = _Kept(names, self._unclaimed.pop(own[0]) if own else {})
 
-    def take_loaded(self) -> SavedState | None:
-        """For a running executor: returns the state loaded since the last call of this, or None."""
-        return self.take() if self._is_loaded else None
+    def take(
+        self, parameters: Mapping[str, torch.Tensor], of_optimizer: Collection[torch.Tensor]
+    ) -> SavedState | None:
+        """Returns the state that a model starts from, under its names; None if it starts from nothing.
+
+        Of a loaded state, the model claims what has the names of its parameters. What is left may be for
+        other models, as long as the optimizer has parameters that no model is known to have.
+
+        Args:
+          parameters: the model's parameters that the optimizer has, frozen ones too, by the names of their
+            variables.
+          of_optimizer: all the optimizer's parameters.
+
+        Returns:
+          The state of these parameters. If a loaded state has nothing for them, it is returned as it is.
+        """
+        self._update()
+        if self._values is None:
+            return None
+        found = dict(self._whole)
+        for name, parameter in parameters.items():
+            known = self._kept.get(parameter, _Kept((), {}))
+            slots = known.slots or self._unclaimed.pop(name, {})
+            self._note(parameter, name, slots)
+            found |= {key_of(slot, name): value for slot, value in slots.items()}
+        left = {key_of(slot, name): v for name, of in self._unclaimed.items() for slot, v in of.items()}
+        if self._is_loaded and not any(self._kept[p].slots for p in parameters.values()):
+            found |= left
+        elif left and all(parameter in self._kept for parameter in of_optimizer):
+            logs.warn_once(
+                f"The optimizer's state has what is not needed, and is ignored: {shorten(sorted(left))}."
+            )
+            self._unclaimed = {}
+        return SavedState(found, self._values)
 
     def snapshot(self) -> DeviceState:
         """The same state without an executor, for copies of the optimizer."""
-        return DeviceState(self.read(), self._is_loaded)
+        duplicate = DeviceState()
+        vars(duplicate).update(self.__getstate__())
+        return duplicate
+
+    def _update(self) -> None:
+        fetch = None if self._source is None else self._source()
+        fetched = None if fetch is None or self._is_loaded else fetch()
+        if fetched is not None:
+            self.keep(fetched, self._parameters)
+
+    def _note(self, parameter: torch.Tensor, name: str, slots: Mapping[str, torch.Tensor]) -> None:
+        names = self._kept[parameter].names if parameter in self._kept else ()
+        self._kept[parameter] = _Kept((*(other for other in names if other != name), name), slots)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_saved": self.read(), "_is_loaded": self._is_loaded, "_source": None}
+        self._update()
+        own = {"_kept": dict(self._kept), "_unclaimed": dict(self._unclaimed)}
+        return {**vars(self), **own, "_source": None, "_parameters": {}}
+
+
+def _sort(
+    ipu_state: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Returns what belongs to no variable, and what belongs to each: its name -> slot -> tensor."""
+    whole: dict[str, torch.Tensor] = {}
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in ipu_state.items():
+        slot, name = split_key(key)
+        if name:
+            by_name.setdefault(name, {})[slot] = value
+        else:
+            whole[key] = value
+    return whole, by_name

@@ -38,7 +38,8 @@ class Slot(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-# A variable's own, as in torch: those of one group may have begun to train at different times.
+# Each variable has its own count, as in torch: variables of one group may have begun to train at different
+# times.
 COUNT = Slot(STEP, shape=())
 
 

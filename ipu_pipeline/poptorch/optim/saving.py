@@ -12,15 +12,14 @@ import torch
 from ipu_pipeline.engine.fronts import LossScaleState
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
-from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.optim.device_state import SavedState, key_of, shorten, split_key
 from ipu_pipeline.poptorch.optim.formulas import STEP
 from ipu_pipeline.poptorch.optim.hyperparameters import STORED_SCALING, Hyperparameters
 from ipu_pipeline.poptorch.optim.specs import Kind, OptimizerSpec
 from ipu_pipeline.poptorch.optim.transformations import inner_state, replace_inner_state
 
-__all__ = ["export_state", "import_state", "read_torch_state", "variable_of", "write_torch_state"]
+__all__ = ["export_state", "import_state", "read_torch_state", "write_torch_state"]
 
-_SEPARATOR = "___"
 _BUFFER = "momentum_buffer"
 _SCALE, _GOOD = "loss_scale", "loss_scale_good_updates"  # of automatic loss scaling
 
@@ -45,19 +44,10 @@ def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -
                 if packing.keeps_scaling:
                     scaling = inner.numbers[group_of[name], packing.index(STORED_SCALING)]
                     value = value.astype(np.float32) / np.float32(scaling)
-            found[_key(slot, name)] = to_torch(value)
+            found[key_of(slot, name)] = to_torch(value)
     if isinstance(host, LossScaleState):
         found |= {_SCALE: to_torch(host.scale), _GOOD: to_torch(host.num_good)}
     return SavedState(found, _export_values(spec))
-
-
-def _key(slot: str, name: str) -> str:
-    return f"{slot}{_SEPARATOR}{name}"
-
-
-def variable_of(key: str) -> str:
-    """The variable that a key of `SavedState.ipu_state` is about; empty if it is about none."""
-    return key.partition(_SEPARATOR)[2]
 
 
 def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:
@@ -65,7 +55,7 @@ def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:
     if spec.structure.clips:
         found["max_grad_norm"] = torch.tensor(spec.max_grad_norm)
     for number, values in enumerate(spec.values):
-        found |= {_key(name, str(number)): torch.tensor(value) for name, value in values.items()}
+        found |= {key_of(name, str(number)): torch.tensor(value) for name, value in values.items()}
     return found
 
 
@@ -73,26 +63,26 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
     """Returns a state with what was exported put in.
 
     Args:
-      state: the state of `make_transformation(spec, group_of)`, for example its initial state.
+      state: the initial state of `make_transformation(spec, group_of)`.
       saved: from `export_state`. Its hyperparameters are not used: the spec's are.
       spec: the optimizer.
       group_of: variable -> the number of its group.
 
     Returns:
-      The state, with some leaves replaced by arrays on the host. What was not saved stays, with a warning
-      for variables of which something else was saved.
+      The state, with some leaves replaced by arrays on the host. What was not saved stays as in `state`.
+      There is a warning if only a part of a variable's state was saved.
 
     Raises:
       RuntimeError: nothing in `saved` belongs to the state.
       ValueError: a tensor has a different shape than its place.
     """
     inner = inner_state(state)
-    places = {_key(slot, name): (slot, name) for slot, of_slot in inner.slots.items() for name in of_slot}
+    places = {key_of(slot, name): (slot, name) for slot, of_slot in inner.slots.items() for name in of_slot}
     saved_state = dict(saved.ipu_state)
     scale, good = saved_state.pop(_SCALE, None), saved_state.pop(_GOOD, None)
     if spec.structure.kind is Kind.SGD:  # a buffer says that there was an update
-        made = [name for name in group_of if _key(_BUFFER, name) in saved_state]
-        saved_state = {_key(STEP, name): torch.tensor(1.0) for name in made} | saved_state
+        made = [name for name in group_of if key_of(_BUFFER, name) in saved_state]
+        saved_state = {key_of(STEP, name): torch.tensor(1.0) for name in made} | saved_state
     _check_names(places, saved_state)
     packing = Hyperparameters(spec)
     slots = {slot: dict(of_slot) for slot, of_slot in inner.slots.items()}
@@ -127,7 +117,7 @@ def read_torch_state(
       tensors: the parameters that it is to train, by the names of their variables.
     """
     found = {
-        _key(slot, name): torch.as_tensor(value, dtype=torch.float32) if slot == STEP else value.detach()
+        key_of(slot, name): torch.as_tensor(value, dtype=torch.float32) if slot == STEP else value.detach()
         for name, tensor in tensors.items()
         if tensor in optimizer.state
         for slot, value in optimizer.state[tensor].items()
@@ -150,29 +140,24 @@ def write_torch_state(
     """
     is_counted = not isinstance(optimizer, torch.optim.SGD)
     for key, value in saved.ipu_state.items():
-        slot, separator, name = key.partition(_SEPARATOR)
-        if separator and name in tensors and (is_counted or slot != STEP):
+        slot, name = split_key(key)
+        if name in tensors and (is_counted or slot != STEP):
             optimizer.state[tensors[name]][slot] = value
 
 
 def _check_names(places: Mapping[str, tuple[str, str]], saved: Mapping[str, torch.Tensor]) -> None:
     """Checks that saved names and places agree; an error if none match, else a warning."""
     slots = {key for key, (slot, _name) in places.items() if slot != STEP}
-    known = {key for key in saved if not key.startswith(_key(STEP, ""))}
+    known = {key for key in saved if not key.startswith(key_of(STEP, ""))}
     begun = {places[key][1] for key in known & slots}  # the others start from nothing, as in torch
     unknown = sorted(known - slots)
     missing = sorted(key for key in slots - known if places[key][1] in begun)
     if known and slots and not known & slots:
         raise RuntimeError(
             "The optimizer's state is of another optimizer or of another model: it has "
-            f"{_some(unknown)}, and what is needed is {_some(sorted(slots))}."
+            f"{shorten(unknown)}, and what is needed is {shorten(sorted(slots))}."
         )
     if unknown:
-        logs.warn_once(f"The optimizer's state has what is not needed, and is ignored: {_some(unknown)}.")
+        logs.warn_once(f"The optimizer's state has what is not needed, and is ignored: {shorten(unknown)}.")
     if missing:
-        logs.warn_once(f"The optimizer's state lacks what stays as it is: {_some(missing)}.")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+        logs.warn_once(f"The optimizer's state lacks what starts from nothing: {shorten(missing)}.")

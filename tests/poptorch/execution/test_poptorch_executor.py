@@ -560,38 +560,91 @@ def test_models_that_are_joined_after_they_were_wrapped():
 
 @pytest.mark.parametrize("make", [torch.optim.NAdam, poptorch.optim.Adam])
 def test_one_optimizer_of_models_that_share_a_layer(make, log):
-    """Counts are each parameter's, and the models hand the state to each other, as in torch."""
+    """The models hand the state to each other by parameters, whatever their names, as in torch.
+
+    Counts are each parameter's.
+    """
     body = torch.nn.Linear(2, 2)
     heads = [seeded(lambda: torch.nn.Linear(2, 1), number) for number in range(2)]
     models = [WithLoss(OrderedDict({"body": body, f"head{n}": head})) for n, head in enumerate(heads)]
     plain = copy.deepcopy(models)
-    optimizer, reference = (
-        make if made is models else getattr(torch.optim, make.__name__) for made in (models, plain)
-    )
-    optimizer = optimizer(torch.nn.ModuleList(models).parameters(), lr=0.1)
-    reference = reference(torch.nn.ModuleList(plain).parameters(), lr=0.1)
+    optimizer = make(torch.nn.ModuleList(models).parameters(), lr=0.1)
+    reference = getattr(torch.optim, make.__name__)(torch.nn.ModuleList(plain).parameters(), lr=0.1)
     wrapped = [poptorch.trainingModel(model, make_options(), optimizer) for model in models]
     batch = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5]])
-    for number in (0, 1, 0, 0, 1):
-        wrapped[number](*batch)
+
+    def step(wrapped, plain):
+        wrapped(*batch)
         reference.zero_grad()
-        plain[number](*batch)[1].backward()
+        plain(*batch)[1].backward()
         reference.step()
+
+    for number in (0, 1, 0, 0, 1, 0):
+        step(wrapped[number], plain[number])
     state = optimizer.state_dict()
-    for number in (1, 0):
-        wrapped[number].destroy()
-    for model, other in zip(models, plain, strict=True):
-        assert_same_state(model, other)
     if make is torch.optim.NAdam:
-        assert [entry["step"] for entry in state["state"].values()] == [5, 5, 3, 3, 2, 2]
+        assert [entry["step"] for entry in state["state"].values()] == [6, 6, 4, 4, 2, 2]
     else:
         steps = {name: value for name, value in state["ipu_state"].items() if name.startswith("step")}
-        assert [*steps.values()] == [5, 5, 3, 3, 2, 2]
-        other = poptorch.trainingModel(WithLoss(body, heads[1]), make_options(), optimizer)
-        wrapped[0](*batch)
-        with pytest.raises(poptorch.Error, match="differ in model/0.bias: it is another parameter in"):
-            other(*batch)
-    assert log == ["The optimizer has 2 parameters that are not the model's. They are not trained."]
+        assert [*steps.values()] == [6, 6, 4, 4, 2, 2]
+    for number in (1, 0):
+        wrapped[number].destroy()
+    for layers, of_plain in (
+        ([body, heads[1]], plain[1]),
+        ([heads[0]], WithLoss(plain[0].head0)),  # which has the first one's name for another parameter
+    ):
+        other = poptorch.trainingModel(WithLoss(*layers), make_options(), optimizer)
+        step(other, of_plain)
+        other.destroy()
+    for model, other in zip(models, plain, strict=True):
+        assert_same_state(model, other)
+    if make is poptorch.optim.Adam:
+        with pytest.raises(poptorch.Error, match="names of two .* model/0.bias, model/0.weight"):
+            optimizer.state_dict()
+    assert {*log} == {
+        f"The optimizer has {number} parameters that are not the model's. They are not trained."
+        for number in (2, 4)
+    }
+
+
+def test_a_loaded_state_replaces_the_state(log):
+    """What it lacks starts from nothing, as in torch, and what is of no parameter is forgotten."""
+    model = seeded(lambda: WithLoss(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+    plain = copy.deepcopy(model)
+    optimizer = poptorch.optim.Adam(model.parameters(), lr=0.1)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.1)
+    fresh = optimizer.state_dict(), reference.state_dict()
+    batch = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5]])
+
+    def step():
+        executor(*batch)
+        reference.zero_grad()
+        plain(*batch)[1].backward()
+        reference.step()
+
+    executor = poptorch.trainingModel(model, make_options(), optimizer)
+    step()
+    state, of_plain = copy.deepcopy((optimizer.state_dict(), reference.state_dict()))
+    state["ipu_state"] = {k: v for k, v in state["ipu_state"].items() if "model/0" in k}
+    of_plain["state"] = {number: of_plain["state"][number] for number in (0, 1)}
+    state["ipu_state"]["exp_avg___model/gone"] = torch.zeros(1)
+    for loaded in ((state, of_plain), fresh):
+        step()
+        optimizer.load_state_dict(loaded[0])
+        reference.load_state_dict(loaded[1])
+        step()
+    assert not [key for key in optimizer.state_dict()["ipu_state"] if "gone" in key]
+    executor.destroy()
+    assert log == ["The optimizer's state has what is not needed, and is ignored: exp_avg___model/gone."]
+    optimizer.load_state_dict(optimizer.state_dict())
+    model[0].requires_grad_(False)
+    plain[0].requires_grad_(False)
+    executor = poptorch.trainingModel(model, make_options(), optimizer)
+    step()
+    executor.destroy()
+    assert_same_state(model, plain)
+    assert optimizer.state_dict()["ipu_state"]["step___model/0.bias"] == 1
+    assert len(log) == 1
 
 
 def test_parameters_of_other_classes():

@@ -25,11 +25,11 @@ class Executor(Ours):
 
     def __init__(self, optimizer, parameters, **options):
         super().__init__(optimizer, parameters, **options)
-        self.num_fetched = 0
-        saved = optimizer.device_state.take()
+        self.num_fetched, self.parameters = 0, parameters
+        saved = optimizer.device_state.take(parameters, [*parameters.values()])
         if saved is not None:
             self.state = import_state(self.state, saved, self.spec, self.group_of)
-        optimizer.device_state.connect(self.fetch)
+        optimizer.device_state.connect(self.fetch, parameters)
 
     def fetch(self):
         self.num_fetched += 1
@@ -133,7 +133,7 @@ def test_only_states_with_what_was_on_the_devices():
         with pytest.raises(RuntimeError, match=r"Only IPU optimizer states can be loaded onto the IPU\."):
             optimizer.load_state_dict(state)
     optimizer.load_state_dict(make("Adam", parameters).state_dict())
-    assert optimizer.device_state.take() is None
+    assert optimizer.device_state.take(parameters, [*parameters.values()]) is None
     state = make("Adam", parameters, weight_decay=0.5).state_dict()
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["weight_decay"] == 0.5  # torch's part, too
@@ -147,14 +147,15 @@ def test_loading_while_a_model_runs():
     saved = optimizer.state_dict()
     ours.step(second)
     assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 2
-    assert optimizer.device_state.take_loaded() is None
+    assert not optimizer.device_state.is_loaded
     optimizer.load_state_dict(saved)
     ours.step(third)
+    assert optimizer.device_state.is_loaded
     assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 1
-    loaded = optimizer.device_state.take_loaded()
-    assert loaded.ipu_state["step___model/b"] == 1
-    assert optimizer.device_state.take_loaded() is None
-    assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 3  # of the model again
+    again = Executor(optimizer, ours.parameters)
+    assert not optimizer.device_state.is_loaded
+    again.step(third)
+    assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 2  # of the model again
 
 
 def test_a_state_before_the_first_update_resets():
@@ -188,7 +189,7 @@ def test_a_state_in_part(caplog):
     saved = SavedState({"exp_avg___model/b": torch.zeros(())}, {})
     import_state(adam.state, saved, adam.spec, adam.group_of)
     assert caplog.records[1].message == (
-        "The optimizer's state lacks what stays as it is: exp_avg_sq___model/b."
+        "The optimizer's state lacks what starts from nothing: exp_avg_sq___model/b."
     )
 
 
@@ -202,6 +203,20 @@ def test_states_of_others():
     ]:
         with pytest.raises(error, match=match):
             import_state(model.state, SavedState({**state, **changes}, {}), model.spec, model.group_of)
+
+
+def test_a_loaded_state_under_other_names():
+    """It is an error each time, and not only once."""
+    parameters, (other, others) = make_parameters(), start("Adam")
+    state = other.state_dict()
+    state["ipu_state"] = {f"{key}_of_other": value for key, value in state["ipu_state"].items()}
+    optimizer = make("Adam", parameters)
+    optimizer.load_state_dict(state)
+    for _number in range(2):
+        with pytest.raises(RuntimeError, match="is of another optimizer or of another model"):
+            Executor(optimizer, parameters)
+    assert optimizer.state_dict()["ipu_state"].keys() == state["ipu_state"].keys()
+    assert others.num_fetched == 1
 
 
 def test_groups_count_for_themselves():
@@ -240,20 +255,23 @@ def test_who_has_the_state():
         ours.step(gradients)
     duplicate = copy.deepcopy(optimizer)
     assert duplicate.state_dict()["ipu_state"]["step___model/b"] == 2
-    assert duplicate.device_state.take_loaded() is None
+    assert not duplicate.device_state.is_loaded
+    copies = duplicate.param_groups[0]["params"]
+    renamed = dict(zip("abcdef", copies, strict=False))
+    assert duplicate.device_state.take(renamed, copies).ipu_state["step___a"] == 2
     ours.step(last)
     another = Executor(optimizer, parameters)  # takes over from the first, which is still there
     assert inner_state(another.state).slots["step"]["model/b"] == 3
     del ours, another  # the executor is held weakly: what was last known counts
     gc.collect()
     assert optimizer.state_dict()["ipu_state"]["step___model/b"] == 3
-    assert optimizer.device_state.take() is not None
+    assert optimizer.device_state.take(parameters, [*parameters.values()]) is not None
 
     state = DeviceState()
-    state.connect(nothing)
+    state.connect(nothing, parameters)
     assert state.read() is None
     state.disconnect()
-    assert state.take() is None
+    assert state.take(parameters, []) is None
 
 
 def nothing():
