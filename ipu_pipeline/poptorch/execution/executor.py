@@ -327,10 +327,8 @@ class PoplarExecutor:
             if self._seen_version != self._host.version or not self._has_run:
                 self._compiled.read_from_host()
                 self._seen_version = self._host.version
-        if self._training is None:
-            return
-        is_loaded = isinstance(self._optimizer, Optimizer) and self._optimizer.device_state.is_loaded
-        if is_loaded or not self._is_connected:  # another model had the state since
+        has_state = self._is_connected and not _is_loaded(self._optimizer)
+        if self._training is not None and not has_state:  # another model had it since, or it was loaded
             assert self._compiled.state is not None
             # What is not known of a parameter starts from nothing, as in torch.
             initial = self._compiled.pipeline.init_optimizer_state(self._compiled.state.variables)
@@ -367,11 +365,24 @@ class PoplarExecutor:
                     state = self._training.put_values(self._detached["optimizer_state"])
                     self._detached = {**self._detached, "optimizer_state": state}
             if optimizer is not self._optimizer:
-                was_connected = self._is_connected
-                self._disconnect()
-                self._optimizer = optimizer
-                if was_connected:
-                    self._connect()
+                self._replace_optimizer(optimizer)
+
+    def _replace_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Goes on with another optimizer, and the state that this one has."""
+        has_state = self._is_connected and not self._users_of(optimizer) and not _is_loaded(optimizer)
+        if self._training is None or has_state:
+            self._disconnect()
+            self._optimizer = optimizer
+            if has_state:
+                self._connect()
+            return
+        # The next call puts the state on the devices: another model has the newest, of this optimizer or of
+        # that one, or that one has a loaded state.
+        saved = self._take_optimizer_state(self._training)
+        self._disconnect()
+        self._optimizer = optimizer
+        if saved is not None:
+            self._training.keep_saved(optimizer, saved)
 
     def _put_optimizer_state(self, compiled: CompiledModel, training: ModelOptimizer, initial: Any) -> None:
         """Puts the optimizer's state on the devices, from another model that has it, or from the host."""
@@ -996,6 +1007,10 @@ class PoplarExecutor:
             if isinstance(parameter, torch.nn.Parameter):
                 self._host.ask(self, self._wrapped.model, parameter)
         return value
+
+
+def _is_loaded(optimizer: torch.optim.Optimizer | None) -> bool:
+    return isinstance(optimizer, Optimizer) and optimizer.device_state.is_loaded
 
 
 def _check_flag(name: str, value: Any) -> None:

@@ -241,6 +241,14 @@ class ModelOptimizer:
         with on_host(*self._tensors.values()):
             return read_torch_state(optimizer, self.parameters)
 
+    def keep_saved(self, optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
+        """Gives an optimizer, which no model has begun with, the state that another one had."""
+        if not isinstance(optimizer, optim.Optimizer):
+            with on_host(*self._tensors.values()):
+                write_torch_state(optimizer, saved, self._tensors)
+        elif not optimizer.device_state.is_loaded:
+            optimizer.device_state.keep(saved, self.parameters)
+
     def leave_saved(
         self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
     ) -> None:

@@ -125,8 +125,8 @@ class DeviceState:
         if self._values is None:
             return None
         found = dict(self._whole)
-        for name, slots in self._unclaimed.items():
-            found |= {key_of(slot, name): value for slot, value in slots.items()}
+        for name, unclaimed in self._unclaimed.items():
+            found |= {key_of(slot, name): value for slot, value in unclaimed.items()}
         counts = Counter(kept.names[-1] for kept in self._kept.values() if kept.slots)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise Error(

@@ -562,13 +562,14 @@ def test_models_that_are_joined_after_they_were_wrapped():
 def test_one_optimizer_of_models_that_share_a_layer(make, log):
     """The models hand the state to each other by parameters, whatever their names, as in torch.
 
-    Counts are each parameter's.
+    Counts are each parameter's. A new optimizer goes on with the state, whichever model has it.
     """
     body = torch.nn.Linear(2, 2)
     heads = [seeded(lambda: torch.nn.Linear(2, 1), number) for number in range(2)]
     models = [WithLoss(OrderedDict({"body": body, f"head{n}": head})) for n, head in enumerate(heads)]
     plain = copy.deepcopy(models)
-    optimizer = make(torch.nn.ModuleList(models).parameters(), lr=0.1)
+    parameters = [*torch.nn.ModuleList(models).parameters()]
+    optimizer = make(parameters, lr=0.1)
     reference = getattr(torch.optim, make.__name__)(torch.nn.ModuleList(plain).parameters(), lr=0.1)
     wrapped = [poptorch.trainingModel(model, make_options(), optimizer) for model in models]
     batch = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5]])
@@ -579,7 +580,12 @@ def test_one_optimizer_of_models_that_share_a_layer(make, log):
         plain(*batch)[1].backward()
         reference.step()
 
-    for number in (0, 1, 0, 0, 1, 0):
+    for call, number in enumerate((0, 1, 0, 0, 1, 0)):
+        if call == 2:
+            reference.param_groups[0]["lr"] = 0.05
+            optimizer = make(parameters, lr=0.05)
+        if call in (2, 4):
+            wrapped[number].setOptimizer(optimizer)
         step(wrapped[number], plain[number])
     state = optimizer.state_dict()
     if make is torch.optim.NAdam:
@@ -628,10 +634,12 @@ def test_a_loaded_state_replaces_the_state(log):
     state["ipu_state"] = {k: v for k, v in state["ipu_state"].items() if "model/0" in k}
     of_plain["state"] = {number: of_plain["state"][number] for number in (0, 1)}
     state["ipu_state"]["exp_avg___model/gone"] = torch.zeros(1)
-    for loaded in ((state, of_plain), fresh):
+    for loaded, new in ((state, of_plain), optimizer), (fresh, poptorch.optim.Adam(optimizer.param_groups)):
         step()
+        optimizer = new
         optimizer.load_state_dict(loaded[0])
         reference.load_state_dict(loaded[1])
+        executor.setOptimizer(optimizer)
         step()
     assert not [key for key in optimizer.state_dict()["ipu_state"] if "gone" in key]
     executor.destroy()
