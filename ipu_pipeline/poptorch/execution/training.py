@@ -228,7 +228,7 @@ class ModelOptimizer:
     def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
         """Returns the state that an optimizer has when a model begins to use it; None if it has none."""
         if isinstance(optimizer, optim.Optimizer):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = optimizer.all_parameters
             own = {self._names[id(p)]: p for p in parameters if id(p) in self._names}
             saved = optimizer.device_state.take(own, parameters)
             if saved is None:

@@ -39,7 +39,6 @@ def encode_optimizer(
     Raises:
       Error: a group has a value that is neither a number nor text.
     """
-    state = optimizer.state_dict()
     kind = next(name for base in type(optimizer).__mro__ for name, one in _CLASSES.items() if one is base)
     groups = [
         {
@@ -59,8 +58,13 @@ def encode_optimizer(
             "values": encode(kept, "An attribute of the optimizer", keep),
             "variable": optimizer.variable_attrs.variable,
         }
-        saved = {key: state[key] for key in ("ipu_state", "ipu_param")}
+        known = optimizer.device_state.read([p for p in optimizer.all_parameters if id(p) in names])
+        saved = {
+            "ipu_state": None if known is None else dict(known.ipu_state),
+            "ipu_param": None if known is None else dict(known.ipu_param),
+        }
     else:
+        optimizer.state_dict()  # brings the state from the devices
         saved = {names[id(p)]: dict(slots) for p, slots in optimizer.state.items() if id(p) in names}
     return {
         "class": kind,

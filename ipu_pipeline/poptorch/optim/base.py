@@ -64,17 +64,19 @@ class Optimizer(torch.optim.Optimizer):
         self.variable_attrs = VariableAttributes({"lr", *of_groups, *own}, allowed)
         self.device_state = DeviceState()
 
+    @property
+    def all_parameters(self) -> list[torch.Tensor]:
+        """The parameters of all groups, in the order of their numbers in torch's `state_dict`."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that torch keeps, and the state on the devices.
 
         Returns:
           torch's keys, and `ipu_state` and `ipu_param`, see `SavedState`. Both are None if no model has
           been compiled with the optimizer.
-
-        Raises:
-          Error: parameters of different models have the same name.
         """
-        saved = self.device_state.read()
+        saved = self.device_state.read(self.all_parameters)
         if saved is None:
             return {**super().state_dict(), "ipu_state": None, "ipu_param": None}
         return {
@@ -101,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         saved = None
         if state_dict["ipu_state"] is not None:
             saved = SavedState(state_dict["ipu_state"], dict(state_dict["ipu_param"] or {}))
-        self.device_state.load(saved)
+        self.device_state.load(saved, self.all_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in (*self.own_defaults, "variable_attrs")}

@@ -3,20 +3,20 @@
 While a model is wrapped with the optimizer, the executor has the state and is asked for it. Before and
 after that, the optimizer keeps the state: from one executor to the next, or from `load_state_dict`. As in
 torch, the state belongs to parameters. Names only matter in the dicts that are saved and loaded: models may
-have different names for a parameter, or the same name for different ones.
+have different names for a parameter, or the same name for different ones. Then the saved name is followed
+by "#" and the parameter's number in the optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ipu_pipeline.poptorch import logs
-from ipu_pipeline.poptorch.errors import Error
 
 __all__ = ["DeviceState", "SavedState", "key_of", "shorten", "split_key"]
 
@@ -115,40 +115,46 @@ class DeviceState:
         for name, parameter in parameters.items():
             self._note(parameter, name, by_name.get(name, {}))
 
-    def read(self) -> SavedState | None:
-        """Returns the state, under the newest names of variables; None if there is none.
-
-        Raises:
-          Error: a name stands for two parameters.
-        """
+    def read(self, of_optimizer: Sequence[torch.Tensor]) -> SavedState | None:
+        """Returns the state of an optimizer's parameters, under the newest names; None if there is none."""
         self._update()
         if self._values is None:
             return None
         found = dict(self._whole)
         for name, unclaimed in self._unclaimed.items():
             found |= {key_of(slot, name): value for slot, value in unclaimed.items()}
-        counts = Counter(kept.names[-1] for kept in self._kept.values() if kept.slots)
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise Error(
-                "The state of an optimizer of poptorch.optim is saved under the names of parameters, and "
-                f"these are names of two parameters each, in different models: {shorten(twice)}. Give each "
-                "model an optimizer of its own, or both one of torch.optim."
-            )
-        for names, slots in self._kept.values():
-            found |= {key_of(slot, names[-1]): value for slot, value in slots.items()}
+        known = {p: kept for p in of_optimizer if (kept := self._kept.get(p)) and kept.slots}
+        counts = Counter(kept.names[-1] for kept in known.values())
+        for number, parameter in enumerate(of_optimizer):
+            if parameter in known:
+                names, slots = known[parameter]
+                name = names[-1] if counts[names[-1]] == 1 else _numbered(names[-1], number)
+                found |= {key_of(slot, name): value for slot, value in slots.items()}
         return SavedState(found, self._values)
 
-    def load(self, saved: SavedState | None) -> None:
-        """Replaces the state by one that the user loads, or by none, for the next call of a model."""
+    def load(self, saved: SavedState | None, of_optimizer: Sequence[torch.Tensor] = ()) -> None:
+        """Replaces the state by one that the user loads, or by none, for the next call of a model.
+
+        Args:
+          saved: the state.
+          of_optimizer: all the optimizer's parameters.
+        """
         self._whole, self._unclaimed = _sort(saved.ipu_state if saved else {})
         self._values, self._is_loaded = (saved.ipu_param if saved else None), True
         counts = Counter(name for kept in self._kept.values() for name in kept.names)
-        for parameter, (names, _slots) in self._kept.items():
-            own = [name for name in names if counts[name] == 1 and name in self._unclaimed]
-            self._kept[parameter] = _Kept(names, self._unclaimed.pop(own[0]) if own else {})
+        for number, parameter in enumerate(of_optimizer):
+            if parameter in self._kept:
+                names = self._kept[parameter].names
+                candidates = [_numbered(name, number) for name in names]
+                candidates += [name for name in names if counts[name] == 1]
+                self._kept[parameter] = _Kept(names, self._claim(candidates))
+
+    def _claim(self, names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+        """Takes the loaded state that has the first of these names that there is."""
+        return next((self._unclaimed.pop(name) for name in names if name in self._unclaimed), {})
 
     def take(
-        self, parameters: Mapping[str, torch.Tensor], of_optimizer: Collection[torch.Tensor]
+        self, parameters: Mapping[str, torch.Tensor], of_optimizer: Sequence[torch.Tensor]
     ) -> SavedState | None:
         """Returns the state that a model starts from, under its names; None if it starts from nothing.
 
@@ -167,9 +173,10 @@ class DeviceState:
         if self._values is None:
             return None
         found = dict(self._whole)
+        numbers = {parameter: number for number, parameter in enumerate(of_optimizer)}
         for name, parameter in parameters.items():
             known = self._kept.get(parameter, _Kept((), {}))
-            slots = known.slots or self._unclaimed.pop(name, {})
+            slots = known.slots or self._claim([_numbered(name, numbers[parameter]), name])
             self._note(parameter, name, slots)
             found |= {key_of(slot, name): value for slot, value in slots.items()}
         left = {key_of(slot, name): v for name, of in self._unclaimed.items() for slot, v in of.items()}
@@ -202,6 +209,10 @@ class DeviceState:
         self._update()
         own = {"_kept": dict(self._kept), "_unclaimed": dict(self._unclaimed)}
         return {**vars(self), **own, "_source": None, "_parameters": {}}
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}#{number}"
 
 
 def _sort(

@@ -269,9 +269,9 @@ def test_who_has_the_state():
 
     state = DeviceState()
     state.connect(nothing, parameters)
-    assert state.read() is None
+    assert state.read([]) is None
     state.disconnect()
-    assert state.take(parameters, []) is None
+    assert state.take(parameters, [*parameters.values()]) is None
 
 
 def nothing():
