@@ -74,7 +74,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
           torch's keys, and `ipu_state` and `ipu_param`, see `SavedState`. Both are None if no model has
-          been compiled with the optimizer.
+          been compiled with the optimizer. A name that models have for two parameters is followed by "#"
+          and the parameter's number.
         """
         saved = self.device_state.read(self.all_parameters)
         if saved is None:
