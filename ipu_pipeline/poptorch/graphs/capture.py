@@ -151,14 +151,13 @@ def capture(
         stack.enter_context(exportable())
         stack.enter_context(WithoutValues())
         stack.enter_context(_quiet())
-        with Shortened(model), refusals.explained(model):
+        with Shortened(model), refusals.explained(model), _marking_regions_without_gradients():
             program = torch.export.export(flat, tuple(tensors), strict=False)
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
         refusals.check_results(noted[-1])
         refusals.tell_of_generators(program)
         refusals.tell_of_unread_operations(program)
-        _mark_regions_without_gradients(program.graph_module)
         keep_inputs_of_checkpoints(program.graph_module)
         if trains:
             if _has_autocast(program):
@@ -180,42 +179,62 @@ def capture(
     return Captured(functional, noted[-1], held, tuple(capturing.held))
 
 
-def _mark_regions_without_gradients(module: torch.fx.GraphModule) -> None:
-    """Puts a `detach` behind what `torch.no_grad` computed. Decomposing would lose such regions."""
-    for inner in module.modules():
-        assert isinstance(inner, torch.fx.GraphModule)
-        _mark_regions_of_graph(inner.graph)
+@contextlib.contextmanager
+def _marking_regions_without_gradients() -> Iterator[None]:
+    """Makes export put a `detach` behind what `torch.no_grad` computed, in place of a graph of its own.
+
+    Export keeps none of a region that has a loop or a branch in it, and decomposing would lose the others.
+    """
+    from torch._export.passes import replace_set_grad_with_hop_pass as regions
+
+    inline = regions._remove_set_grad_and_inline  # noqa: SLF001  # torch gives it no other name
+
+    def mark(node: torch.fx.Node) -> None:
+        owner: Any = node.graph.owning_module
+        region = getattr(owner, str(node.target))
+        for switch in region.graph.nodes:
+            if switch.target is torch._C._set_grad_enabled and switch.args[0] is False:  # noqa: SLF001
+                _stop_gradients(region.graph)
+        # Inlining deletes graphs of bodies within bodies, which it takes for unused.
+        bodies = [(body, dict(vars(body)["_modules"])) for body in owner.modules() if body is not owner]
+        inline(node)
+        for body, graphs in bodies:
+            vars(body)["_modules"].update(graphs)
+
+    patch = unittest.mock.patch.object
+    with (
+        patch(regions, "_is_set_grad_enabled_sub_mod", lambda _node, **_options: False),
+        patch(regions, "_remove_set_grad_and_inline", mark),
+    ):
+        yield
 
 
 def _has_autocast(program: torch.export.ExportedProgram) -> bool:
     return any("wrap_with_autocast" in str(node.target) for node in program.graph.nodes)
 
 
-def _mark_regions_of_graph(graph: torch.fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
+def _stop_gradients(region: torch.fx.Graph) -> None:
+    """Puts a `detach` behind the results of a region's graph."""
+    output = region.output_node()
+    results = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
+    for result in {node for node in results if isinstance(node, torch.fx.Node)}:
+        given = _find_given(result)
+        if given is not None:
+            output.replace_input_with(result, given)
             continue
-        if node.args[0] is not False:
-            continue
-        for item in list(node.users):
-            given = _find_given(node, item.args[1])
-            if given is not None:
-                item.replace_all_uses_with(given)
-                continue
-            with graph.inserting_after(item):
-                stop = graph.call_function(torch.ops.aten.detach.default, (item,))
-            stop.meta = dict(item.meta)
-            item.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
+        with region.inserting_before(output):
+            stop = region.call_function(torch.ops.aten.detach.default, (result,))
+        stop.meta = dict(result.meta)
+        output.replace_input_with(result, stop)
 
 
-def _find_given(region: torch.fx.Node, number: Any) -> torch.fx.Node | None:
+def _find_given(result: torch.fx.Node) -> torch.fx.Node | None:
     """Finds the operand that a region returns as one of its results, still with a way for gradients.
 
     Operations with nothing to do return their operand, such as `float` of a float32 tensor. Export treats
     their results as new tensors that were made without gradients.
     """
-    module = getattr(region.graph.owning_module, str(region.args[1].target))  # type: ignore[union-attr]
-    node: Any = module.graph.output_node().args[0][number]
+    node: Any = result
     while isinstance(node, torch.fx.Node) and node.op == "call_function":
         is_one_of_several = node.target is operator.getitem
         made: Any = node.args[0] if is_one_of_several else node
@@ -225,11 +244,7 @@ def _find_given(region: torch.fx.Node, number: Any) -> torch.fx.Node | None:
         value = made.target(*args, **kwargs)
         value = value[node.args[1]] if is_one_of_several else value
         node = next((one for one in made.all_input_nodes if one.meta["val"] is value), None)
-    if not isinstance(node, torch.fx.Node) or node.op != "placeholder":
-        return None
-    operands = region.args[2:]
-    given = operands[[one for one in module.graph.nodes if one.op == "placeholder"].index(node)]
-    return given if isinstance(given, torch.fx.Node) else None
+    return node if isinstance(node, torch.fx.Node) and node.op == "placeholder" else None
 
 
 @contextlib.contextmanager

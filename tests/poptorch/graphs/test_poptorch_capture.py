@@ -92,6 +92,21 @@ def what_it_was_given(self, x):
     return (y - doubled) ** 2
 
 
+def around_loops(self, x):
+    """Export forgot regions with a loop or a branch in them, and bodies within bodies."""
+
+    def twice(y):
+        return poptorch.for_loop(2, lambda z: self.linear(z), [y])
+
+    with torch.no_grad():
+        y = self.linear(x)
+        (z,) = poptorch.for_loop(2, twice, [x])
+    with torch.no_grad():
+        (y,) = poptorch.cond(x.sum() < 9, lambda y: y + self.linear(z), [y], self.linear, [y])
+    (z,) = twice(z)
+    return (self.linear(x) + y) * z
+
+
 def counting(self, x):
     self.buffer.mul_(2)
     return self.linear(x) * self.buffer
@@ -112,8 +127,12 @@ def in_two_stages(self, x):
 
 @pytest.mark.parametrize(
     "forwards",
-    [[what_it_was_given], [in_every_way, counting, with_a_gradient_in_forward, in_two_stages]],
-    ids=["a region first", "others"],
+    [
+        [what_it_was_given],
+        [around_loops],
+        [in_every_way, counting, with_a_gradient_in_forward, in_two_stages],
+    ],
+    ids=["a region first", "around loops", "others"],
 )
 def test_gradients_are_torchs(forwards):
     """They stop where they stop there; of buffers that count, and of a weight of two stages."""
