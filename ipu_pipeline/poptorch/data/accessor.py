@@ -23,8 +23,8 @@ class AsynchronousDataAccessor:
     """Iterates over a data set that another process loads ahead, into a ring of shared memory.
 
     A batch's tensors and arrays are in that memory, and stay as they are for as long as you keep one of
-    them: the next batch then gets other memory. Iterating again before the end starts over and ends the
-    previous iteration.
+    them. Once you have kept one, all later tensors and arrays are copies with memory of their own.
+    Iterating again before the end starts over and ends the previous iteration.
 
     The data set's random numbers, for example for shuffling, continue from this process's generators at the
     time when the first batch is asked for. So seeds give the same order as without another process.
@@ -47,8 +47,8 @@ class AsynchronousDataAccessor:
 
         Args:
           dataset: an object that can be iterated over, such as a `DataLoader`, or indexed up to its length.
-          buffer_size: the number of batches in the ring, including the one in use, and at least 2. The ring
-            has one more, for the batch before.
+          buffer_size: the number of batches in the ring, including the one in use; 1 counts as 2. One slot
+            is added for the previous batch.
           miss_sleep_time_in_ms: has no effect: the processes wake each other, and do not poll.
           load_indefinitely: whether the next iteration's batches are loaded as soon as one has ended; else
             when it begins.

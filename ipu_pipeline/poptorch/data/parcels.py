@@ -102,12 +102,14 @@ class _Pickler(ForkingPickler):
 class _Unpickler(pickle.Unpickler):
     """Puts together; see `put_together`."""
 
-    def __init__(self, pickled: bytes, buffers: list[Any], memory: torch.Tensor) -> None:
+    def __init__(self, pickled: bytes, buffers: list[Any], memory: torch.Tensor, copied: bool) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._memory = memory
+        self._copied = copied
 
     def persistent_load(self, pid: _Placed) -> torch.Tensor:
         content = self._memory[pid.offset : pid.offset + pid.num_bytes].view(pid.dtype)
+        content = content.clone() if self._copied else content
         return content.view(pid.size) if pid.stride is None else content.as_strided(pid.size, pid.stride)
 
 
@@ -133,7 +135,10 @@ def take_apart(value: Any, whole_storages: bool = False) -> Parcel:
     return parcel
 
 
-def put_together(pickled: bytes, buffers: list[tuple[int, int]], memory: torch.Tensor) -> Any:
-    """Inverts `take_apart`. Tensors and arrays are in the memory, which they keep alive."""
+def put_together(
+    pickled: bytes, buffers: list[tuple[int, int]], memory: torch.Tensor, copied: bool = False
+) -> Any:
+    """Inverts `take_apart`. Tensors and arrays are in the memory, which they keep alive, or copies."""
     views = [memory[offset : offset + num_bytes].numpy() for offset, num_bytes in buffers]
-    return _Unpickler(pickled, views, memory).load()
+    views = [view.copy() for view in views] if copied else views
+    return _Unpickler(pickled, views, memory, copied).load()

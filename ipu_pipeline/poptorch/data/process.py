@@ -68,7 +68,9 @@ class LoadingProcess:
         self._is_ready = False
         self._iteration = 0
         self._is_preloading = False
-        # the slots of the last batches, each with what lives as long as something of its batch
+        self._copies = False  # batches from the shared memory, from when one is kept
+        # the slots of the last batches, each with a weak reference to the view that all tensors of its
+        # batch keep alive
         self._used: collections.deque[tuple[int, weakref.ref[Any]]] = collections.deque()
         self._connection, self._process = _start(dataset, loading, strategy)
         self._events = select.poll()  # each call of multiprocessing's `wait` would make another one
@@ -99,7 +101,11 @@ class LoadingProcess:
         return self._iteration
 
     def take(self, iteration: int) -> Any:
-        """Returns the next batch. Gives back the last but one: a loop's variable still has the last.
+        """Returns the next batch.
+
+        Frees the slot of the batch before the last one, because a loop variable may still hold the last. If
+        something of that batch is kept, the program collects what it gets: each kept batch would cost a
+        file descriptor, and each tensor hold its whole batch. So later batches are copied.
 
         Raises:
           StopIteration: there is no next batch.
@@ -117,7 +123,9 @@ class LoadingProcess:
             with self._stopping_if_interrupted():
                 while len(self._used) > 1:
                     slot, user = self._used.popleft()
-                    self._send(Free(slot, user() is not None))
+                    is_kept = user() is not None
+                    self._copies = self._copies or is_kept
+                    self._send(Free(slot, is_kept))
                 message = self._receive()
                 if isinstance(message, Loaded):
                     memory: Any = self._memories[message.slot].numpy()
@@ -125,7 +133,7 @@ class LoadingProcess:
                     self._used.append((message.slot, weakref.ref(view)))
             match message:
                 case Loaded(number, _slot, pickled, buffers) if number == iteration:
-                    return put_together(pickled, buffers, _as_tensor(view))
+                    return put_together(pickled, buffers, _as_tensor(view), self._copies)
                 case Ended(number) if number == iteration:
                     raise StopIteration
                 case Failed(number, _error, _name, _text) if number in (0, iteration):

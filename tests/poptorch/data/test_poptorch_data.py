@@ -429,6 +429,18 @@ def test_batches_that_are_kept_stay_as_they_are():
     assert [one.tolist() for one in kept[9:]] == [[n] * 5 for n in range(9)]
 
 
+def test_kept_batches_cost_no_descriptors_and_hold_no_neighbours():
+    """Each one had a descriptor of its own, of which a process has 1024, and a kept label its batch."""
+    data = [(torch.full((99,), n), torch.tensor([n]), np.full(3, n)) for n in range(20)]
+    accessor = AsynchronousDataAccessor(data, buffer_size=2, **FORK)
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [batch[1:] for batch in accessor]
+    assert len(os.listdir("/proc/self/fd")) <= before + 5  # a ring of three slots, and two kept ones
+    accessor.terminate()
+    assert all((label == n).all() and (array == n).all() for n, (label, array) in enumerate(kept))
+    assert [label.untyped_storage().nbytes() for label, _array in kept[3:]] == [8] * 17
+
+
 def test_iterating_again_starts_over():
     torch.manual_seed(3)
     loader = DataLoader(make_options(1, 4), make_rows(30), shuffle=True, mode=ASYNC)
