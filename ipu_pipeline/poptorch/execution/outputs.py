@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ipu_pipeline.engine.fronts import Collected
-from ipu_pipeline.poptorch.dtypes import jax_dtype, to_torch
+from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy, to_torch
 from ipu_pipeline.poptorch.enums import OutputMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import Arguments, Batching
@@ -84,8 +84,12 @@ def write_inputs(
         (value,) = join_outputs(collected, [tensor.dtype], OutputMode.All, 1, place, has_replicas)
         one = [len(tensor) // batching.num_micro_batches, *tensor.shape[1:]] if tensor.dim() else []
         rows = value.reshape(batching.num_rounds, len(batching.input_groups), *one)
+        written = rows[:, replicas].reshape(tensor.shape)
+        if jax_dtype(tensor.dtype).itemsize < tensor.dtype.itemsize:
+            # What forward does not change is not rounded.
+            written = torch.where(written == to_torch(to_numpy(tensor), tensor.dtype), tensor, written)
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.copy_(rows[:, replicas].reshape(tensor.shape))
+            tensor.copy_(written)
 
 
 def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:

@@ -45,6 +45,18 @@ def test_data_is_a_detached_view():
     trained.compare(1e-6)
 
 
+def test_a_float64_input_is_rounded_only_where_forward_writes():
+    def forward(self, x):
+        x[:, 0] += 0.5
+        return x.sum()
+
+    given = torch.linspace(0, 1, 12, dtype=torch.float64).reshape(4, 3)
+    written = given.clone()
+    infer(model_of(forward), written)
+    assert torch.equal(written[:, 1:], given[:, 1:])
+    assert_close([written], [given + torch.tensor([0.5, 0, 0])])
+
+
 def test_what_was_replaced_since_it_was_compiled():
     model = model_of(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
     model.sequence = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
