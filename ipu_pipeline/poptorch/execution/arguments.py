@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ipu_pipeline.poptorch.dtypes import to_numpy
@@ -23,6 +25,7 @@ __all__ = [
     "check_batches",
     "check_like_first",
     "check_shapes",
+    "check_written",
     "describe_shapes",
     "first_micro_batch",
     "shapes_of",
@@ -239,6 +242,31 @@ def _describe_fitting(size: int, number: int) -> str:
     return f"{fitting}: all micro-batches of a call have the same number."
 
 
+def check_written(arguments: Arguments, written: Sequence[int]) -> None:
+    """Checks that no tensor that forward writes to shares memory with another one.
+
+    Args:
+      arguments: the arguments of a call.
+      written: the numbers of the tensors that are written to.
+
+    Raises:
+      Error: one does. On the devices each input is by itself.
+    """
+    if not written:
+        return
+    arrays = [
+        (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
+        for tensor in arguments.tensors
+    ]
+    for number, other in itertools.product(written, range(len(arrays))):
+        if number != other and np.shares_memory(arrays[number], arrays[other]):
+            raise Error(
+                f"Inputs {arguments.names[number]} and {arguments.names[other]} share memory, and the "
+                f"model's forward writes to {arguments.names[number]}. On the devices each input is by "
+                "itself, so the other one would not change. Pass a copy (clone()) as one of them."
+            )
+
+
 def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
     """Cuts a call's arguments into micro-batches, in the order in which they run.
 
@@ -282,9 +310,16 @@ def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Te
         if tensor.dtype is torch.int64:
             to_numpy(tensor, f"Input {name}")
     number = batching.num_micro_batches
+    storages: set[int] = set()
     with torch.inference_mode(False):
-        # Tensors that were made in inference mode cannot be captured, but copies can.
-        tensors = [t.clone() if t.is_inference() else t.detach() for t in arguments.tensors]
+        tensors = []
+        for tensor in arguments.tensors:
+            # Tensors that were made in inference mode cannot be captured, nor can writes to one of several
+            # that share memory, but copies can.
+            address = tensor.untyped_storage().data_ptr()
+            is_copied = tensor.is_inference() or address in storages
+            storages.add(address)
+            tensors.append(tensor.detach().clone() if is_copied else tensor.detach())
         if number == 1:
             return tensors
         return [tensor[: len(tensor) // number].contiguous() for tensor in tensors]

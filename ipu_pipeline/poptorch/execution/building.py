@@ -18,6 +18,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.arguments import (
     Arguments,
     Batching,
+    check_written,
     first_micro_batch,
 )
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
@@ -226,6 +227,7 @@ def _make_program(
         has_scopes=is_split,
     )
     _check_buffers(stages, options)
+    check_written(arguments, stages.written_inputs)
     _tell_of_narrowing([*tensors, *stages.tensors.values()])
     training = None
     pipeline_options: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from ipu_pipeline.poptorch.execution.arguments import (
     check_batches,
     check_like_first,
     check_shapes,
+    check_written,
     describe_shapes,
     shapes_of,
 )
@@ -31,13 +32,14 @@ def use_program(
 
     Raises:
       AssertionError: the tensors cannot be cut into micro-batches.
-      Error: the arguments differ in more than shapes, the options allow no other shapes or no more of
-        them, or the model is detached.
+      Error: the arguments differ in more than shapes, one that forward writes to shares memory with
+        another, the options allow no other shapes or no more of them, or the model is detached.
     """
     known, shapes = compiled.program, shapes_of(arguments)
     if not options.allow_new_shapes:
         check_like_first(signature, known.arguments, arguments)
         check_shapes(arguments, known.shapes)
+        check_written(arguments, known.stages.written_inputs)
         compiled.check_same_tensors()
         return True
     check_like_first(signature, known.arguments, arguments, OTHER_THAN_SHAPES)
@@ -45,6 +47,7 @@ def use_program(
     if compiled.pipeline.updates is not None:  # several processes train, and compile, together
         agree("a call of a PopTorch model", {"the shapes": describe_shapes(arguments.names, shapes)})
     if compiled.use(shapes):
+        check_written(arguments, compiled.stages.written_inputs)
         return True
     check_batches(arguments, batching_of(options))
     if len(compiled.programs) >= options.max_shapes:

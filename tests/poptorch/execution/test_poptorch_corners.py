@@ -57,6 +57,23 @@ def test_a_float64_input_is_rounded_only_where_forward_writes():
     assert_close([written], [given + torch.tensor([0.5, 0, 0])])
 
 
+def test_inputs_that_share_memory_where_forward_writes_to_one():
+    """In torch a write to one changes the other, which would go to the devices by itself."""
+
+    def forward(self, x, y):
+        x.add_(1)
+        return y * 2
+
+    executor = poptorch.inferenceModel(model_of(forward), make_options())
+    whole = torch.arange(16.0).reshape(4, 4)
+    for time in range(2):  # the first call compiles
+        for left, right in [(whole[:, :2], whole[:, :2]), (whole[:, 1:3], whole[:, 2:])]:
+            with pytest.raises(poptorch.Error, match=r"Inputs args\[0\] and args\[1\] share memory"):
+                executor(left, right)
+        assert_close([executor(whole[:, :2], whole[:, 2:])], [whole[:, 2:] * 2])
+        assert whole[0].tolist() == [time + 1, time + 2, 2, 3]
+
+
 def test_what_was_replaced_since_it_was_compiled():
     model = model_of(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
     model.sequence = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
