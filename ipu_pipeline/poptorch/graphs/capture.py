@@ -102,8 +102,10 @@ class _Flat(torch.nn.Module):
         args, kwargs = self.arguments.unflatten(tensors)
         before = refusals.Held.of(self.model)
         with _held_as_before(self.model), _attributes_copied(self.model):
+            given = [(tensor.shape, tensor.stride()) for tensor in tensors]
             result = self.model(*args, **kwargs)
             refusals.check_tensors(before, refusals.Held.of(self.model))
+            refusals.check_shapes(self.arguments, given, tensors)
         results, outputs = flatten(leave_out_caches(result, self.trains))
         self.note(outputs)
         return tuple(results)

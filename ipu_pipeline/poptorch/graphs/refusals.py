@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import unittest.mock
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "Held",
     "check_functional",
     "check_hooks",
+    "check_shapes",
     "check_tensors",
     "check_values",
     "explained",
@@ -380,6 +381,27 @@ def check_tensors(before: Held, after: Held) -> None:
                 "once on the CPU before it is wrapped."
             )
     _check_buffers(before.buffers, after.buffers)
+
+
+def check_shapes(
+    arguments: Structure,
+    given: Sequence[tuple[torch.Size, tuple[int, ...]]],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Checks that forward has not changed the shape of an input in place, which its caller would see.
+
+    Raises:
+      Error: it has: the shape or the strides of a tensor differ from those that were given.
+    """
+    names = arguments.name_tensors("")
+    for name, (shape, stride), tensor in zip(names, given, tensors, strict=True):
+        if (tensor.shape, tensor.stride()) != (shape, stride):
+            kind, _, path = name.partition("]")
+            raise Error(
+                f"Input {'args' if kind == '[0' else 'kwargs'}{path} of shape {tuple(shape)} has another "
+                f"shape after the model's forward, {tuple(tensor.shape)}, as by t_() or unsqueeze_(). Only "
+                "its values may change in place: use t(), unsqueeze() and the like."
+            )
 
 
 def _check_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

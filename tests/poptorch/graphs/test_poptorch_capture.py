@@ -284,6 +284,7 @@ OTHER_MODULE = r"(Module|Parameter) linear\S* is removed or replaced"
 ITEM = r"the result\[1\] of the model's forward asks for a value of a tensor"
 BOXED = r"the result\[0\] of the model's forward is an object with tensors"
 CHANGED_CONSTANT = "A tensor of a list or a closure, neither a buffer nor an input, is changed"
+SHAPE = r"Input args\[0\] of shape \(4, 3\) has another shape after the model's forward, \((3, 4|1, 4, 3)\)"
 REFUSED = {
     "constant": (change_constant, CHANGED_CONSTANT),
     "parameter": (change_parameter, "Parameter linear.weight is changed by the model's forward"),
@@ -301,6 +302,8 @@ REFUSED = {
     "written later": (write_in_a_later_stage, "Buffer buffer is read in block a and written in block b"),
     "object returned": (lambda self, x: (Boxed(x), x), BOXED),
     "leaf": (differentiate_with_respect_to_a_leaf, "takes a tensor out of torch's sight"),
+    "other shape": (lambda self, x: x.t_().add_(1), SHAPE),
+    "only another shape": (lambda self, x: x.unsqueeze_(0) * 2, SHAPE),
     "half complex": (lambda self, x: x.chalf().abs(), "makes or takes a tensor of torch.complex32"),
     "lowering": (
         lambda self, x: torch.special.airy_ai(x),
