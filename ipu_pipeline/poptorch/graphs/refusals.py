@@ -170,12 +170,13 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
 
 
 def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
-    """Warns of custom operations and calls of the host without a result that is read."""
+    """Warns of custom operations and calls of the host on which nothing that is read depends."""
     operations = torch.ops.ipu_poptorch
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
+        read = _find_read(module.graph)
         for node in module.graph.nodes:
-            if any(result.users for result in node.users):
+            if node in read:
                 continue
             if node.target is operations.custom_op.default:
                 label = find_custom_op(*json.loads(node.args[1])).label
@@ -190,6 +191,18 @@ def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
                     f"{find(node.args[1]).name!r}, so it is not called when the model runs. Let forward "
                     "return one of them, or compute with it."
                 )
+
+
+def _find_read(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Finds the nodes that the results of a graph and what it writes to depend on."""
+    read: set[torch.fx.Node] = set()
+    left = [node for node in graph.nodes if node.is_impure(impure_random=False)]
+    while left:
+        node = left.pop()
+        if node not in read:
+            read.add(node)
+            left += node.all_input_nodes
+    return read
 
 
 def check_functional(program: torch.export.ExportedProgram) -> None:
