@@ -11,6 +11,7 @@ from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.files.values import decode, encode
 from ipu_pipeline.poptorch.optim.attributes import VariableAttributes
 from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.optim.specs import Kind
 
 __all__ = ["decode_optimizer", "encode_optimizer"]
 
@@ -19,7 +20,10 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
         f"poptorch.optim.{name}": getattr(optim, name)
         for name in ("SGD", "Adam", "AdamW", "RMSprop", "LAMB")
     },
-    **{f"torch.optim.{name}": getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop")},
+    **{
+        f"torch.optim.{name}": getattr(torch.optim, name)
+        for name in ("AdamW", *(kind.value for kind in Kind if kind is not Kind.LAMB))
+    },
 }
 
 
