@@ -25,7 +25,12 @@ _NAME = "_checkpoint_without_reentrant_generator"
 @contextlib.contextmanager
 def marking_checkpoints() -> Iterator[None]:
     """Makes `torch.utils.checkpoint.checkpoint` just call its function while a model is captured."""
+    from torch._higher_order_ops.wrap import (
+        TagActivationCheckpoint,
+    )  # takes seconds to load, as export does
+
     utils: Any = torch.utils.checkpoint
+    within_body: Any = TagActivationCheckpoint.__call__
     generator, apply = getattr(utils, _NAME), utils.CheckpointFunction.apply
 
     def not_reentrant(
@@ -54,7 +59,13 @@ def marking_checkpoints() -> Iterator[None]:
         _mark(args)
         return function(*args)
 
+    def call_within_body(self: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if markers.current_capture() is None:
+            return within_body(self, graph, *args, **kwargs)
+        return torch.fx.Interpreter(graph).run(*args)  # a loop keeps what its backward needs
+
     with (
+        unittest.mock.patch.object(TagActivationCheckpoint, "__call__", call_within_body),
         unittest.mock.patch.object(utils, _NAME, not_reentrant),
         unittest.mock.patch.object(utils.CheckpointFunction, "apply", reentrant),
     ):

@@ -9,6 +9,7 @@ from ipu_pipeline.poptorch.lowering.unsupported import find_users_frames
 __all__ = ["describe_control_flow_error"]
 
 _CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # torch's form of an exception's arguments
+_IPU = re.compile(r"for ipu devices|on device ipu")
 _OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Error)?")
 
 
@@ -33,6 +34,11 @@ def _find_reason(error: BaseException) -> str:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     first = causes[-1]
+    if _IPU.search(str(first)):
+        return (
+            'The device "ipu" cannot be named within a branch or a body, where torch would look for it. '
+            "Leave `device=` and `.to(device)` out there, or use the device of an operand (device=x.device)"
+        )
     if not isinstance(first, TorchDynamoException):
         return f"{type(first).__name__}: {_first_line(str(first))}"
     text = _first_line(str(first).rpartition("Got graph break/error:")[2])

@@ -426,10 +426,12 @@ def test_multi_convs_that_are_refused():
 
 
 def looped(self, x):
-    """The state has a counter and a mask, too."""
+    """The state has a counter and a mask, too. torch's checkpoint has no effect in a body."""
 
     def body(number, x, positive, y):
-        x = torch.tanh(functional.linear(x, self.last.weight @ self.first.weight)) + number * y
+        weight = self.last.weight @ self.first.weight
+        x = torch.utils.checkpoint.checkpoint(functional.linear, x, weight, use_reentrant=False)
+        x = torch.tanh(x) + number * y
         return number + 1, y, x > 0, torch.where(positive, x, -x)
 
     number = torch.zeros((), dtype=torch.int64)
@@ -530,6 +532,10 @@ def asks_for_a_value(x):
     return [x * 2] if x.sum() > 0 else [x]
 
 
+def names_a_device(x):
+    return [x + torch.ones(3, device="ipu")]
+
+
 def returns_another_shape(x):
     return [x[:1]]
 
@@ -540,6 +546,7 @@ def test_an_error_in_a_body_is_told_first(caplog):
         (multiplies_wrong_shapes, "return [x @ x]", "RuntimeError: a and b must have same reduction dim"),
         (raises_key_error, 'return [{"other": x}["mine"]]', "KeyError: 'mine'"),
         (asks_for_a_value, "if x.sum() > 0", "Data-dependent branching"),
+        (names_a_device, "torch.ones(3", 'The device "ipu" cannot be named within a branch or a body'),
         (returns_another_shape, "", "the body must return tensors of the shapes and dtypes that it takes"),
         (returns_nothing, "", "must return tensors in a list or a tuple"),
     ]:
