@@ -78,7 +78,10 @@ def current_capture() -> Capturing | None:
 
 
 def is_captured() -> bool:
-    """Whether a model is being captured in this thread. Code that torch.cond traces may ask, too."""
+    """Whether a model is being captured in this thread.
+
+    Code traced by torch.cond may call it: its result is declared constant.
+    """
     return _capturing.get() is not None
 
 

@@ -125,7 +125,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
 def in_order_of(
     expected: Structure, given: Structure, tensors: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Structure]:
-    """Returns a flattened value, its dicts in the order of another one's that have the same keys."""
+    """Reorders the dicts of a flattened value like those of `expected` that have the same keys."""
     if given.is_tensor or not given.children:
         return tensors, given
     left = iter(tensors)

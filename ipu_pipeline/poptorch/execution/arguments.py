@@ -106,7 +106,8 @@ class Signature:
         Args:
           args: the positional arguments.
           kwargs: the keyword arguments.
-          first: the structure that the model was compiled for, whose order dicts get; None at first.
+          first: the structure that the model was compiled for; dicts are put in its order. None before
+            compiling.
 
         Raises:
           AssertionError: there are too many, one has an unknown name, or is given twice.

@@ -314,9 +314,9 @@ _AUTOGRAD = torch._C.DispatchKey.Autograd  # noqa: SLF001  # torch gives it no o
 
 @contextlib.contextmanager
 def _without_backward(operation: Any) -> Iterator[None]:
-    """Makes a loop of torch prepare no backward where a model is being captured. JAX differentiates it.
+    """Stops torch's scan and map from building a backward while a model is captured.
 
-    torch's own has none for integers in the state or among the results.
+    JAX differentiates them. torch's own backward has none for integers in the state or among the results.
     """
     differentiate = operation.py_kernels[_AUTOGRAD]
 

@@ -198,8 +198,8 @@ class Options(DeviceOptions, DiagnosticOptions):
     def enableSyntheticData(self, enabled: bool | int) -> None:
         """Whether the model's inputs are made up on the devices, to measure a model without its data.
 
-        Only the shapes and dtypes of a call's tensors are used. Programs give a number of PopART's modes of
-        synthetic data, too: 0 is none, and all others are the same here.
+        Only the shapes and dtypes of a call's tensors are used. An integer, as for PopART's modes, is
+        accepted too: 0 turns it off, any other turns it on.
         """
 
     stable_norm = Option(
