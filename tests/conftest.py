@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 
 # Nearly every program here runs once or twice: XLA's optimizations, and its newer code generator, which
 # compiles half as fast, would take longer than they save. Processes that tests start get the same.
@@ -29,6 +30,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import ipu_pipeline as ipu
 from ipu_pipeline.ground import warned
 from ipu_pipeline.processes import announcing, board
+from ipu_pipeline.tf1.program import registry
 from tests.support import leaks, programs
 
 pytest_plugins = ["tests.support.budget"]
@@ -122,6 +124,14 @@ def no_tfds_data(tmp_path_factory):
     """Where tensorflow-datasets keeps data, there is none, whatever the machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TFDS_DATA_DIR", str(tmp_path_factory.mktemp("tfds")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_other_modules():
+    """They live until they are collected, and sessions here would initialize and save their variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_programs", weakref.WeakValueDictionary())
         yield
 
 
