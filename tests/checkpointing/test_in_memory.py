@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import gc
 import itertools
 import json
 import logging
@@ -347,6 +348,7 @@ def training():
 @pytest.fixture
 def sessions(restart):
     """Makes sessions as in a program that is started anew."""
+    gc.collect()  # programs of other tests, whose variables would be saved, too
 
     def start(number):
         restart(number)
