@@ -131,7 +131,7 @@ def check_that_pages_fit_without_a_network(site, driver):
 def check_search_and_the_front_door(site, driver):
     driver.get((site / "index.html").as_uri())
     browsers.wait(driver, "return document.title.startsWith('ipu_pipeline')")
-    browsers.wait(driver, "return [...document.querySelectorAll('.sd-card a')].length === 4")
+    browsers.wait(driver, "return [...document.querySelectorAll('.sd-card a')].length === 3")
     driver.get((site / "search.html").as_uri() + "?q=recomputation")
     is_found = "[...document.querySelectorAll('.search a')].some(a => a.href.includes('memory.html'))"
     browsers.wait(driver, f"return {is_found}")

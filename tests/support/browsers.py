@@ -1,7 +1,9 @@
 """A browser without a window and without a network, for pages that are files."""
 
 import contextlib
+import os
 import shutil
+import tempfile
 import time
 
 PROGRAM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -28,11 +30,13 @@ def browser(width=1280, height=1000):
     for argument in (*ARGUMENTS, f"--window-size={width},{height}"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # it leaves files behind
+        service = webdriver.ChromeService(DRIVER, env={**os.environ, "TMPDIR": folder})
+        driver = webdriver.Chrome(options=options, service=service)
+        try:
+            yield driver
+        finally:
+            driver.quit()
 
 
 def wait(driver, script):
