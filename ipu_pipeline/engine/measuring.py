@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.choosing import describe_seconds, possible_chunk_sizes
 from ipu_pipeline.engine.planning.chunking import Chunking
+from ipu_pipeline.engine.rehearsing import time_in_turns
 from ipu_pipeline.engine.state import PipelineState
 
 __all__ = ["measure_dispatch_plan"]
@@ -23,7 +22,7 @@ def measure_dispatch_plan(
 ) -> Chunking:
     """Finds the dispatch plan with which a pipeline's steps are fastest, on this machine and now.
 
-    It compiles and runs every possible plan, which takes long. The result can be kept, and given to a
+    It compiles and runs every possible plan, each on a copy of the state, which takes long. The result can be kept, and given to a
     pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that they take.
 
     Example:
@@ -44,7 +43,8 @@ def measure_dispatch_plan(
       state: as for `Pipeline.step`; it stays as it is.
       micro_batches: the micro-batches of one step.
       *inputs: as for `Pipeline.step`.
-      num_steps: the number of steps timed with each plan, after one that compiles; the median counts.
+      num_steps: how often two steps of each plan are timed, in turns, after one that compiles; the
+        medians count.
 
     Raises:
       ValueError: all stages are on one device.
@@ -54,30 +54,28 @@ def measure_dispatch_plan(
         raise ValueError(
             "measure_dispatch_plan: all stages are on one device, where everything is one program."
         )
-    medians: dict[int, float] = {}
-    for chunk_size in possible_chunk_sizes(len(micro_batches)):
+    steps = {}
+    for chunk_size in possible_chunk_sizes(len(micro_batches), least_chunks=1):
         other = pipeline.with_dispatch_plan(Chunking(chunk_size))
-        medians[chunk_size] = _time(other, state, micro_batches, inputs, num_steps)
+        steps[chunk_size] = _make_step(other, state, micro_batches, inputs)
+        jax.block_until_ready(steps[chunk_size]())
+    medians = time_in_turns(steps, num_steps)
     listed = ", ".join(f"{size} {describe_seconds(seconds)}" for size, seconds in medians.items())
     reason = f"measured, a step by micro-batches per program: {listed}"
     return Chunking(min(medians, key=medians.__getitem__), reason)
 
 
-def _time(
-    pipeline: Pipeline,
-    state: PipelineState,
-    micro_batches: Sequence[Any],
-    inputs: Sequence[Any],
-    num_steps: int,
-) -> float:
-    """The median of the seconds that a step takes."""
+def _make_step(
+    pipeline: Pipeline, state: PipelineState, micro_batches: Sequence[Any], inputs: Sequence[Any]
+) -> Callable[[], Any]:
+    """A function that does a step on copies of a state, and returns what the step ends with."""
     pipeline.prepare()
     running = jax.tree.map(jnp.copy, pipeline.place(state))
     placed = pipeline.place_micro_batches(micro_batches)
-    taken = []
-    for _step in range(num_steps + 1):
-        begin = time.perf_counter()
+
+    def step() -> Any:
+        nonlocal running
         running, outputs = pipeline.step(running, placed, *inputs)
-        jax.block_until_ready((running, outputs.collected))
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
+        return running, outputs.collected
+
+    return step

@@ -46,7 +46,6 @@ from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
-from ipu_pipeline.engine.execution.program_times import time_shortest
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
@@ -68,7 +67,6 @@ from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     ChunkedStep,
-    MeasuredCosts,
     choose_dispatch_plan,
 )
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_dispatch_plan
@@ -79,6 +77,7 @@ from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import initializing
+from ipu_pipeline.engine.rehearsing import choose_by_steps
 from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
@@ -629,10 +628,10 @@ class Pipeline:
         """How many micro-batches a program handles; None on one device.
 
         If none was given, it is estimated from the programs and the kind of the devices (CPUs, as long as
-        none are known), and where chunks may be worth it, measured when the pipeline is prepared; in
-        several processes it is the estimate. With another schedule than "grouped", with recomputation or
-        offloading, and with a number of micro-batches that is known only at run time, every action stays a
-        program of its own.
+        none are known), and where chunks may be worth it, steps on zeros are timed when the pipeline is
+        prepared; in several processes it is the estimate. With another schedule than "grouped", with
+        recomputation or offloading, with fewer than eight micro-batches, and with a number of them that is
+        known only at run time, every action stays a program of its own.
         """
         if self.is_one_program:
             return None
@@ -656,6 +655,7 @@ class Pipeline:
             self.options.max_chunked_bytes,
             is_grouped=self.options.schedule == "grouped",
             saves_memory=self._recompute is not None or bool(self._offload),
+            num_at_once=self.num_at_once,
         )
 
     def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
@@ -981,34 +981,28 @@ class Pipeline:
 
         @functools.cache
         def make(chunk_size: int) -> ColumnRunner:
-            return make_runner(dispatch_plan=Chunking(chunk_size), lead=lead)
-
-        def measure() -> MeasuredCosts:
-            device = placement.groups[0].devices[0]
-            return MeasuredCosts(
-                lambda chunk_size: (
-                    make(chunk_size).measure(self.built.accumulator_dtypes, HOST_SECONDS).costs
-                ),
-                time_shortest(placement.groups[0]),
-                count_cores() if device.platform == "cpu" else None,
-            )
+            made = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead)
+            made.replicas.joins_assigned = self.options.joins_assigned
+            made.replicas.has_identical_keys = self._has_identical_keys
+            made.kept = self._kept
+            made.note = "" if lead is None else self._tell_shapes(number_of_shapes)
+            if self._num_replicas > 1 and not self.options.gathers_outputs:
+                made.keep_outputs()
+            return made
 
         if lead is None and self._may_measure(placement):
-            step, platform = self._chunked_step, devices[0].platform
-            try:
-                self._chosen_plan = choose_dispatch_plan(step, platform, measure)
-            except jax.errors.JaxRuntimeError:  # there may be no room beside a state
-                self._chosen_plan = choose_dispatch_plan(step, platform)
+            self._chosen_plan = choose_by_steps(
+                self._chunked_step,
+                make,
+                devices[0],
+                self.built,
+                (self.num_micro_batches or 0) * self._num_replicas,
+                self._describe_for_choice,
+            )
         plan = self.dispatch_plan
         assert plan is not None
 
         runner = make(plan.chunk_size)
-        runner.replicas.joins_assigned = self.options.joins_assigned
-        runner.replicas.has_identical_keys = self._has_identical_keys
-        runner.kept = self._kept
-        runner.note = "" if lead is None else self._tell_shapes(number_of_shapes)
-        if self._num_replicas > 1 and not self.options.gathers_outputs:
-            runner.keep_outputs()
         if plan.chunk_size > 1:
             first = runner if lead is None else lead
             runner.make_single = functools.cache(
@@ -1050,6 +1044,11 @@ class Pipeline:
                 warnings.warn(f"post_validation has no effect: {reason}.", stacklevel=2)
                 return False
         return True
+
+    def _describe_for_choice(self) -> Mapping[str, str]:
+        """What tells the pipeline from others that another dispatch plan may be chosen for."""
+        timetable = self.timetable(self.num_micro_batches or 1)
+        return fingerprints.describe(self.built, self.options, self.device_mapping, timetable, None)
 
     def _agree(self, devices: Sequence[Any]) -> None:
         """Sees that all processes of the run have the same pipeline."""

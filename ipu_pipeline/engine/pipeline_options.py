@@ -187,7 +187,7 @@ class PipelineOptions:
     update_options: Options | None = None
     option_names: Mapping[str, str] = field(default_factory=dict)
     dispatch_plan: Chunking | None = None
-    max_chunked_bytes: int = 16 * 2**20
+    max_chunked_bytes: int = 32 * 2**20
     post_validation: bool = False
 
     def __post_init__(self) -> None:

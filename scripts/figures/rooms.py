@@ -58,7 +58,7 @@ FLOORS = (
         "engine: roof",
         "engine.option_checks engine.pipeline_options engine.building engine.fingerprints "
         "engine.hanging engine.replaying engine.calling "
-        "engine.micro_batch_shapes engine.pipeline engine.loop "
+        "engine.micro_batch_shapes engine.rehearsing engine.pipeline engine.loop "
         "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
         "engine.adopting engine.resplitting "
         "engine.reference engine.exporting engine.processes engine.fronts engine",

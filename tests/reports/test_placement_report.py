@@ -80,8 +80,7 @@ def test_of_a_pipeline_and_a_loop_as_a_table():
         "per weight update:\n"
         "  from   to     bytes  what      read by\n"
         "  IPU 1  IPU 0  4      1 scalar\n"
-        "dispatch: one micro-batch per program: the longest program of one micro-batch "
-        "computes for about 0 us, and 3 micro-batches do not make 4 equal chunks of several\n"
+        "dispatch: one micro-batch per program: a step has fewer than 8 micro-batches\n"
         "advice (by counted operations): A gradient accumulation count of 12 instead of 3 would give 4% "
         "more samples per second (a step on devices of their own takes 380 µs now, and 1.46 ms then)."
     )

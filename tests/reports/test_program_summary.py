@@ -41,8 +41,7 @@ keeps: what it holds of all micro-batches in flight; forward, backward: estimate
 the last stage does both in its forward
 bubble: IPUs wait for 29.1% of a step, by these operations (25.0% if all actions took equally long)
 IPU 1 has most to do: 56% of all operations
-dispatch: one micro-batch per program: the longest program of one micro-batch computes for about 0 us, and \
-3 micro-batches do not make 4 equal chunks of several"""
+dispatch: one micro-batch per program: a step has fewer than 8 micro-batches"""
 
 
 def test_of_a_small_model():

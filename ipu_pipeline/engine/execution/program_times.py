@@ -3,8 +3,7 @@
 Programs are told apart by what XLA would compile, the versions, the kind of device, on a CPU the number of
 cores, and by how much their pipelines read: equal programs of one pipeline are measured once, and so are
 those of others that read as much. What was measured
-stays, and what is chosen by it is chosen again in the next run. Each program has a file of its own. The
-first process to measure it writes the file, and others keep to that: no lock is needed.
+stays (`kept_measurements`), and what is chosen by it is chosen again in the next run.
 
 In a step the programs of a pipeline take turns, and what one of them reads has left the caches when it runs
 again, if the others read much. So where all that are timed together read more than a small cache holds, a
@@ -14,14 +13,9 @@ of all, up to some times what a large cache holds.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
 import itertools
-import json
 import math
 import os
-import platform
 import re
 import statistics
 import threading
@@ -37,6 +31,13 @@ import numpy as np
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.placing import copy_to
 from ipu_pipeline.engine.execution.kept import jit_zeros, text_of
+from ipu_pipeline.engine.execution.kept_measurements import (
+    describe_device,
+    digest,
+    find_directory,
+    keep,
+    read,
+)
 from ipu_pipeline.engine.planning.choosing import nominal_speed
 from ipu_pipeline.engine.progress import compiling
 from ipu_pipeline.ground import jax_compat
@@ -46,13 +47,11 @@ from ipu_pipeline.ground.shapes import num_bytes
 __all__ = [
     "ProgramTime",
     "TimedProgram",
-    "find_directory",
     "time_copy",
     "time_programs",
     "time_shortest",
 ]
 
-_FOLDER = "program_times"
 _PASSES = 2  # over all programs: what disturbs one measurement of a program has ended by the other
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 25, 0.05  # of each
 _SHORT = 1e-3  # seconds; what takes less is called several times in a row
@@ -101,24 +100,6 @@ class TimedProgram(NamedTuple):
     options: Mapping[str, Any]
 
 
-def find_directory() -> Path | None:
-    """The directory where times are kept: in that of JAX's compiled programs, else in the user's cache.
-
-    Returns:
-      The directory, which need not exist; None if there is no place for it.
-    """
-    given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # not in JAX's annotations
-    if given and "://" not in given:
-        return Path(given) / _FOLDER
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():
-        try:
-            cache = Path.home() / ".cache"
-        except RuntimeError:  # the user has none
-            return None
-    return cache / "ipu_pipeline" / _FOLDER
-
-
 def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
     """Times programs on zeros, each alone. Those that have been timed before, anywhere, are not run.
 
@@ -158,7 +139,9 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
     directory = find_directory()
     shapes = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
     number = len(target.devices)
-    key = _digest("copy", str(shapes), str(number), *map(_describe, (source.devices[0], target.devices[0])))
+    key = digest(
+        "copy", str(shapes), str(number), *map(describe_device, (source.devices[0], target.devices[0]))
+    )
     if _find(key, directory) is None:
         zeros = _make_zeros(avals, [source.replicated] * len(avals))
 
@@ -191,35 +174,13 @@ def _identify(program: TimedProgram, lowered: Any, num_copies: int) -> str:
     # Random keys are folded with the number of the call and the hash of the scope: layers that are equal
     # but for these take as long.
     text = re.sub(r"dense<\d+> : tensor<ui32>", "dense<_> : tensor<ui32>", text_of(lowered))
-    return _digest(
+    return digest(
         text,
         str(jax_compat.kept_arguments(lowered)),
         str(sorted(program.options.items())),
         str(num_copies),
-        _describe(program.device),
+        describe_device(program.device),
     )
-
-
-def _describe(device: Any) -> str:
-    """What a program's time depends on besides the program."""
-    cores = (_cpu_model(), count_cores()) if device.platform == "cpu" else None
-    settings = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
-    kind = device.platform, device.device_kind, device.client.platform_version
-    return str((*kind, cores, jax.__version__, *settings))
-
-
-@functools.cache
-def _cpu_model() -> str:
-    """The model of the processor: machines that share a directory may differ."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line
-    return f"{platform.machine()} {platform.processor()}"
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def _compile(lowered: Sequence[Any]) -> list[Any]:
@@ -280,43 +241,20 @@ def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
 
 def _find(key: str, directory: Path | None) -> ProgramTime | None:
     found = _known.get(key)
-    if found is None and directory is not None:
-        found = _read(directory / f"{key}.json")
+    if found is None:
+        found = read(directory, key, _parse)
         if found is not None:
             _known[key] = found
     return found
 
 
-def _read(path: Path) -> ProgramTime | None:
-    """What a file says; None if there is none, or it says nothing that can be."""
-    try:
-        found = ProgramTime(**json.loads(path.read_bytes()))
-        is_usable = all(math.isfinite(value) and value >= 0 for value in found) and found.cores > 0
-        return found._replace(num_temporary_bytes=int(found.num_temporary_bytes)) if is_usable else None
-    except (OSError, ValueError, TypeError):
-        return None
+def _parse(fields: Any) -> ProgramTime | None:
+    """A time from the fields of a file; None if they say nothing that can be."""
+    found = ProgramTime(**fields)
+    is_usable = all(math.isfinite(value) and value >= 0 for value in found) and found.cores > 0
+    return found._replace(num_temporary_bytes=int(found.num_temporary_bytes)) if is_usable else None
 
 
 def _keep(key: str, found: ProgramTime, directory: Path | None) -> ProgramTime:
-    """Keeps what was measured. Returns what counts: what another process wrote meanwhile, if any did.
-
-    A directory that cannot be written is not used: the times are then those of this process only.
-    """
-    if directory is None:
-        return found
-    path = directory / f"{key}.json"
-    written = directory / f"{key}.{os.getpid()}.{threading.get_ident()}"
-    with contextlib.suppress(OSError):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            written.write_text(json.dumps(found._asdict()))
-            os.link(written, path)
-        except FileExistsError:
-            if (other := _read(path)) is not None:
-                return other
-            os.replace(written, path)  # it says nothing usable
-        except OSError:  # a file system without links
-            os.replace(written, path)
-        finally:
-            written.unlink(missing_ok=True)
-    return found
+    """Keeps what was measured. Returns what counts: what another process wrote meanwhile, if any did."""
+    return keep(directory, key, found._asdict(), _parse) or found

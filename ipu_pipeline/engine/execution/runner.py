@@ -194,7 +194,7 @@ class ColumnRunner(Runner[PendingStep]):
         self.dealer = Dealer(placement, self.columns, self._chunk.size, num_turns)
         alone = len(homes) == 1
         self._place_element = self.columns[0].feed.add if alone else self.dealer.place_element
-        self._is_compiled = False
+        self._compiled_for: Any = None  # the kind of random key; None before
         self._told = list(range(len(homes) * num_turns))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         if len(homes) > 1:
@@ -214,6 +214,10 @@ class ColumnRunner(Runner[PendingStep]):
         """Follows other timetables from the next step on."""
         self.lowering.follow(make_timetable)
         self._make_timetable, self._mixed = make_timetable, None
+
+    def share_updates(self, other: ColumnRunner) -> None:
+        """Takes over the programs of weight updates of a runner with another dispatch plan."""
+        self._weight_update = other.weight_update
 
     def like(self, other: ColumnRunner) -> Self:
         """Takes over what was set in a runner for the same shapes. Returns itself."""
@@ -313,8 +317,12 @@ class ColumnRunner(Runner[PendingStep]):
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of all columns and of the weight update."""
-        if self._is_compiled:
+        kind = state.pipeline.key.dtype
+        if self._compiled_for == kind:
             return
+        for column in self.columns:
+            for template in column.plan.templates.values():
+                template.function = template.jitted
         states = self.replicas.split_state(state)
         prepared = [
             column.prepare(own, request.of_replica(replica).inputs)[0]
@@ -333,7 +341,7 @@ class ColumnRunner(Runner[PendingStep]):
             self.note,
         )
         self.temporary_bytes, self.residual_bytes = found
-        self._is_compiled = True
+        self._compiled_for = kind
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingStep:
         """Runs the micro-batches of an update. In a loop it only takes an iteration's micro-batches."""

@@ -4,36 +4,32 @@ Every dispatch costs the host and the device some time, however little it comput
 have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has more
 micro-batches in flight.
 
-Which is better is first estimated from the programs' operations and the nominal figures below, which takes
-no device. Where that finds chunks, or something whose operations cannot be counted, and programs may be run
-on zeros, the programs are measured: those for one micro-batch, and those of the chunks that are then the
-best. These are taken only if they are measured to be faster, too.
-
-Physical devices are simulated. The virtual devices of a CPU share its cores, and XLA's programs use all
-cores that are idle: while one stage waits, the others are faster. So there a step is estimated to take the
-sum of its programs' and dispatches' times; measured programs are simulated on the cores that they keep
-busy.
+All sizes of chunks are compared by simulated steps, first with the programs' operations and the nominal
+figures below, which take no device. The virtual devices of a CPU share its cores in it. Operations say
+little of sorts, softmaxes and loops over short programs. So where steps may be run on zeros, the size that
+seems best is timed, whole steps of it; the estimate is corrected by that, and if another size then seems
+better, or compiles quickly, steps of both are timed in turns.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms
-from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.ground.cores import count_cores
+from ipu_pipeline.ground.tables import describe_bytes
 
 __all__ = [
     "HOST_SECONDS",
     "ChunkedStep",
-    "MeasuredCosts",
+    "Rehearsal",
     "Speed",
     "choose_chunk_size",
     "choose_dispatch_plan",
@@ -45,9 +41,13 @@ __all__ = [
 
 HOST_SECONDS = 20e-6  # in which a host starts a program
 _MAX_CHUNK_SIZE = 16
-_LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
+_LEAST_CHUNKS = 4  # in a step that is only estimated; with fewer, stages would hardly overlap
+_LEAST_MICRO_BATCHES = 8  # with fewer, loops in programs take longer to compile than they ever save
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
-_LEAST_GAIN = 0.02  # of the step's time; for less, chunks are not worth what they hold
+_LEAST_GAIN = 0.03  # of the step's time; for less, chunks are not worth what they hold
+_MEASURED_GAIN = 0.01  # likewise, where both were timed
+_QUICK = 1.0  # seconds; programs that compile in less are compiled to be compared
+_LONG_STEP = 0.3  # seconds; with longer ones nothing depends on dispatches
 
 
 class Speed(NamedTuple):
@@ -78,10 +78,15 @@ def count_seconds(program: StageProgram | None, speed: Speed) -> float:
     return program.num_operations * speed.per_operation + speed.per_dispatch
 
 
-def possible_chunk_sizes(num_micro_batches: int) -> list[int]:
-    """The sizes to choose from: powers of two that divide the number of micro-batches."""
-    largest = min(_MAX_CHUNK_SIZE, num_micro_batches // _LEAST_CHUNKS)
-    sizes = [2**power for power in range(_MAX_CHUNK_SIZE.bit_length()) if 2**power <= max(1, largest)]
+def possible_chunk_sizes(num_micro_batches: int, least_chunks: int = _LEAST_CHUNKS) -> list[int]:
+    """The sizes to choose from: powers of two that divide the number of micro-batches.
+
+    Args:
+      num_micro_batches: of a step.
+      least_chunks: how many chunks a step has at least.
+    """
+    largest = max(1, min(_MAX_CHUNK_SIZE, num_micro_batches // least_chunks))
+    sizes = [2**power for power in range(_MAX_CHUNK_SIZE.bit_length()) if 2**power <= largest]
     return [size for size in sizes if num_micro_batches % size == 0]
 
 
@@ -100,6 +105,7 @@ class ChunkedStep:
       is_grouped: whether the schedule is "grouped". Another one was chosen for its order or its memory, and
         is followed action by action.
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
+      num_at_once: replicas that run at the same time.
     """
 
     programs: Sequence[StagePrograms]
@@ -110,6 +116,7 @@ class ChunkedStep:
     max_live_bytes: int
     is_grouped: bool
     saves_memory: bool
+    num_at_once: int = 1
 
     def predict(self, costs: Costs, chunk_size: int, cores: float | None) -> float:
         """The time of a step, or of the first 64 micro-batches of a longer one.
@@ -137,31 +144,23 @@ class ChunkedStep:
         )
 
 
-class MeasuredCosts(NamedTuple):
-    """What is measured of a pipeline for the choice.
+class Rehearsal(Protocol):
+    """Times whole steps on zeros."""
 
-    Attributes:
-      of_chunks: measures what a micro-batch takes, from the number that a program handles.
-      overhead: what the shortest program takes, in seconds.
-      cores: the number of cores that the devices share; None if each has its own.
-    """
+    compile_seconds: float
+    """How long the programs of the last plan took to compile."""
 
-    of_chunks: Callable[[int], Costs]
-    overhead: float
-    cores: float | None
+    def time(self, chunk_sizes: Sequence[int]) -> Mapping[int, float]:
+        """The medians of the seconds that a step takes with plans that take turns, by size."""
 
 
-def choose_dispatch_plan(
-    step: ChunkedStep, platform: str, measure: Callable[[], MeasuredCosts] | None = None
-) -> Chunking:
+def choose_dispatch_plan(step: ChunkedStep, platform: str, rehearsal: Rehearsal | None = None) -> Chunking:
     """Chooses the plan with which a step is shortest.
-
-    A step keeps at least four chunks, and larger chunks are taken only if they save 2% of its time.
 
     Args:
       step: what it is chosen for.
       platform: the devices' kind, as in `jax.Device.platform`.
-      measure: returns what measures the programs; None where they cannot be run.
+      rehearsal: times steps; None where they cannot be run. A step then keeps at least four chunks.
     """
     everything = [program for own in step.programs for program in (own.forward, *own.backwards)]
     uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in everything))))
@@ -170,128 +169,129 @@ def choose_dispatch_plan(
         "the schedule was chosen for its order or its memory": not step.is_grouped,
         "recomputation or offloading is to save memory": step.saves_memory,
         "stages print or call back into Python": any(program.reaches_python for program in everything),
-        f"{uncounted} has no known cost, and is not measured here": bool(uncounted) and measure is None,
+        f"{uncounted} has no known cost, and is not measured here": bool(uncounted) and rehearsal is None,
     }
     for reason, holds in reasons.items():
         if holds:
             return Chunking(reason=reason)
     assert step.num_micro_batches is not None
-    if not uncounted:
-        counted = _choose_by_counts(step, nominal_speed(platform))
-        if measure is None or counted.chunk_size == 1:
-            return counted
-    if possible_chunk_sizes(step.num_micro_batches) == [1]:
-        return Chunking(reason=_describe_too_few(step.num_micro_batches))
-    assert measure is not None
-    return _choose_by_measuring(step, measure())
-
-
-def _describe_too_few(number: int) -> str:
-    return f"{number} micro-batches do not make {_LEAST_CHUNKS} equal chunks of several"
-
-
-class _Choice(NamedTuple):
-    """The best size of chunks, and the time of a step with it and one by one."""
-
-    chunk_size: int
-    seconds: float
-    alone: float
-    held_back: str  # words about what memory does not allow; or empty
+    if step.num_micro_batches < _LEAST_MICRO_BATCHES:
+        return Chunking(reason=f"a step has fewer than {_LEAST_MICRO_BATCHES} micro-batches")
+    return _Choice(step, nominal_speed(platform), rehearsal).choose(is_counted=not uncounted)
 
 
 def choose_chunk_size(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
-    """The size with which a step is shortest; a larger one only if it saves 2% of a step one by one.
+    """The size with which a step is shortest; a larger one only if it saves 3% of a step one by one.
 
     Args:
       sizes: in ascending order, from 1.
       seconds: the time of a step, from the size.
     """
-    best = alone = seconds(sizes[0])
-    chosen = sizes[0]
-    for size in sizes[1:]:
-        found = seconds(size)
-        if found < best - _LEAST_GAIN * alone:
-            best, chosen = found, size
+    return _choose_least({size: seconds(size) for size in sizes}, _LEAST_GAIN)
+
+
+def _choose_least(seconds: Mapping[int, float], gain: float) -> int:
+    """The size with the least seconds; a larger one only if it saves that part of the smallest one's."""
+    chosen = first = min(seconds)
+    for size in sorted(seconds):
+        if seconds[size] < seconds[chosen] - gain * seconds[first]:
+            chosen = size
     return chosen
 
 
-def _choose(step: ChunkedStep, seconds: Callable[[int], float]) -> _Choice:
-    assert step.num_micro_batches is not None
-    sizes, held_back = [1], ""
-    for chunk_size in possible_chunk_sizes(step.num_micro_batches)[1:]:
-        if step.live_bytes(chunk_size) > step.max_live_bytes:
-            held_back = f"; larger chunks would hold more than {step.max_live_bytes:,} bytes on a stage"
-            break
-        sizes.append(chunk_size)
-    known = {size: seconds(size) for size in sizes}
-    chosen = choose_chunk_size(sizes, known.__getitem__)
-    return _Choice(chosen, known[chosen], known[1], held_back)
+class _Choice:
+    """The choice among sizes of chunks, by estimated steps and timed ones."""
 
+    def __init__(self, step: ChunkedStep, speed: Speed, rehearsal: Rehearsal | None) -> None:
+        assert step.num_micro_batches is not None
+        self._step, self._speed, self._rehearsal = step, speed, rehearsal
+        self._cores = count_cores() / step.num_at_once if speed.shares_cores else None
+        # Fewer chunks than devices that compute at the same time leave some of them idle.
+        fewest = 1 if speed.shares_cores and rehearsal is not None else _LEAST_CHUNKS
+        self._sizes, self._held_back = [1], ""
+        for size in possible_chunk_sizes(step.num_micro_batches, fewest)[1:]:
+            if step.live_bytes(size) > step.max_live_bytes:
+                most = describe_bytes(step.max_live_bytes)
+                self._held_back = f"; larger chunks would hold more than {most} on a stage"
+                break
+            self._sizes.append(size)
 
-def _choose_by_counts(step: ChunkedStep, speed: Speed) -> Chunking:
-    operations = {}
-    for stage, own in enumerate(step.programs):
-        operations[ActionKind.FORWARD, stage] = own.forward.num_operations
-        if own.backward is not None:
-            operations[ActionKind.BACKWARD, stage] = own.backward.num_operations
+    def choose(self, *, is_counted: bool) -> Chunking:
+        """Chooses a plan; `is_counted` says whether operations are known."""
+        estimated = self._estimate(1.0)
+        first = _choose_least(estimated, _LEAST_GAIN) if is_counted else 1
+        if len(self._sizes) == 1 or self._rehearsal is None or (first == 1 and is_counted):
+            return self._tell(first, estimated, {})
+        measured = dict(self._rehearsal.time([first]))
+        corrected = self._estimate(self._fit(first, measured[first]))
+        others = {size: seconds for size, seconds in corrected.items() if size != first}
+        second = min(others, key=others.__getitem__)
+        if measured[first] > _LONG_STEP:
+            return self._tell(_choose_least(corrected, _LEAST_GAIN), corrected, measured)
+        is_better = others[second] < (1 - _LEAST_GAIN) * corrected[first]
+        if is_better or self._rehearsal.compile_seconds < _QUICK:
+            measured = dict(self._rehearsal.time([first, second]))
+            return self._tell(_choose_least(measured, _MEASURED_GAIN), corrected, measured)
+        return self._tell(first, corrected, measured)
 
-    def seconds(chunk_size: int) -> float:
-        def cost(kind: ActionKind, stage: int) -> float:
-            total = operations.get((kind, stage), 0.0)
-            return total * speed.per_operation + speed.per_dispatch / chunk_size if total else 0.0
+    def _estimate(self, factor: float) -> dict[int, float]:
+        """The seconds of a step by size, if operations take `factor` times what they nominally do."""
+        return {size: self._predict(size, factor) for size in self._sizes}
 
-        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
-        forward, backward = (tuple(cost(kind, i) for i in range(len(step.programs))) for kind in kinds)
-        if speed.shares_cores:
-            assert step.num_micro_batches is not None
-            own = [cost for cost in (*forward, *backward) if cost]
-            return step.num_micro_batches * (sum(own) + HOST_SECONDS / chunk_size * len(own))
-        costs = Costs.of(len(step.programs), forward=forward, backward=backward, host=HOST_SECONDS)
-        return step.predict(costs, chunk_size, None)
+    def _predict(self, size: int, factor: float) -> float:
+        def cost(program: StageProgram | None) -> float:
+            if program is None:
+                return 0.0
+            computed = max(program.num_operations, 1.0) * self._speed.per_operation * factor
+            return computed + self._speed.per_dispatch / size
 
-    found = _choose(step, seconds)
-    longest = describe_seconds(max(operations.values()) * speed.per_operation)
-    reason = f"the longest program of one micro-batch computes for about {longest}, "
-    assert step.num_micro_batches is not None
-    if possible_chunk_sizes(step.num_micro_batches) == [1]:
-        reason += f"and {_describe_too_few(step.num_micro_batches)}"
-    elif found.chunk_size == 1:
-        reason += "beside which dispatches cost little"
-    else:
-        reason += (
-            f"and a step is estimated to take {found.seconds / found.alone:.0%} of its time one by one"
+        programs = self._step.programs
+        costs = Costs.of(
+            len(programs),
+            forward=[cost(own.forward) for own in programs],
+            backward=[cost(own.backward) for own in programs],
+            host=HOST_SECONDS,
         )
-    return Chunking(found.chunk_size, reason + found.held_back)
+        assert self._step.num_micro_batches is not None
+        share = max(1.0, self._step.num_micro_batches / _MAX_SIMULATED)
+        return share * self._step.predict(costs, size, self._cores)
 
+    def _fit(self, size: int, seconds: float) -> float:
+        """The factor with which a step of this size is estimated to take what it does, by secants."""
+        known = [(0.0, self._predict(size, 0.0)), (1.0, self._predict(size, 1.0))]
+        for _round in range(4):
+            (before, low), (factor, found) = known[-2:]
+            if found <= low or abs(found - seconds) < 1e-3 * seconds:
+                break
+            factor = max(0.0, before + (seconds - low) * (factor - before) / (found - low))
+            known.append((factor, self._predict(size, factor)))
+        return known[-1][0]
 
-def _choose_by_measuring(step: ChunkedStep, measured: MeasuredCosts) -> Chunking:
-    alone = measured.of_chunks(1)
-
-    def spread(taken: Sequence[float], chunk_size: int) -> tuple[float, ...]:
-        """The times of a micro-batch in chunks, whose overhead comes once."""
-        return tuple(
-            max(own - measured.overhead, 0.0) + min(own, measured.overhead) / chunk_size for own in taken
+    def _tell(self, chosen: int, estimated: Mapping[int, float], measured: Mapping[int, float]) -> Chunking:
+        """The plan, with the time of a step and that of the best of the others."""
+        if len(estimated) == 1:
+            number = self._step.num_micro_batches
+            reason = (
+                self._held_back.removeprefix("; ") or f"{number} micro-batches do not make equal chunks"
+            )
+            return Chunking(reason=reason)
+        others = {
+            size: found
+            for size, found in (measured if len(measured) > 1 else estimated).items()
+            if size != chosen
+        }
+        other = min(others, key=others.__getitem__)
+        own = measured.get(chosen)
+        verb = "is estimated to take" if own is None else "takes"
+        about = "about " if own is not None and other not in measured else ""
+        reason = (
+            f"a step {verb} {describe_seconds(estimated[chosen] if own is None else own)}, "
+            f"with {other} per program {about}{describe_seconds(others[other])}"
         )
-
-    def seconds(chunk_size: int) -> float:
-        costs = dataclasses.replace(
-            alone,
-            forward=spread(alone.forward, chunk_size),
-            backward=spread(alone.backward, chunk_size),
-            weight_gradients=(),
-        )
-        return step.predict(costs, chunk_size, measured.cores)
-
-    found = _choose(step, seconds)
-    longest = describe_seconds(max(*alone.forward, *alone.backward))
-    reason = f"measured: the longest program of one micro-batch takes {longest}, "
-    if found.chunk_size == 1:
-        return Chunking(reason=f"{reason}beside which dispatches cost little{found.held_back}")
-    taken = step.predict(measured.of_chunks(found.chunk_size), found.chunk_size, measured.cores)
-    share = f"and a step with {found.chunk_size} micro-batches per program {taken / found.alone:.0%}"
-    reason = f"{reason}{share} of its time one by one"
-    is_faster = taken < (1 - _LEAST_GAIN) * found.alone
-    return Chunking(found.chunk_size if is_faster else 1, reason + found.held_back)
+        if chosen > 1:
+            live, alone = (describe_bytes(self._step.live_bytes(size)) for size in (chosen, 1))
+            reason += f"; a stage holds at most {live} of activations, with 1 per program {alone}"
+        return Chunking(chosen, reason + self._held_back)
 
 
 def describe_seconds(seconds: float) -> str:

@@ -204,7 +204,9 @@ def run(pipeline):
 
 
 def test_the_state_that_is_on_each_ipu():
-    pipeline = make(3, "grouped", None, device_mapping=(2, 2, 0), optimizer=MOMENTUM)
+    pipeline = make(
+        3, "grouped", None, device_mapping=(2, 2, 0), optimizer=MOMENTUM, dispatch_plan=engine.Chunking()
+    )
     state = pipeline.init(jax.random.key(0), make_step(1)[0])
     plans = pipeline.plan_ipu_memory()
     assert [plan.ipu for plan in plans] == [0, 2]

@@ -1,0 +1,204 @@
+"""Chooses a dispatch plan by steps on zeros, and keeps the choice for later processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine import watching
+from ipu_pipeline.engine.building import Built
+from ipu_pipeline.engine.devices.feeds import take_from
+from ipu_pipeline.engine.execution.contract import Request
+from ipu_pipeline.engine.execution.kept_measurements import (
+    describe_device,
+    digest,
+    find_directory,
+    keep,
+    read,
+)
+from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.planning.choosing import ChunkedStep, choose_dispatch_plan
+from ipu_pipeline.engine.planning.chunking import Chunking
+from ipu_pipeline.engine.state import PipelineState, RunState
+from ipu_pipeline.ground.shapes import num_bytes
+
+__all__ = ["StepTimes", "choose_by_steps", "time_in_turns"]
+
+_IN_A_ROW = 2  # steps, the second of which begins while the first one ends
+_LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 50, 0.25  # of plans that take turns
+_ROUNDS_ALONE = 2  # of a plan by itself, which only corrects an estimate
+_MOST_BYTES = 1 << 28  # of a state of zeros; the steps of larger models do not depend on dispatches
+
+_known: dict[str, Chunking] = {}  # by key
+
+
+def time_in_turns(
+    steps: Mapping[int, Callable[[], Any]], num_rounds: int | None = None
+) -> dict[int, float]:
+    """Runs steps in turns, each first and last as often. Returns the medians of the seconds of each.
+
+    Args:
+      steps: each runs one step, which may go on after it has returned, and returns what it ends with.
+      num_rounds: how many rounds; by default at least three, and as many as a quarter of a second has.
+    """
+    taken: dict[int, list[float]] = {size: [] for size in steps}
+    begin = time.perf_counter()
+    number = 0
+    while number < (num_rounds or _LEAST_ROUNDS) or (
+        num_rounds is None and number < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
+    ):
+        for size in list(steps) if number % 2 else reversed(list(steps)):
+            before = time.perf_counter()
+            for _step in range(_IN_A_ROW):
+                arrays = steps[size]()
+            jax.block_until_ready(arrays)
+            taken[size].append((time.perf_counter() - before) / _IN_A_ROW)
+        number += 1
+    return {size: statistics.median(seconds) for size, seconds in taken.items()}
+
+
+class StepTimes:
+    """Times steps of a pipeline on zeros with several plans. What they return is dropped."""
+
+    def __init__(self, make: Callable[[int], ColumnRunner], built: Built, every: int, number: int) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          make: makes the runner for a size of chunks.
+          built: the pipeline.
+          every: micro-batches of a step and replica.
+          number: micro-batches of a step, those of all replicas.
+        """
+        self.compile_seconds = 0.0
+        self._make, self._built, self._number = make, built, number
+        zeros = list(map(_zeros, jax.tree.leaves(built.traced.inputs)))
+        self._request = Request(zeros, every, limit=every, total=every)
+        self._first: ColumnRunner | None = None
+        self._state: RunState | None = None
+        self._steps: dict[int, Callable[[], Any]] = {}
+
+    def time(self, chunk_sizes: Sequence[int]) -> dict[int, float]:
+        """The medians of the seconds that a step takes with plans that take turns, by size."""
+        for size in chunk_sizes:
+            if size not in self._steps:
+                runner = self._make(size)
+                if self._first is None:
+                    self._first = runner
+                runner.share_updates(self._first)
+                self._steps[size] = self._prepare(runner)
+                jax.block_until_ready(self._steps[size]())  # the first one takes longer
+        rounds = _ROUNDS_ALONE if len(chunk_sizes) == 1 else None
+        return time_in_turns({size: self._steps[size] for size in chunk_sizes}, rounds)
+
+    def _prepare(self, runner: ColumnRunner) -> Callable[[], Any]:
+        """Compiles the programs of a plan. Returns its step, which takes the state of the last one."""
+        if self._state is None:
+            self._state = self._make_state(runner)
+        begin = time.perf_counter()
+        runner.compile(self._state, self._request)
+        self.compile_seconds = time.perf_counter() - begin
+        fed = list(map(_zeros, jax.tree.leaves(self._built.traced.element)))
+        elements = [runner.place_element(fed) if fed else () for _number in range(self._number)]
+        placed = runner.place_ahead(elements)
+
+        def step() -> Any:
+            state, watcher = self._state, watching.current()
+            assert state is not None
+            with nullcontext() if watcher is None else watcher.rehearsing(runner):
+                progress = runner.run(state, runner.fetch(state, self._request, take_from(placed)))
+            runner.has_run = False  # nothing of the user's has
+            self._state = state = progress.state
+            pipeline = state.pipeline
+            return pipeline.variables, pipeline.optimizer_state, state.accumulators, progress.collected
+
+        return step
+
+    def _make_state(self, runner: ColumnRunner) -> RunState:
+        updates = self._built.updates
+        variables = {name: _zeros(spec) for name, spec in self._built.traced.variables.items()}
+        optimizer_state = None
+        if updates is not None and not updates.init_needs_outputs:
+            leaves = [leaf.aval for leaf in updates.state_leaves]
+            optimizer_state = updates.state_tree.unflatten(map(_zeros, leaves))
+        state = PipelineState(
+            variables=variables,
+            optimizer_state=optimizer_state,
+            update_count=0,
+            execution_count=0,
+            key=jax.random.key(0),
+        )
+        accumulators = runner.make_accumulators(self._built.accumulator_dtypes)
+        return RunState(runner.place_state(state), accumulators)
+
+
+def _zeros(aval: Any) -> Any:
+    """Zeros on the host; of random keys, which NumPy does not have, on a device."""
+    make = np.zeros if isinstance(aval.dtype, np.dtype) else jnp.zeros
+    return make(aval.shape, aval.dtype)
+
+
+def choose_by_steps(
+    step: ChunkedStep,
+    make: Callable[[int], ColumnRunner],
+    device: Any,
+    built: Built,
+    number: int,
+    describe: Callable[[], Mapping[str, str]],
+) -> Chunking:
+    """Chooses a dispatch plan by steps on zeros where they may be run, else by estimates.
+
+    Args:
+      step: what it is chosen for.
+      make: makes the runner for a size of chunks.
+      device: one of the devices.
+      built: the pipeline.
+      number: micro-batches of a step, those of all replicas.
+      describe: tells the pipeline from others, in texts.
+    """
+    every = step.num_micro_batches
+    if every is None or not _may_run(built):
+        return choose_dispatch_plan(step, device.platform)
+    key = digest("dispatch plan", str(describe()), str(step.max_live_bytes), describe_device(device))
+    directory = find_directory()
+    found = _known.get(key) or read(directory, key, _parse)
+    if found is None or every % found.chunk_size:
+        times = StepTimes(make, built, every, number)
+        try:
+            found = choose_dispatch_plan(step, device.platform, times)
+        except jax.errors.JaxRuntimeError:  # there may be no room beside a state
+            return choose_dispatch_plan(step, device.platform)
+        if times.compile_seconds:  # it was not clear by the estimate
+            found = keep(directory, key, dataclasses.asdict(found), _parse) or found
+    _known[key] = found
+    return found
+
+
+def _parse(fields: Any) -> Chunking | None:
+    found = Chunking(**fields)
+    return found if isinstance(found.reason, str) else None
+
+
+def _may_run(built: Built) -> bool:
+    """Whether whole steps may be run on zeros: they end, nobody notices, and there is room.
+
+    What keeps the stages from it is known to the caller.
+    """
+    updates = built.updates
+    avals: list[Any] = list(built.traced.variables.values())
+    if updates is not None:
+        if updates.has_callbacks or updates.init_needs_outputs:
+            return False
+        if any(program.loops_by_data for program in updates.updates):
+            return False
+        avals += [leaf.aval for leaf in updates.state_leaves]
+    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:  # type: ignore[attr-defined]
+        return False
+    return num_bytes(avals) <= _MOST_BYTES
