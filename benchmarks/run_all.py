@@ -31,6 +31,7 @@ BENCHMARKS = [
     "single_program",
     "against_torch_pipelining",
     "dispatch",
+    "chunking",
     "compile",
     "first_step",
     "feeds",

@@ -22,8 +22,9 @@ def measure_dispatch_plan(
 ) -> Chunking:
     """Finds the dispatch plan with which a pipeline's steps are fastest, on this machine and now.
 
-    It compiles and runs every possible plan, each on a copy of the state, which takes long. The result can be kept, and given to a
-    pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that they take.
+    It compiles and runs every possible plan, each on a copy of the state, which takes long. The result can
+    be kept, and given to a pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that
+    they take.
 
     Example:
       >>> pipeline = engine.Pipeline(

@@ -220,7 +220,8 @@ class _Choice:
         """Chooses a plan; `is_counted` says whether operations are known."""
         estimated = self._estimate(1.0)
         first = _choose_least(estimated, _LEAST_GAIN) if is_counted else 1
-        if len(self._sizes) == 1 or self._rehearsal is None or (first == 1 and is_counted):
+        is_clear = is_counted and min(estimated, key=estimated.__getitem__) == 1
+        if len(self._sizes) == 1 or self._rehearsal is None or is_clear:
             return self._tell(first, estimated, {})
         measured = dict(self._rehearsal.time([first]))
         corrected = self._estimate(self._fit(first, measured[first]))
@@ -229,10 +230,18 @@ class _Choice:
         if measured[first] > _LONG_STEP:
             return self._tell(_choose_least(corrected, _LEAST_GAIN), corrected, measured)
         is_better = others[second] < (1 - _LEAST_GAIN) * corrected[first]
-        if is_better or self._rehearsal.compile_seconds < _QUICK:
+        is_quick = self._rehearsal.compile_seconds < _QUICK
+        if is_better or is_quick:
             measured = dict(self._rehearsal.time([first, second]))
-            return self._tell(_choose_least(measured, _MEASURED_GAIN), corrected, measured)
-        return self._tell(first, corrected, measured)
+        if is_quick and (beside := self._find_beside(measured, corrected)):
+            measured = dict(self._rehearsal.time([*measured, beside]))
+        return self._tell(_choose_least(measured, _MEASURED_GAIN), corrected, measured)
+
+    def _find_beside(self, measured: Mapping[int, float], corrected: Mapping[int, float]) -> int | None:
+        """The size next to the best one that has not been timed; if both have not, what seems better."""
+        best = min(measured, key=measured.__getitem__)
+        beside = [size for size in (best // 2, best * 2) if size in corrected and size not in measured]
+        return min(beside, key=corrected.__getitem__, default=None)
 
     def _estimate(self, factor: float) -> dict[int, float]:
         """The seconds of a step by size, if operations take `factor` times what they nominally do."""
@@ -261,7 +270,7 @@ class _Choice:
         known = [(0.0, self._predict(size, 0.0)), (1.0, self._predict(size, 1.0))]
         for _round in range(4):
             (before, low), (factor, found) = known[-2:]
-            if found <= low or abs(found - seconds) < 1e-3 * seconds:
+            if factor == before or found == low or abs(found - seconds) < 1e-3 * seconds:
                 break
             factor = max(0.0, before + (seconds - low) * (factor - before) / (found - low))
             known.append((factor, self._predict(size, factor)))
@@ -270,16 +279,10 @@ class _Choice:
     def _tell(self, chosen: int, estimated: Mapping[int, float], measured: Mapping[int, float]) -> Chunking:
         """The plan, with the time of a step and that of the best of the others."""
         if len(estimated) == 1:
-            number = self._step.num_micro_batches
-            reason = (
-                self._held_back.removeprefix("; ") or f"{number} micro-batches do not make equal chunks"
-            )
-            return Chunking(reason=reason)
-        others = {
-            size: found
-            for size, found in (measured if len(measured) > 1 else estimated).items()
-            if size != chosen
-        }
+            alone = f"{self._step.num_micro_batches} micro-batches do not make equal chunks"
+            return Chunking(reason=self._held_back.removeprefix("; ") or alone)
+        known = measured if len(measured) > 1 else estimated
+        others = {size: seconds for size, seconds in known.items() if size != chosen}
         other = min(others, key=others.__getitem__)
         own = measured.get(chosen)
         verb = "is estimated to take" if own is None else "takes"

@@ -226,9 +226,9 @@ def pipeline(
         cannot be combined with `outfeed_loss`.
       reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients over the micro-batches, or its name.
       name: the name under which optimizer state is kept; by default "Pipeline".
-      dispatch_plan: over several IPUs, how many micro-batches a program handles, and whether a backward and
-        the forward that follows it are one program. None: chosen for speed if the schedule is Grouped, and
-        described in `Program.summary()`; `Program.dispatch_plans` has it, to be kept and given again.
+      dispatch_plan: over several IPUs, how many micro-batches a program handles. None: chosen for speed if
+        the schedule is Grouped, and described in `Program.summary()`; `Program.dispatch_plans` has it, to
+        be kept and given again.
       tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
         a size of T the pipeline needs T times as many IPUs: number i in `device_mapping` stands for IPUs
         T * i to T * i + T - 1. Values that go from stage to stage are whole on each of them. None: one.

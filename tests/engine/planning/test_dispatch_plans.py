@@ -453,8 +453,8 @@ class Steps:
         # Estimates are right, and another plan would take long to compile.
         (2.0, {16: 3e-3}, [[16]], 16),
         # It is quick to compile.
-        (0.1, {16: 3e-3, 8: 2e-3}, [[16], [16, 8]], 8),
-        (0.1, {16: 3e-3, 8: 2.98e-3}, [[16], [16, 8]], 8),
+        (0.1, {16: 3e-3, 8: 2e-3, 4: 2.5e-3}, [[16], [16, 8], [16, 8, 4]], 8),
+        (0.1, {16: 3e-3, 8: 2.98e-3, 4: 3e-3}, [[16], [16, 8], [16, 8, 4]], 4),
         (0.1, {16: 3e-3, 8: 3.1e-3}, [[16], [16, 8]], 16),
         # Programs take far longer than their operations say.
         (2.0, {16: 0.2, 2: 0.11}, [[16], [16, 2]], 2),
@@ -469,9 +469,12 @@ def test_steps_are_timed(compile_seconds, seconds, asked, chosen):
     assert steps.asked == asked
     assert plan.chunk_size == chosen
     if len(asked) > 1:
-        first, other = (choosing.describe_seconds(found) for found in sorted(seconds.values()))
-        assert plan.reason.startswith(f"a step takes {first}, with {min(set(seconds) - {chosen})} per")
-        assert other in plan.reason
+        own = choosing.describe_seconds(seconds.pop(chosen))
+        other = min(seconds, key=seconds.get)
+        expected = (
+            f"a step takes {own}, with {other} per program {choosing.describe_seconds(seconds[other])}"
+        )
+        assert plan.reason.startswith(expected)
 
 
 def test_of_programs_of_unknown_cost_one_by_one_is_timed_first():
