@@ -231,7 +231,8 @@ def test_stages_on_shared_cores_within_fifteen_hundredths(model):
 @needs_compiler
 def test_costs_of_a_pipeline_go_where_they_belong():
     """Two IPUs with two stages each; what was timed is made up."""
-    emulated = stages.make_pipeline([0.1] * 4, [0.1] * 4, 8, device_mapping=[0, 1, 0, 1])
+    options = {"device_mapping": [0, 1, 0, 1], "dispatch_plan": engine.Chunking()}
+    emulated = stages.make_pipeline([0.1] * 4, [0.1] * 4, 8, **options)
     forwards = {(engine.ActionKind.FORWARD, stage): stage + 1.0 for stage in range(4)}
     backwards = {(engine.ActionKind.BACKWARD, stage): stage + 5.0 for stage in range(3)}
     times = timing.Times(forwards | backwards, {(engine.ActionKind.FORWARD, 3): 0.5}, {0: 2.0, 1: 3.0})

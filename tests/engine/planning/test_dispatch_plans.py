@@ -523,7 +523,9 @@ def train(num_replicas=1, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"donate": True}, {"num_replicas": 2}, {"optimizer": optax.adam(0.1)}], ids=str
+    "options",
+    [{}, {"donate": True}, {"num_replicas": 2}, {"optimizer": optax.adam(0.1)}],
+    ids=["plain", "donate", "replicas", "adam"],
 )
 def test_steps_on_zeros_leave_no_trace(kept, options):
     plan, found = train(**options)
