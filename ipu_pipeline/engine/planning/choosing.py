@@ -46,6 +46,7 @@ _LEAST_MICRO_BATCHES = 8  # with fewer, loops in programs take longer to compile
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _LEAST_GAIN = 0.03  # of the step's time; for less, chunks are not worth what they hold
 _MEASURED_GAIN = 0.01  # likewise, where both were timed
+_NEAR = 0.1  # of a step's estimated time: it may as well be shorter
 _QUICK = 1.0  # seconds; programs that compile in less are compiled to be compared
 _LONG_STEP = 0.3  # seconds; with longer ones nothing depends on dispatches
 
@@ -238,10 +239,12 @@ class _Choice:
         return self._tell(_choose_least(measured, _MEASURED_GAIN), corrected, measured)
 
     def _find_beside(self, measured: Mapping[int, float], corrected: Mapping[int, float]) -> int | None:
-        """The size next to the best one that has not been timed; if both have not, what seems better."""
+        """A size next to the best one that has not been timed and may be as good; None if there is none."""
         best = min(measured, key=measured.__getitem__)
+        most = (1 + _NEAR) * corrected[best]
         beside = [size for size in (best // 2, best * 2) if size in corrected and size not in measured]
-        return min(beside, key=corrected.__getitem__, default=None)
+        near = [size for size in beside if corrected[size] < most]
+        return min(near, key=corrected.__getitem__, default=None)
 
     def _estimate(self, factor: float) -> dict[int, float]:
         """The seconds of a step by size, if operations take `factor` times what they nominally do."""

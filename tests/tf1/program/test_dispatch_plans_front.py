@@ -57,7 +57,7 @@ def test_a_measured_plan():
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     plan = engine.measure_dispatch_plan(pipeline, state, micro_batches, num_steps=2)
     assert plan.reason.startswith("measured, a step by micro-batches per program: 1 ")
-    assert plan.reason.count(" us") + plan.reason.count(" ms") == 2  # chunks of 1 and 2
+    assert plan.reason.count(" us") + plan.reason.count(" ms") == 4  # chunks of 1, 2, 4 and 8
     assert pipeline.dispatch_plan.reason != plan.reason
     pipeline.step(state, micro_batches)  # the state is still there
 
