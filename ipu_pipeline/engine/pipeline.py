@@ -44,6 +44,7 @@ from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
+from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
 from ipu_pipeline.engine.execution.runner import ColumnRunner
@@ -1048,7 +1049,11 @@ class Pipeline:
     def _describe_for_choice(self) -> Mapping[str, str]:
         """What tells the pipeline from others that another dispatch plan may be chosen for."""
         timetable = self.timetable(self.num_micro_batches or 1)
-        return fingerprints.describe(self.built, self.options, self.device_mapping, timetable, None)
+        told = fingerprints.describe(self.built, self.options, self.device_mapping, timetable, None)
+        programs = [program for own in self._programs for program in (own.forward, *own.backwards)]
+        told |= {program.name: identify_operations(program.equations) for program in programs}
+        updates = () if self.updates is None else self.updates.updates
+        return told | {program.name: str(program.num_operations) for program in updates}
 
     def _agree(self, devices: Sequence[Any]) -> None:
         """Sees that all processes of the run have the same pipeline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,29 +168,30 @@ def choose_by_steps(
     if every is None or not _may_run(built):
         return choose_dispatch_plan(step, device.platform)
     key = digest("dispatch plan", str(describe()), str(step.max_live_bytes), describe_device(device))
-    directory = find_directory()
-    found = _known.get(key) or read(directory, key, _parse)
-    if found is None or every % found.chunk_size:
+    directory, parse = find_directory(), functools.partial(_parse, every)
+    found = _known.get(key) or read(directory, key, parse)
+    if found is None:
         times = StepTimes(make, built, every, number)
         try:
             found = choose_dispatch_plan(step, device.platform, times)
         except jax.errors.JaxRuntimeError:  # there may be no room beside a state
             return choose_dispatch_plan(step, device.platform)
         if times.compile_seconds:  # it was not clear by the estimate
-            found = keep(directory, key, dataclasses.asdict(found), _parse) or found
+            found = keep(directory, key, dataclasses.asdict(found), parse) or found
     _known[key] = found
     return found
 
 
-def _parse(fields: Any) -> Chunking | None:
+def _parse(every: int, fields: Any) -> Chunking | None:
+    """A plan from the fields of a file; None if it does not fit a step of so many micro-batches."""
     found = Chunking(**fields)
-    return found if isinstance(found.reason, str) else None
+    return found if isinstance(found.reason, str) and every % found.chunk_size == 0 else None
 
 
 def _may_run(built: Built) -> bool:
-    """Whether whole steps may be run on zeros: they end, nobody notices, and there is room.
+    """Whether steps can run on zeros: they terminate, have no visible effects, and fit in memory.
 
-    What keeps the stages from it is known to the caller.
+    The caller has checked the stages.
     """
     updates = built.updates
     avals: list[Any] = list(built.traced.variables.values())

@@ -10,12 +10,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.ground import jax_core
 
-__all__ = ["agree_on", "describe_programs", "digest"]
+__all__ = ["agree_on", "describe_programs", "digest", "identify_operations"]
 
 
 def agree_on(
@@ -51,13 +53,28 @@ def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[s
     return found
 
 
-def _describe_operations(equations: Iterable[Any]) -> Iterator[str]:
+def identify_operations(equations: Iterable[Any]) -> str:
+    """A short text that differs where operations do, or what they are told: how often a loop runs, say."""
+    return digest(list(_describe_operations(equations, with_numbers=True)))
+
+
+def _describe_operations(equations: Iterable[Any], *, with_numbers: bool = False) -> Iterator[str]:
     for equation in equations:
         operands = [str(v.val) if isinstance(v, jax_core.Literal) else v.aval for v in equation.invars]
         results = [variable.aval for variable in equation.outvars]
-        yield f"{equation.primitive} {[*map(_of_aval, operands)]} {[*map(_of_aval, results)]}"
+        told = {key: found for key, found in equation.params.items() if with_numbers and _is_plain(found)}
+        yield f"{equation.primitive} {[*map(_of_aval, operands)]} {[*map(_of_aval, results)]} {told or ''}"
         for body in jax_core.jaxprs_in_params(equation.params):
-            yield from _describe_operations(body.eqns)
+            yield from _describe_operations(body.eqns, with_numbers=with_numbers)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a parameter is made of words and numbers, which are the same text in every process."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, np.generic))
 
 
 def _of_aval(value: Any) -> str:

@@ -65,6 +65,7 @@ class StageProgram:
     has_convolutions: bool  # whether it has convolutions
     draws_bits: bool  # whether it draws random bits
     loops_by_data: bool  # whether it has a loop that ends when its data says so
+    equations: Sequence[Any]  # of its jaxpr, for one micro-batch
 
     @property
     def reaches_python(self) -> bool:
@@ -169,6 +170,7 @@ def cut(
         has_convolutions=has_convolutions(jaxpr),
         draws_bits=draws_bits(jaxpr),
         loops_by_data=any(jaxprs.has_primitive(equation, "while") for equation in jaxpr.eqns),
+        equations=jaxpr.eqns,
     )
 
 

@@ -541,17 +541,38 @@ def test_later_processes_choose_the_same_without_timing(kept, monkeypatch):
     monkeypatch.setattr(rehearsing, "_known", {})
     monkeypatch.setattr(rehearsing.StepTimes, "time", lambda *_arguments: pytest.fail("timed again"))
     assert train()[0] == plan
+
+
+@pytest.mark.parametrize("text", ["", '{"chunk_size": 0}', '{"chunk_size": 3}', '{"reason": 1}'])
+def test_a_file_without_a_usable_plan_is_replaced(kept, monkeypatch, text):
+    plan = train()[0]
     (path,) = kept.iterdir()
-    path.write_text('{"chunk_size": 0}')  # says nothing usable
+    written = path.read_text()
+    path.write_text(text)
     monkeypatch.setattr(rehearsing, "_known", {})
-    with pytest.raises(pytest.fail.Exception):
-        train()
+    monkeypatch.setattr(rehearsing, "choose_dispatch_plan", lambda *given: given[2].time([2]) and plan)
+    assert train()[0] == plan
+    assert path.read_text() == written
 
 
 def test_a_choice_is_for_one_pipeline(kept):
-    for options, number in [({}, 1), ({}, 1), ({"optimizer": optax.adam(0.1)}, 2)]:
-        train(**options)
-        assert len(list(kept.iterdir())) == number
+    def looping(number):
+        return calling(lambda x: jax.lax.fori_loop(0, number, lambda _place, y: jnp.tanh(y), x))
+
+    def with_gradient(number):
+        @jax.custom_vjp
+        def identity(x):
+            return x * 1
+
+        identity.defvjp(lambda x: (x * 1, None), lambda _kept, g: (jax.lax.reduce_precision(g, 8, number),))
+        return calling(identity)
+
+    adam, loops, gradients = optax.adam(0.1), map(looping, (2, 3)), map(with_gradient, (7, 8))
+    firsts = [{"first": first} for first in (*loops, *gradients)]
+    for number, options in enumerate([{}, {"optimizer": adam}, *firsts], 1):
+        for _time in range(2):
+            train(**options)
+            assert len(list(kept.iterdir())) == number
 
 
 def test_the_kind_of_random_key_may_change():
