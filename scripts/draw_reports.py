@@ -1,4 +1,4 @@
-"""Takes the pictures of reports that pages of the tutorial and of docs show. Needs chromium and g++.
+"""Takes the pictures of reports that pages of the tutorial and of docs show. Needs chromium.
 
     python scripts/draw_reports.py [NAME ...]
 

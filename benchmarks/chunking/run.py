@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.emulation.stages import find_compiler
 from benchmarks.harness import Row
 
 MODULE = "benchmarks.chunking.run"
@@ -283,9 +282,6 @@ def main() -> None:
         print(json.dumps(measure(args.side, num_rounds)))
         return
     names = args.cases or (SHORT_CASES if args.short else list(CASES))
-    if find_compiler() is None:
-        print("No g++: emulated devices are left out.", file=sys.stderr)
-        names = [name for name in names if not name.startswith("emulated")]
     rows = []
     beside = f", beside {args.busy} busy loops" if args.busy else ""
     run = functools.partial(harness.run_module, MODULE, "--rounds", num_rounds, "--side")

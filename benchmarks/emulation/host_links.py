@@ -91,7 +91,6 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
     Raises:
       ValueError: there are too few virtual devices for the links.
     """
-    stages.register()
     rows = list(dict.fromkeys(pipeline.prepare().placement.groups))
     taken = [row.devices[0] for row in rows]
     free = [device for device in jax.devices() if device not in taken]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import optax
 
 import ipu_pipeline as ipu
-from benchmarks.emulation import stages
 
 __all__ = ["Training", "compile_training"]
 
@@ -29,7 +27,6 @@ def compile_training(
     data: Callable[[], Any],
     loss: Callable[[Any], Any],
     rate: float,
-    library: Path | None = None,
 ) -> Training:
     """Selects the IPUs, and compiles a program that does one weight update by Adam.
 
@@ -40,12 +37,10 @@ def compile_training(
       data: makes an iterator over the micro-batches.
       loss: takes what the last stage returns, returns a scalar, which is enqueued.
       rate: Adam's learning rate.
-      library: as for `stages.register`.
     """
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = num_ipus
     config.configure_ipu_system()
-    stages.register(library)
     infeed = ipu.ipu_infeed_queue.IPUInfeedQueue(data)
     outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
 

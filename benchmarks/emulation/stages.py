@@ -1,4 +1,4 @@
-"""Emulated devices: stages that sleep in a foreign function.
+"""Emulated devices: stages that sleep (`engine.emulate`).
 
 A virtual device of XLA's CPU client has a thread, not a core. A program that sleeps holds the thread and
 takes no core, so eight stages on two cores run at the same time, as on devices of their own. XLA starts a
@@ -14,14 +14,8 @@ carries one thing at a time.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -36,52 +30,13 @@ from ipu_pipeline.ground import jax_compat
 __all__ = [
     "LEAST_BYTES",
     "Emulated",
-    "build",
     "emulated_stage",
-    "find_compiler",
     "make_pipeline",
     "num_devices",
-    "register",
     "sleep",
 ]
 
 LEAST_BYTES = 8192  # of what a stage takes and sends: then XLA starts its programs asynchronously
-
-_SOURCE = Path(__file__).with_name("sleep.cc")
-_TARGET = "ipu_pipeline_sleep"
-
-
-def find_compiler() -> str | None:
-    """Where g++ is; None without one."""
-    return shutil.which("g++")
-
-
-def build(folder: Path) -> Path:
-    """Compiles the foreign function into a folder; the path of the library.
-
-    Raises:
-      RuntimeError: there is no compiler.
-      CalledProcessError: it cannot be compiled.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise RuntimeError("Emulated devices need g++, which compiles benchmarks/emulation/sleep.cc.")
-    library = folder / "sleep.so"
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}"]
-    subprocess.run([*command, str(_SOURCE), "-o", str(library)], check=True)
-    return library
-
-
-@functools.cache
-def register(library: Path | None = None) -> None:
-    """Makes the foreign function known to XLA; once per process.
-
-    Args:
-      library: what `build` returned; None builds it, which takes seconds.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        handler = ctypes.CDLL(str(library or build(Path(folder)))).SleepHandler
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
 
 
 def emulated_stage(
@@ -154,7 +109,6 @@ def make_pipeline(
 
     Raises:
       ValueError: there are not as many times of either direction, or the bytes are too few.
-      RuntimeError: there is no compiler.
     """
     import optax
 
@@ -168,7 +122,6 @@ def make_pipeline(
             f"make_pipeline: num_bytes must be a multiple of {4 * width}, and {LEAST_BYTES} at "
             f"least, since XLA does not start smaller programs asynchronously; got {num_bytes}."
         )
-    register()
     functions = [emulated_stage(*times) for times in zip(forward_ms, backward_ms, strict=True)]
     stages: list[Callable[..., Any]] = [*functions[:-1], _with_loss(functions[-1])]
     pipeline = engine.Pipeline(
@@ -194,10 +147,7 @@ def _with_loss(stage: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[.
 
 def sleep(x: jax.Array, milliseconds: float) -> jax.Array:
     """A value that is there after so many milliseconds, in which the device does nothing else."""
-    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    called = jax.ffi.ffi_call(_TARGET, struct, vmap_method="broadcast_all")
-    result: jax.Array = called(x, milliseconds=np.float64(milliseconds))
-    return result
+    return engine.emulate(x, milliseconds, 0)
 
 
 class _Links:

@@ -23,7 +23,6 @@ Model = tuple[Sequence[Callable[..., Any]], Sequence[Any], dict[str, Any]]
 
 def make_emulated(num_stages: int, milliseconds: float) -> Model:
     """Stages that sleep, their parameters, and the variables of a state."""
-    stages.register()
 
     def stage(number: int, w: Any, x: Any, position: Any) -> Any:
         if number == 0:

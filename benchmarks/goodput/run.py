@@ -44,14 +44,13 @@ def _make_data() -> Iterator[Any]:
         yield np.random.default_rng(number).normal(1.0, 0.1, [2, WIDTH]).astype(np.float32)
 
 
-def work(num_stages: int, folder: Path, num_runs: int | None, library: Path) -> None:
+def work(num_stages: int, folder: Path, num_runs: int | None) -> None:
     """Trains, as one of the processes. The process of the last stage writes a line of losses for each run.
 
     Args:
       num_stages: the number of stages, and of IPUs.
       folder: where the lines go.
       num_runs: the number of runs, in which stages do not sleep; None: trains until it is ended.
-      library: as for `stages.register`.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -78,7 +77,6 @@ def work(num_stages: int, folder: Path, num_runs: int | None, library: Path) -> 
         _make_data,
         lambda y: jnp.mean((y - 2) ** 2),
         1e-3,
-        library,
     )
     with ipu.Session(seed=1) as session:
         session.run(infeed.initializer)
@@ -110,8 +108,6 @@ def measure(num_processes: int, minutes: float, every: float, has_standby: bool 
       every: the seconds.
       has_standby: whether with processes on standby; None: if there is a core for each.
     """
-    from benchmarks.emulation import stages
-
     generator = random.Random(0)  # noqa: S311  # of moments
     launch = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", str(num_processes)]
     if has_standby is None:
@@ -122,7 +118,7 @@ def measure(num_processes: int, minutes: float, every: float, has_standby: bool 
         folder, undisturbed = Path(name) / "job", Path(name) / "undisturbed"
         folder.mkdir()
         undisturbed.mkdir()
-        side = ["-m", MODULE, "--library", str(stages.build(Path(name))), *side]
+        side = ["-m", MODULE, *side]
         with (Path(name) / "log").open("w") as log:
             command = [*launch, "--restarts", "1000000", *standby, *side, str(folder)]
             job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -184,11 +180,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 2])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--runs", type=int)
-    parser.add_argument("--library", type=Path)
     parser.add_argument("--standby", action=argparse.BooleanOptionalAction)
     args = parser.parse_args()
     if args.side is not None:
-        work(args.processes[0], args.folder, args.runs, args.library)
+        work(args.processes[0], args.folder, args.runs)
         return
     minutes = 4 if args.short else args.minutes
     rows = [measure(number, minutes, args.every, args.standby) for number in args.processes]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -256,12 +255,6 @@ def main() -> None:
         return
     if args.side is not None:
         serve(CASES[args.cases[0]], args.side)
-        return
-    from benchmarks.emulation import stages
-
-    if stages.find_compiler() is None:
-        print("There is no g++, so nothing was measured.", file=sys.stderr)
-        harness.report([], args.json)
         return
     num_rounds, seconds = (3, 0.3) if args.short else (args.rounds, 1.0)
     harness.report([row for name in args.cases for row in measure(name, num_rounds, seconds)], args.json)

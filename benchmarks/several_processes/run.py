@@ -290,12 +290,7 @@ def main() -> None:
         else:
             serve_all(args.cases[0], Layout.of(args.side))
         return
-    from benchmarks.emulation import stages
-
     cases = args.cases or (SHORT_CASES if args.short else CASES)
-    if stages.find_compiler() is None and set(cases) & set(EMULATED):
-        print("There is no g++, so nothing that sleeps was measured.", file=sys.stderr)
-        cases = [case for case in cases if case not in EMULATED]
     num_rounds, seconds = (3, 0.5) if args.short else (args.rounds, harness.ROUND_SECONDS)
     harness.report([row for case in cases for row in measure(case, num_rounds, seconds)], args.json)
 

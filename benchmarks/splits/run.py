@@ -100,7 +100,6 @@ def make_emulated(milliseconds: Sequence[float], count: int) -> Layers:
     """Layers that sleep, twice as long backwards."""
     from benchmarks.emulation import stages, values
 
-    stages.register()
     functions: list[Callable[..., Any]] = [stages.emulated_stage(own, 2 * own) for own in milliseconds]
     last = functions.pop()
     functions.append(lambda w, x: (last(w, x) ** 2).mean())
@@ -302,7 +301,6 @@ def emulate(
     from ipu_pipeline import engine
     from ipu_pipeline.engine.planning.choosing import HOST_SECONDS
 
-    stages.register()
     times = [(1e3 * scale * own, 1e3 * scale * other) for own, other in zip(forward, backward, strict=True)]
     total = sum(times.pop())  # the last stage's programs are one
     functions: list[Callable[..., Any]] = [stages.emulated_stage(*pair) for pair in times]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.devices.gathered import gathered
     from ipu_pipeline.engine.devices.offloading import Offload
     from ipu_pipeline.engine.devices.sharding import Shard
+    from ipu_pipeline.engine.emulation import emulate
     from ipu_pipeline.engine.generation.generator import Generator
     from ipu_pipeline.engine.generation.requests import Request
     from ipu_pipeline.engine.generation.sampling import Sampling
@@ -110,6 +111,7 @@ __all__ = [
     "auto_stages",
     "constrain",
     "cross_replica_sum",
+    "emulate",
     "gathered",
     "get_variable",
     "get_variable_scope",
@@ -181,6 +183,7 @@ _HOMES = {
     "auto_stages": "engine.automatic_splits",
     "constrain": "engine.tracing.tensor_parallel",
     "cross_replica_sum": "engine.tracing.replicas",
+    "emulate": "engine.emulation",
     "gathered": "engine.devices.gathered",
     "get_variable": "engine.tracing.variables",
     "get_variable_scope": "engine.tracing.variable_scopes",

@@ -41,7 +41,8 @@ FLOORS = (
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.apart engine.state engine.state_checks engine.progress engine.watching engine.peers",
+        "engine.apart engine.state engine.state_checks engine.progress engine.watching engine.peers "
+        "engine.emulation",
         "State, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),

@@ -4,7 +4,6 @@ import io
 import json
 import random
 import re
-import shutil
 from pathlib import Path
 
 import jax
@@ -240,7 +239,6 @@ def test_a_torch_module_and_its_layers_are_the_same_model(case):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_the_program_of_emulation_s_page(tmp_path):
     text = (ROOT / "emulation" / "README.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

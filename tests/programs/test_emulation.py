@@ -1,4 +1,4 @@
-"""Emulated devices: stages that sleep in a foreign function, compiled here with the headers of jaxlib."""
+"""Emulated devices: stages that sleep."""
 
 import json
 import statistics
@@ -16,8 +16,6 @@ from benchmarks.emulation import run, stages, timing
 from ipu_pipeline import engine
 from ipu_pipeline.engine.schedules import ActionKind
 from tests.support import beside, models
-
-pytestmark = pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 
 NUM_STAGES, COUNT = 4, 8
 FOUR_STAGES = {"forward_ms": [1.0] * 4, "backward_ms": [1.0] * 4}
@@ -137,12 +135,6 @@ def test_what_cannot_be_emulated_is_refused(options, message):
 def test_one_program_has_no_programs_to_time():
     with pytest.raises(ValueError, match=r"one IPU.*\[0, 0\]"):
         timing.time_programs(*make(0.1, 0.1, num_stages=2, device_mapping=[0, 0]))
-
-
-def test_without_a_compiler_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(stages, "find_compiler", lambda: None)
-    with pytest.raises(RuntimeError, match=r"need g\+\+"):
-        stages.register.__wrapped__()  # not what is remembered, as it is known to XLA by now
 
 
 def test_the_benchmark_refuses_sides_that_train_something_else():

@@ -11,10 +11,7 @@ from benchmarks.emulation import stages as emulation
 from ipu_pipeline import engine
 from ipu_pipeline.reports.events import EventKind, busy_time
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.skipif(emulation.find_compiler() is None, reason="there is no g++"),
-]
+pytestmark = pytest.mark.soak
 
 FORWARD_MS, BACKWARD_MS, STAGES, COUNT = 10.0, 20.0, 4, 16
 

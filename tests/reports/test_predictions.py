@@ -21,7 +21,6 @@ from tests.support import joined
 
 NUM_ROUNDS, NUM_ATTEMPTS, NUM_WAITS = 5, 6, 10
 NUM_CORES = len(os.sched_getaffinity(0))
-needs_compiler = pytest.mark.skipif(stages.find_compiler() is None, reason="there is no g++")
 LEAST_SHARE = 0.85  # of the cores: with less of them, times alone say little about times together
 
 
@@ -79,7 +78,6 @@ def assert_near_one(compare, bound, needs_cores):
 
 
 @pytest.mark.soak
-@needs_compiler
 @pytest.mark.parametrize(
     ("forward_ms", "backward_ms", "options"),
     [
@@ -130,7 +128,6 @@ def time_steps(num_stages, num_steps):
 
 
 @pytest.mark.soak
-@needs_compiler
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_replicas_in_several_processes_within_a_tenth(num_stages, num_processes):
@@ -228,7 +225,6 @@ def test_stages_on_shared_cores_within_fifteen_hundredths(model):
 
 
 @pytest.mark.thorough
-@needs_compiler
 def test_costs_of_a_pipeline_go_where_they_belong():
     """Two IPUs with two stages each; what was timed is made up."""
     options = {"device_mapping": [0, 1, 0, 1], "dispatch_plan": engine.Chunking()}
@@ -252,7 +248,6 @@ def make_phased(mapping, phases, num_micro_batches=3):
     def with_weights(stage):
         return lambda own, x: stage(own["w"], x) * (1 + own["more"].sum())
 
-    stages.register()
     functions = [with_weights(stages.emulated_stage(20.0, 40.0)) for _stage in mapping]
     last = functions[-1]
     pipeline = engine.Pipeline(
@@ -271,7 +266,6 @@ def make_phased(mapping, phases, num_micro_batches=3):
 
 
 @pytest.mark.soak
-@needs_compiler
 @pytest.mark.parametrize(
     ("mapping", "phases"),
     [

@@ -127,10 +127,8 @@ def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
 
 
 @pytest.mark.soak  # it compares what steps took
-@pytest.mark.skipif(emulated.find_compiler() is None, reason="there is no g++")
 def test_independent_stages_of_a_phase_run_at_the_same_time():
     """Four stages one after another take 4 times 20 ms for a forward, and 3 times with two in parallel."""
-    emulated.register()
     stage = emulated.emulated_stage(20, 20)
 
     def last(w, *values):

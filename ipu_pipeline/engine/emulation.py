@@ -1,0 +1,134 @@
+"""Computation that takes time on a virtual device and no core: a laptop shows what separate devices do.
+
+A foreign function of XLA sleeps in the thread of the virtual device. It is made with ctypes, since XLA runs
+a program with a `jax.pure_callback` in the thread that starts it, so that nothing overlaps. The structures
+are the first fields of those in jaxlib's xla/ffi/api/c_api.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["emulate"]
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata: the call asks for the version of the interface
+_VERSION = (0, 1)  # the oldest that has all that is read here
+_EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+
+_targets: dict[float, Any] = {}  # milliseconds -> the foreign function, which must not be collected
+_lock = threading.Lock()
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("version_size", ctypes.c_size_t),
+        ("version_extension", ctypes.c_void_p),
+        ("version", ctypes.c_int * 2),
+        ("traits", ctypes.c_uint32),
+    )
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),
+    )
+
+
+class _CallFrame(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.POINTER(_Extension)),
+        ("api", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("stage", ctypes.c_int),
+    )
+
+
+def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -> jax.Array:
+    """Returns a value unchanged, after a time in which its device does nothing else and no core is used.
+
+    Virtual devices of a CPU share its cores, so that a pipeline is no faster there than one device. With
+    this in each stage they overlap as devices of their own do, and speed, bubbles and reports are those of
+    such devices. Values and gradients stay the same.
+
+    Args:
+      x: an array of floating-point numbers of any shape, computed in a stage or in any function that is
+        compiled.
+      forward_ms: how long it takes, in milliseconds; 0 for no time.
+      backward_ms: likewise for its gradient; by default twice as long.
+
+    Returns:
+      The array, of the same shape and dtype.
+
+    Raises:
+      TypeError: the array's numbers are not floating-point.
+      ValueError: a time is not a finite number of at least 0.
+      NotImplementedError: the default backend is not the CPU, whose devices need no emulation.
+
+    Example:
+      >>> def stage(x):
+      ...     return engine.emulate(jnp.tanh(x), 2.0)
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones(4, np.float32))
+    """
+    times = forward_ms, 2 * forward_ms if backward_ms is None else backward_ms
+    for name, milliseconds in zip(("forward_ms", "backward_ms"), times, strict=True):
+        if not 0 <= milliseconds < math.inf:
+            raise ValueError(f"emulate: {name} must be a finite number of at least 0; got {milliseconds}.")
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise TypeError(f"emulate: x must have floating-point numbers; got {jnp.result_type(x)}.")
+    if jax.default_backend() != "cpu":
+        raise NotImplementedError(
+            f"emulate is for virtual devices of a CPU; the default backend is {jax.default_backend()!r}."
+        )
+    return _emulate(x, *map(float, times))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _emulate(x: Any, forward_ms: float, _backward_ms: float) -> Any:
+    return _sleep(x, forward_ms)
+
+
+def _sleep(x: jax.Array, milliseconds: float) -> jax.Array:
+    if not milliseconds:
+        return x
+    name = f"ipu_pipeline_sleep_{milliseconds}_ms"
+    with _lock:
+        if milliseconds not in _targets:
+            target = _make_target(milliseconds / 1e3)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target), platform="cpu")
+            _targets[milliseconds] = target
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = jax.ffi.ffi_call(name, struct, input_output_aliases={0: 0}, vmap_method="broadcast_all")
+    result: jax.Array = call(x)
+    return result
+
+
+def _make_target(seconds: float) -> Any:
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
+    def call(frame: Any) -> None:
+        extension = frame.contents.extension
+        if extension and extension.contents.type == _METADATA:
+            metadata = extension.contents.metadata.contents
+            metadata.version[:], metadata.traits = _VERSION, 0
+        elif frame.contents.stage == _EXECUTE:
+            time.sleep(seconds)
+
+    return call
+
+
+_emulate.defvjp(
+    lambda x, forward_ms, _backward_ms: (_sleep(x, forward_ms), None),
+    lambda _forward_ms, backward_ms, _kept, g: (_sleep(g, backward_ms),),
+)
