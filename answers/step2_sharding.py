@@ -10,6 +10,7 @@ import optax
 
 import ipu_pipeline as ipu
 from ipu_pipeline import datasets, tutorial_support
+from ipu_pipeline.tutorial_support import emulate
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,16 +29,16 @@ def compute_logits(images: Any) -> Any:
         with ipu.variable_scope("flatten"):
             activations = ipu.layers.Flatten()(images)
         with ipu.variable_scope("dense256"):
-            activations = ipu.layers.Dense(256, activation=jax.nn.relu)(activations)
+            activations = emulate(ipu.layers.Dense(256, activation=jax.nn.relu)(activations))
         with ipu.variable_scope("dense128"):
-            activations = ipu.layers.Dense(128, activation=jax.nn.relu)(activations)
+            activations = emulate(ipu.layers.Dense(128, activation=jax.nn.relu)(activations))
         with ipu.variable_scope("dense64"):
-            activations = ipu.layers.Dense(64, activation=jax.nn.relu)(activations)
+            activations = emulate(ipu.layers.Dense(64, activation=jax.nn.relu)(activations))
     with ipu.scopes.ipu_shard(1):
         with ipu.variable_scope("dense32"):
-            activations = ipu.layers.Dense(32, activation=jax.nn.relu)(activations)
+            activations = emulate(ipu.layers.Dense(32, activation=jax.nn.relu)(activations))
         with ipu.variable_scope("logits"):
-            return ipu.layers.Dense(10)(activations)
+            return emulate(ipu.layers.Dense(10)(activations))
 
 
 def count_right(logits: Any, labels: Any, mask: Any) -> Any:
@@ -63,7 +64,7 @@ def main() -> None:
         with ipu.variable_scope("softmax_ce"):
             cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         with ipu.variable_scope("mean"):
-            loss = jnp.mean(cross_entropy)
+            loss = emulate(jnp.mean(cross_entropy))
         optimizer = ipu.optimizers.GradientAccumulationOptimizerV2(
             optax.sgd(learning_rate), num_mini_batches=args.batches_to_accumulate
         )

@@ -10,6 +10,7 @@ import optax
 
 import ipu_pipeline as ipu
 from ipu_pipeline import datasets, tutorial_support
+from ipu_pipeline.tutorial_support import emulate
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -31,31 +32,31 @@ def layer1_flatten(learning_rate: Any, images: Any, labels: Any) -> Any:
 
 def layer2_dense256(learning_rate: Any, activations: Any, labels: Any) -> Any:
     with ipu.variable_scope("dense256"):
-        activations = ipu.layers.Dense(256, activation=jax.nn.relu)(activations)
+        activations = emulate(ipu.layers.Dense(256, activation=jax.nn.relu)(activations))
         return learning_rate, activations, labels
 
 
 def layer3_dense128(learning_rate: Any, activations: Any, labels: Any) -> Any:
     with ipu.variable_scope("dense128"):
-        activations = ipu.layers.Dense(128, activation=jax.nn.relu)(activations)
+        activations = emulate(ipu.layers.Dense(128, activation=jax.nn.relu)(activations))
         return learning_rate, activations, labels
 
 
 def layer4_dense64(learning_rate: Any, activations: Any, labels: Any) -> Any:
     with ipu.variable_scope("dense64"):
-        activations = ipu.layers.Dense(64, activation=jax.nn.relu)(activations)
+        activations = emulate(ipu.layers.Dense(64, activation=jax.nn.relu)(activations))
         return learning_rate, activations, labels
 
 
 def layer5_dense32(learning_rate: Any, activations: Any, labels: Any) -> Any:
     with ipu.variable_scope("dense32"):
-        activations = ipu.layers.Dense(32, activation=jax.nn.relu)(activations)
+        activations = emulate(ipu.layers.Dense(32, activation=jax.nn.relu)(activations))
         return learning_rate, activations, labels
 
 
 def layer6_logits(learning_rate: Any, activations: Any, labels: Any) -> Any:
     with ipu.variable_scope("logits"):
-        logits = ipu.layers.Dense(10)(activations)
+        logits = emulate(ipu.layers.Dense(10)(activations))
         return learning_rate, logits, labels
 
 
@@ -63,7 +64,7 @@ def layer7_cel(learning_rate: Any, logits: Any, labels: Any) -> Any:
     with ipu.variable_scope("softmax_ce"):
         cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     with ipu.variable_scope("mean"):
-        loss = jnp.mean(cross_entropy)
+        loss = emulate(jnp.mean(cross_entropy))
         return learning_rate, loss
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.ground import jax_processes
+
 __all__ = ["emulate"]
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata: the call asks for the version of the interface
@@ -75,7 +77,8 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
     Raises:
       TypeError: the array's numbers are not floating-point.
       ValueError: a time is not a finite number of at least 0.
-      NotImplementedError: the default backend is not the CPU, whose devices need no emulation.
+      NotImplementedError: the devices are accelerators, which need no emulation. Before JAX has started,
+        XLA raises instead, and names the foreign function.
 
     Example:
       >>> def stage(x):
@@ -88,11 +91,12 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
             raise ValueError(f"emulate: {name} must be a finite number of at least 0; got {milliseconds}.")
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise TypeError(f"emulate: x must have floating-point numbers; got {jnp.result_type(x)}.")
-    if jax.default_backend() != "cpu":
+    if jax_processes.backends_run() and jax.default_backend() != "cpu":
         raise NotImplementedError(
             f"emulate is for virtual devices of a CPU; the default backend is {jax.default_backend()!r}."
         )
-    return _emulate(x, *map(float, times))
+    emulated: jax.Array = _emulate(x, *map(float, times))
+    return emulated
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -100,10 +104,10 @@ def _emulate(x: Any, forward_ms: float, _backward_ms: float) -> Any:
     return _sleep(x, forward_ms)
 
 
-def _sleep(x: jax.Array, milliseconds: float) -> jax.Array:
+def _sleep(x: jax.Array, milliseconds: float, *after: jax.Array) -> jax.Array:
     if not milliseconds:
         return x
-    name = f"ipu_pipeline_sleep_{milliseconds}_ms"
+    name = f"ipu_pipeline.engine.emulate_{milliseconds}_ms_on_a_cpu"
     with _lock:
         if milliseconds not in _targets:
             target = _make_target(milliseconds / 1e3)
@@ -111,12 +115,11 @@ def _sleep(x: jax.Array, milliseconds: float) -> jax.Array:
             _targets[milliseconds] = target
     struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call(name, struct, input_output_aliases={0: 0}, vmap_method="broadcast_all")
-    result: jax.Array = call(x)
+    result: jax.Array = call(x, *after)
     return result
 
 
 def _make_target(seconds: float) -> Any:
-    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
     def call(frame: Any) -> None:
         extension = frame.contents.extension
         if extension and extension.contents.type == _METADATA:
@@ -125,10 +128,16 @@ def _make_target(seconds: float) -> Any:
         elif frame.contents.stage == _EXECUTE:
             time.sleep(seconds)
 
-    return call
+    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))(call)
 
 
-_emulate.defvjp(
-    lambda x, forward_ms, _backward_ms: (_sleep(x, forward_ms), None),
-    lambda _forward_ms, backward_ms, _kept, g: (_sleep(g, backward_ms),),
-)
+def _forward(x: jax.Array, forward_ms: float, _backward_ms: float) -> tuple[jax.Array, jax.Array]:
+    # The gradient of a loss is constant: without the residual, XLA would sleep once, before a loop.
+    return _sleep(x, forward_ms), jnp.ravel(x)[:1]
+
+
+def _backward(_forward_ms: float, backward_ms: float, kept: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (_sleep(g, backward_ms, kept),)
+
+
+_emulate.defvjp(_forward, _backward)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ipu_pipeline import engine
 from ipu_pipeline.data import datasets
 from ipu_pipeline.engine.fronts import between_bars, is_shown_on
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -30,6 +31,7 @@ __all__ = [
     "add_schedule_argument",
     "check_loss",
     "count_steps",
+    "emulate",
     "evaluate",
     "exit_on_error",
     "is_shown_on",
@@ -118,6 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
     parser.add_argument(
         "--seed", type=seed, default=0, help="Of the initial variables and the order of the examples."
     )
+    _Emulate.milliseconds = 0.0  # not those of a program that ran before in this process
+    parser.add_argument(
+        "--emulate",
+        action=_Emulate,
+        type=positive_float,
+        metavar="MS",
+        help="Let each layer take so many milliseconds of its IPU, twice as many backwards, and no core: "
+        "the virtual IPUs of a laptop then overlap as real ones do.",
+    )
     add_ipu_model_argument(parser)
 
 
@@ -144,6 +155,20 @@ def add_fashion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=seed, default=0, help="Of the initial weights and the order of the images."
     )
+
+
+def emulate(x: Any) -> Any:
+    """A layer's result, which takes the time of `--emulate`, and twice as long backwards."""
+    return engine.emulate(x, _Emulate.milliseconds)
+
+
+class _Emulate(argparse.Action):
+    """Notes how long each layer takes."""
+
+    milliseconds = 0.0
+
+    def __call__(self, _parser: Any, _namespace: Any, values: Any, _option: Any = None) -> None:
+        _Emulate.milliseconds = values
 
 
 def add_ipu_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -224,6 +249,8 @@ def train(
 ) -> None:
     """The training loop: prints the mean loss every 10 steps and at the last, and the speed at the end.
 
+    The speed leaves out the first step, which compiles, unless it is the only one.
+
     Args:
       run_step: trains for one step, returns its losses.
       steps: the number of steps.
@@ -234,7 +261,7 @@ def train(
       FloatingPointError: a loss is not finite.
       KeyboardInterrupt: on Ctrl-C; it says after which step.
     """
-    begin = time.perf_counter()
+    begin = measured_from = time.perf_counter()
     done = None
     try:
         with tqdm(
@@ -243,12 +270,17 @@ def train(
             for step in range(steps):
                 losses = run_step()
                 done = step
+                if step == 0 < steps - 1:
+                    measured_from = time.perf_counter()
                 print_step(step, steps, examples_per_step, num_examples, losses)
                 progress.update()
     except KeyboardInterrupt:
         when = "before the first step was done" if done is None else f"after step {done}"
         raise KeyboardInterrupt(when) from None
-    print_speed(steps * examples_per_step, time.perf_counter() - begin)
+    end = time.perf_counter()
+    speed = max(1, steps - 1) * examples_per_step / (end - measured_from)
+    when = " after the first step" if steps > 1 else ""  # which compiles
+    print(f"Elapsed {end - begin:.2f} s, {speed:,.0f} samples/sec{when}")
 
 
 def print_step(step: int, steps: int, examples_per_step: int, num_examples: int, losses: Any) -> None:
