@@ -5,7 +5,7 @@ from pathlib import Path
 
 import ipu_pipeline
 
-sys.path.insert(0, str(Path(__file__).parent))  # for reference and plain_text
+sys.path.insert(0, str(Path(__file__).parent))  # for the extensions in this folder
 
 project = "ipu_pipeline"
 author = "The ipu_pipeline authors"
@@ -29,6 +29,7 @@ include_patterns = [
 exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__"]
 
 extensions = [
+    "graphcore_names",
     "myst_nb",
     "plain_text",
     "reference",

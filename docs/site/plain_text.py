@@ -30,8 +30,8 @@ def _write(app: Any, error: Exception | None) -> None:
     target = Path(app.outdir)
     for name in app.env.found_docs:
         source = Path(app.env.doc2path(name))
-        if source.suffix == ".md" and "eval-rst" not in (text := source.read_text(encoding="utf-8")):
-            (target / f"{name}.md").write_text(text, encoding="utf-8")
+        if source.suffix == ".md" and not name.startswith("docs/api/"):
+            (target / f"{name}.md").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
         else:
             text = app.env.get_doctree(name).astext()
             (target / f"{name}.txt").write_text(text, encoding="utf-8")

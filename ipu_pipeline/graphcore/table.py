@@ -1,4 +1,4 @@
-"""The table of names: `names.json`, whose rows docs/porting.md prints, and `sdk_names.json`.
+"""The table of names: `names.json`, whose rows docs/api/names.md shows, and `sdk_names.json`.
 
 A row of `names.json` has a name of Graphcore's, or one of TensorFlow 1's that begins with "tf.", and says
 what it is here:

@@ -1,9 +1,8 @@
-"""docs/porting.md: its tables are what the package is, name by name."""
+"""docs/porting.md, and the tables of docs/api/names.md: they are what the package is, name by name."""
 
-import importlib.util
 import re
+import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,15 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline import pipelining_ops
 from ipu_pipeline.graphcore import table
 from tests.support import front
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
-_SPEC = importlib.util.spec_from_file_location("porting", ROOT / "scripts" / "write_porting_page.py")
-page = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(page)
-ROWS = [*table.read_rows().values(), *page.read_settings()]
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+import graphcore_names  # it belongs to the site's configuration
+
+ROWS = [*table.read_rows().values(), *graphcore_names.read_settings()]
 STATUSES = ("same", "renamed", "no effect", "not there")
 
 
@@ -33,8 +33,16 @@ def find(name):
     return found
 
 
-def test_the_page_is_up_to_date():
-    assert page.PAGE.read_text() == page.make_page(), "python scripts/write_porting_page.py"
+def test_the_tables_have_each_row():
+    lines = [line for line in graphcore_names.make_tables().splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == [row.name.partition(" ")[0] for row in ROWS]
+    (line,) = (line for line in lines if line.startswith("| `optimizers.CrossReplicaOptimizer` "))
+    assert line.endswith(
+        "| the same | It makes replicas, as many as the selected IPUs allow; see "
+        "[docs/replicas.md](/docs/replicas.md). |"
+    )
+    for target in re.findall(r"\]\(/([^)]+)\)", "\n".join(lines)):
+        assert (ROOT / target).exists(), target
 
 
 def faults_of(row):
@@ -73,9 +81,9 @@ def test_all_public_modules_are_in_it():
 
 
 def test_sentences_of_what_the_package_says():
-    assert page.as_sentence("optax.sgd(rate) does so") == "`optax.sgd(rate)` does so."
+    assert graphcore_names.as_sentence("optax.sgd(rate) does so") == "`optax.sgd(rate)` does so."
     assert (
-        page.as_sentence("infeeds fetch; IPUInfeedQueue says it")
+        graphcore_names.as_sentence("infeeds fetch; IPUInfeedQueue says it")
         == "Infeeds fetch; `IPUInfeedQueue` says it."
     )
 
@@ -83,11 +91,39 @@ def test_sentences_of_what_the_package_says():
 def test_the_error_that_the_page_shows():
     with pytest.raises(ModuleNotFoundError) as error:
         from ipu_pipeline.scopes import stochastic_rounding  # noqa: F401
-    shown = " ".join(page.PAGE.read_text().split())
+    shown = " ".join((ROOT / "docs" / "porting.md").read_text().split())
     assert (
         f">>> from ipu_pipeline.scopes import stochastic_rounding ModuleNotFoundError: {error.value} ```"
         in shown
     )
+
+
+@pytest.mark.parametrize("is_in_tuple", [False, True])
+def test_a_last_stage_that_returns_one_value(is_in_tuple):
+    infeed = ipu.ipu_infeed_queue.IPUInfeedQueue([np.ones((2, 3), np.float32)] * 4)
+    outfeed = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
+
+    def last(x):
+        loss = (x**2).mean()
+        return (loss,) if is_in_tuple else loss
+
+    def model():
+        return pipelining_ops.pipeline(
+            [ipu.layers.Dense(4), last],
+            gradient_accumulation_count=4,
+            infeed_queue=infeed,
+            outfeed_queue=outfeed,
+            optimizer_function=lambda loss: pipelining_ops.OptimizerFunctionOutput(optax.sgd(0.1), loss),
+        )
+
+    program = front.compile_program(model)
+    with ipu.Session() as session:
+        session.run([infeed.initializer, program])
+        result = session.run(outfeed.dequeue())
+    if is_in_tuple:
+        assert isinstance(result, list)
+        (result,) = result
+    assert result.shape == (4,)
 
 
 def test_between_the_gradients_and_the_update():

@@ -96,6 +96,7 @@ def check_plain_text(site):
         assert (site / path).read_text().strip(), path
     assert (site / "docs/engine.md").read_text() == (ROOT / "docs/engine.md").read_text()
     assert "num_micro_batches" in (site / "docs/api/engine.txt").read_text()
+    assert "scopes.stochastic_rounding" in (site / "docs/api/names.txt").read_text()
 
 
 _WHAT_IS_WRONG = """

@@ -237,7 +237,7 @@ def test_inspect_pickle_copy_and_doctest_know_them():
         ("ipu.optimizers.AdamOptimizer", AttributeError, "is ipu.optimizers.tf1.AdamOptimizer in ipu"),
         ("ipu.optimizers.tf1.LARSOptimizer", AttributeError, "tf.contrib.opt.LARSOptimizer, of TensorFlow"),
         ("ipu.optimizers.tf1.linear_cosine_decay", AttributeError, "tf.train.linear_cosine_decay, of Tens"),
-        ("ipu.ipu_session_run_hooks.StopAtStepHook", AttributeError, "It ended training. `train(steps="),
+        ("ipu.ipu_session_run_hooks.StopAtStepHook", AttributeError, "It ended training. Use `train("),
         ("ipu.ipu_session_run_hooks.FeedFnHook", AttributeError, "tf.train.FeedFnHook, of TensorFlow, is"),
         ("ipu.metrics.recall_at_k", AttributeError, "tf.metrics.recall_at_k, of TensorFlow, is not in"),
         ("ipu.scopes.__wrapped__", AttributeError, "has no attribute '__wrapped__'"),

@@ -63,6 +63,11 @@ def mixed_precision(
     other. The functions of `normalization_ops` do so likewise. What has no variables (Dropout, Activation,
     pooling) keeps the dtype of its inputs, and `get_variable` gives what it is asked for.
 
+    Some things are computed in float32, or wider, whatever the dtype: all of a normalization, with `gamma`
+    and `beta` as they are; moving statistics; sums and gates of LSTM and GRU. What their backward needs of
+    it is held in that dtype. Gradients of biases, of embeddings and of recurrent weights are added in
+    `param_dtype` at least.
+
     Blocks nest: what an inner one does not say, the outer one does. An argument of a layer comes first,
     then the block that it is made in, then the block that it is applied in, each dtype for itself. Where
     nobody says anything, layers compute in float32, and a layer's variables have the dtype that it computes

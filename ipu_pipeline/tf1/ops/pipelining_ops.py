@@ -169,7 +169,7 @@ def pipeline(
         update has up to 2**22 forwards and backwards, which are all planned beforehand.
       gradient_accumulation_dtype: the dtype of the sums or means of gradients: None for the variable's
         dtype, a floating-point dtype, or a function from a variable (with `name`, `shape` and `dtype`) to
-        one of these.
+        one of these. Where it is wider than the variable, the optimizer computes in it, too.
       repeat_count: how often the pipeline, with its weight update, runs in one `Session.run`.
       batch_serialization_iterations: how many elements of the infeed a stage handles, one after another,
         before the next stage starts. With k an update takes k times `gradient_accumulation_count` elements,
@@ -178,7 +178,9 @@ def pipeline(
       inputs: the first arguments of the first stage: arrays, which stay the same during a run; or
         `get_global_step()` and what is computed from it, with the value at the weight update.
       infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
-      outfeed_queue: takes what the last stage returns, or the loss.
+        `Session.run` raises OutOfRangeError when its data end.
+      outfeed_queue: takes what the last stage returns, or the loss. Required if the last stage returns
+        anything.
       optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. A dict
         is one argument, or its entries are keyword arguments if the function has their names. With an
         `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the selected IPUs
@@ -186,8 +188,9 @@ def pipeline(
         weight update, on what the last stage returned for the last micro-batch. None: the pipeline only
         runs forwards.
       device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
-        own, in order.
-      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. Not in Graphcore's:
+        own, in order. With all stages on one IPU the pipeline is one compiled program.
+      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. It changes the number
+        of micro-batches in flight, never the result. Not in Graphcore's:
         `PipelineSchedule.searched()`, the best order for the stages' own costs; the name of a schedule,
         also another library's ("1f1b"); a function `schedule(num_stages, num_micro_batches,
         device_mapping, training)` that returns the actions of each IPU in their order; or the path of a CSV
@@ -225,7 +228,8 @@ def pipeline(
         in a dict if it returns a dict; True leaves a value out. It needs an `optimizer_function`, and
         cannot be combined with `outfeed_loss`.
       reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients over the micro-batches, or its name.
-      name: the name under which optimizer state is kept; by default "Pipeline".
+      name: the name under which the session keeps the optimizer's state and the count of updates; by
+        default "Pipeline".
       dispatch_plan: over several IPUs, how many micro-batches a program handles. None: chosen for speed if
         the schedule is Grouped, and described in `Program.summary()`; `Program.dispatch_plans` has it, to
         be kept and given again.

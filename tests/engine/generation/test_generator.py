@@ -102,6 +102,22 @@ def test_the_state_of_another_split(generator, parameters, prompts, continuation
     assert answer.tolist() == continuations[0]
 
 
+def test_a_model_that_was_split_with_its_parameters(plain, prompts, continuations):
+    """Its variables have the paths of the parameters as their names, which `Shared` gives the generator."""
+
+    def model(p, tokens):
+        return write_whole(p["write"], *read_whole(p["read"], tokens))
+
+    own = dict(zip(("read", "write"), plain, strict=True))
+    tokens = np.zeros(LENGTH, np.int32)
+    split = engine.split(model, 2, tokens, parameters=own, measure=False, num_micro_batches=1)
+    state = engine.Pipeline(split, num_micro_batches=1).init(jax.random.key(0), tokens)
+    shared = [engine.Shared(f"model/{name}", values) for name, values in own.items()]
+    generator = make(shared)
+    (answer,) = generator.generate(generator.resplit(state), prompts[:1], max_new_tokens=12)
+    assert answer.tolist() == continuations[0]
+
+
 def test_a_dict_of_variables_or_the_state_of_replicas(generator, state, prompts, continuations):
     variables = {name: np.asarray(value) for name, value in state.variables.items()}
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))

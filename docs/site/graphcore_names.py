@@ -1,35 +1,23 @@
-"""Writes docs/porting.md's tables, from ipu_pipeline/graphcore/names.json and what the package itself says.
-
-    python scripts/write_porting_page.py
-
-What stands before the tables is written by hand, and stays.
-"""
+"""The tables of docs/api/names.md: each Graphcore and TensorFlow 1 name, and what it is here."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
 from ipu_pipeline.graphcore.table import Row, read_rows
 from ipu_pipeline.tf1 import utils
 from ipu_pipeline.tf1.config_categories import SETTINGS
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "porting.md"
-HEADING = "## Every name\n"
-INTRODUCTION = """
-What Graphcore's programs import, and what it is here. `ipu.ops.X`, `ipu.optimizers.X` and the module paths
-of `tensorflow.python.ipu` lead to the same names. A `*` stands for any characters. Importing or using a
-name that is not there raises an error with the text of its row.
-"""
-_HERE = {"same": "the same", "no effect": "known, no effect", "not there": "not there"}
+PAGE = "docs/api/names"
+_HERE = {"same": "the same", "no effect": "accepted, no effect", "not there": "not available"}
 # In texts of the package: calls, dotted names, names with underscores, names of classes.
 _CODE = re.compile(r"\w+(?:\.\w+)*\([^()]*\)|\w+(?:\.\w+)+|\w*_\w+|IPU[A-Z][a-z]\w+")
 
 
 def read_settings() -> list[Row]:
-    """The settings and functions of Graphcore's that have no effect, as the package knows them."""
+    """Graphcore's settings and functions that have no effect, as the package knows them."""
     settings = {
         f"config.IPUConfig.{name}": as_sentence(setting.reason)
         for name, setting in SETTINGS.items()
@@ -49,17 +37,18 @@ def as_sentence(text: str) -> str:
 
 
 def make_table(rows: Iterable[Row]) -> str:
-    """Rows as a table."""
+    """Rows as a table of Markdown, whose pages are links."""
     lines = ["| name | here | |", "| --- | --- | --- |"]
     for row in rows:
         code, _, words = row.name.partition(" ")
         name = f"`{code}` {words}".rstrip()
-        lines.append(f"| {name} | {_HERE.get(row.status) or f'`{row.here}`'} | {row.why} |")
+        why = re.sub(r"docs/(?:api/)?(\w+)\.md", r"[\g<0>](/\g<0>)", row.why)
+        lines.append(f"| {name} | {_HERE.get(row.status) or f'`{row.here}`'} | {why} |")
     return "\n".join(lines) + "\n"
 
 
 def make_tables() -> str:
-    """All that stands below the heading."""
+    """All tables, each below its heading."""
     rows = list(read_rows().values())
     first = next(number for number, row in enumerate(rows) if row.name.startswith("tf."))
     parts = {
@@ -67,15 +56,14 @@ def make_tables() -> str:
         "TensorFlow 1's names": rows[first:],
         "Settings and functions without effect": read_settings(),
     }
-    return "\n".join(
-        [INTRODUCTION, *(f"### {title}\n\n{make_table(part)}" for title, part in parts.items())]
-    )
+    return "\n".join(f"## {title}\n\n{make_table(part)}" for title, part in parts.items())
 
 
-def make_page() -> str:
-    """The whole page, with the text that it has."""
-    return PAGE.read_text().partition(HEADING)[0] + HEADING + make_tables()
+def _add_tables(_app: Any, page: str, source: list[str]) -> None:
+    if page == PAGE:
+        source[0] += f"\n{make_tables()}"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(make_page())
+def setup(app: Any) -> dict[str, bool]:
+    app.connect("source-read", _add_tables)
+    return {"parallel_read_safe": True}
