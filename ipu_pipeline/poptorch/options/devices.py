@@ -114,7 +114,7 @@ class DeviceOptions(OptionGroup):
 
     @connection_type.setter
     def connectionType(self, connection_type: ConnectionType) -> None:
-        """When devices are taken: when a model is compiled, when it first runs, or never."""
+        """Whether a model is attached to its devices once it is compiled. With `Never` it cannot run."""
 
     sync_pattern = Option(
         checks.member(SyncPattern),

@@ -94,7 +94,8 @@ class DiagnosticOptions(OptionGroup):
 
         Args:
           short_name: the name that `getAnchoredTensor` takes.
-          long_name: one of `getTensorNames`.
+          long_name: one of `getTensorNames`. "Gradient___" before it keeps the value's gradient: one per
+            micro-batch, of its loss times `loss_scaling`, not averaged.
           output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
           output_return_period: the N of `OutputMode.EveryN`.
 
