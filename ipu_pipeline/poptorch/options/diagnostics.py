@@ -126,7 +126,8 @@ class DiagnosticOptions(OptionGroup):
         """Writes a profile of the model's first call after it was compiled.
 
         It is JAX's profile: TensorBoard's profiler and Perfetto show it. Its directory is named after
-        `modelName`, or else "training" or "inference".
+        `modelName`, or else "training" or "inference"; several processes write to `process_0`, `process_1`
+        and so on in it.
 
         Args:
           profile_dir: the directory to write in; None for the directory where the program runs.

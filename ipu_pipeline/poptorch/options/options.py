@@ -224,7 +224,8 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         The model is compiled for each new shape. All programs share weights, buffers, random numbers and
         optimizer state, so shapes may change from call to call as in plain torch. Each call still has the
-        same number of micro-batches, all of one shape.
+        same number of micro-batches, all of one shape. The trained parameters, and the IPU of each, must be
+        the same for all shapes. A shape that fails to compile changes nothing.
 
         Args:
           allow: whether they may. If False, another shape is an error, as in PopTorch.
