@@ -10,7 +10,7 @@ class Error(Exception):
 
     Attributes:
       message: what happened, and what to do.
-      type: the kind of error.
+      type: the kind of error; of a failed program the status code or CUDA's name, in lower case.
       location: where in the front it was noticed; empty where that is of no use.
     """
 
@@ -26,7 +26,8 @@ class RecoverableError(Error):
     """An error that running again may fix.
 
     Attributes:
-      recovery_action: "IPU_RESET", "PARTITION_RESET" or "FULL_RESET".
+      recovery_action: "IPU_RESET": call the model again; "PARTITION_RESET": `destroy` all wrapped models
+        and wrap them again; "FULL_RESET": start a new process from saved weights.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
     "docs/design.md": "docs/test_design.py",
     "docs/distributed.md": "docs/test_distributed_page.py",
     "docs/poptorch.md": "docs/test_poptorch_listings.py",
-    "docs/poptorch_executables.md": "poptorch/files/test_poptorch_executables.py",
     "docs/poptorch_operations.md": "poptorch/operations/test_poptorch_calls.py",
+    "docs/poptorch_options.md": "poptorch/options/test_poptorch_options.py",
     "docs/replicas.md": "tf1/test_replicas_front.py",
     "benchmarks/emulation/README.md": "docs/test_benchmarks.py",
 }

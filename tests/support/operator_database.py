@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import itertools
 import random
+import tomllib
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from tests.support import lowered
 PASSED, REFUSED, WRONG, CRASHED = "passed", "refused", "wrong", "crashed"
 # Outcomes without a comparison: random streams differ from torch's; there are no values; torch refuses.
 RANDOM, UNSET, ELSEWHERE = "random numbers", "memory that is not set", "torch refuses it on a CPU"
+
+OUTCOMES = Path(__file__).parents[1] / "poptorch" / "lowering" / "operators.toml"
 
 _REFUSALS = (Error, NotImplementedError)
 
@@ -49,6 +53,15 @@ class Outcome:
     kind: str  # one of the names above
     why: str = ""  # of a refusal the reason, of a difference where it is
     has_gradient: bool = False  # whether gradients were compared
+
+
+def read_outcomes():
+    """The outcomes that scripts/write_operator_outcomes.py wrote, by the operators' names."""
+    return {
+        name: Outcome(some["kind"], some["why"], some["gradient"])
+        for some in tomllib.loads(OUTCOMES.read_text())["outcomes"]
+        for name in some["operators"].split()
+    }
 
 
 class _Sources(TorchDispatchMode):

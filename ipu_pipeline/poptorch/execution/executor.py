@@ -86,7 +86,9 @@ class PoplarExecutor:
       per_replica_params: maps the name of a parameter to how replicas are grouped, how many replicas a
         group has, and whether the parameter has a row (along a new first dimension) for each group or for
         each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets the entry of "weight".
-        Forward sees the row of its own replica. Entries are read when the model is compiled.
+        Forward sees the row of its own replica. A row's gradients are summed over its group and divided by
+        the number of all replicas. With `AllReplicas` a group's rows are equal; `CommGroupType.All` changes
+        nothing. `max_grad_norm` counts the rows of all groups. Entries are read when the model is compiled.
     """
 
     def __init__(self, wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> None:
@@ -241,8 +243,13 @@ class PoplarExecutor:
         `executor.generate(input_ids, attention_mask=mask, max_new_tokens=32)` takes the arguments of
         transformers' `generate` and returns what it returns, int64 [rows, length]: prompts, new tokens,
         padding. Keys and values stay on the devices of their layers. docs/poptorch.md says which arguments
-        are supported; others raise an `Error` that names them. For other models it is the model's own
-        `generate`, which runs on the host.
+        are supported; others raise an `Error` that names them. Samples depend on `Options.randomSeed`, or
+        else on `torch.manual_seed`. For other models it is the model's own `generate`, which runs on the
+        host, as `executor.model.generate` always does.
+
+        The model is captured for chunks of 1, 8 and 64 tokens, the last one for the first prompt that is as
+        long. It is compiled again for more rows, and for requests longer than the caches, whose lengths are
+        powers of two from 32. A model that is also called has its weights on the devices twice.
         """
         if generates_on_devices(self._wrapped):
             return self._generate
@@ -656,12 +663,13 @@ class PoplarExecutor:
 
         The file has the model as torch.export captured it: its graph, and tensors; no code of its classes,
         and no machine code, which XLA makes when the file is loaded (or takes from
-        `Options.enableExecutableCaching`). docs/poptorch_executables.md says what it has and has not. With
-        `Options.allowNewShapes` it has the graph for the shapes that were called or compiled last.
+        `Options.enableExecutableCaching`). With `Options.allowNewShapes` it has the graph for the shapes
+        that were called or compiled last. Its format is safetensors': tensors are named by numbers, and the
+        metadata has JSON ("ipu_pipeline.poptorch") and a checksum ("crc32").
 
         Args:
           filename: the path of the file. Its directory is made if it is missing, and an existing file is
-            replaced once the new one is complete.
+            replaced once the new one is complete. A killed process may leave a directory "*.part".
           export_model: whether the file also has parameters, buffers, the options, and the optimizer with
             its state, so that `poptorch.load` can make the model from it. Without them, wrap the model in
             the same way and call `loadExecutable`.
@@ -911,7 +919,10 @@ class PoplarExecutor:
         """Describes the model: its stages with their modules, parameters, bytes and operations.
 
         Before it is compiled, the summary has the modules, and how they will run. With several shapes it
-        describes the last ones that were called or compiled.
+        describes the last ones that were called or compiled. "Net itself" in it is what the forward of Net
+        computes outside other modules. Operations are floating-point operations, estimated for a
+        micro-batch. The attribute `pipeline` is the engine's own summary. If the user's model has a method
+        of this name, it is `executor.model.summary`.
 
         Args:
           lines: whether the summary also says what each line of the user's code becomes: its operations in

@@ -149,7 +149,9 @@ def ipu_print_tensor(
 ) -> torch.Tensor:
     """Prints a tensor on the standard error, once per micro-batch, and in training its gradient.
 
-    With several devices, lines come in the order in which the devices compute them.
+    With several devices, lines come in the order in which the devices compute them. A call of a wrapped
+    model returns when everything has been printed. The gradient is of the micro-batch's loss, times the
+    loss scaling, and not yet averaged over micro-batches.
 
     Args:
       tensor: the tensor, of any shape and dtype.

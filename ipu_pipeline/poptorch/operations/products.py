@@ -27,7 +27,9 @@ def serializedMatMul(
 ) -> torch.Tensor:
     """Computes `torch.matmul(lhs, rhs)`, on the devices in parts, which needs less memory.
 
-    The backward has the same parts. On the CPU the product is computed in one piece.
+    The backward has the same parts. On the CPU the product is computed in one piece. Parts save memory that
+    XLA needs besides the operands and the result: on CPU devices, copies of float16 operands in float32.
+    Cut the longest dimension, because the others stay whole.
 
     Args:
       lhs: a tensor of shape (..., m, n).

@@ -28,7 +28,8 @@ def dynamic_slice(
     Args:
       tensor: the tensor, which is not a scalar.
       dim: the dimension.
-      start: where the part begins, from 0: one integer.
+      start: where the part begins, from 0: one integer. On the devices, a part that extends past the end
+        begins earlier, so that it fits.
       size: the size of the part.
       step: the step from one element to the next.
 
@@ -62,7 +63,8 @@ def dynamic_update(
       input: the tensor, which is not a scalar.
       src: the new part, of the shape of `input`, with `size` along `dim`.
       dim: the dimension.
-      start: where the part begins, from 0: one integer.
+      start: where the part begins, from 0: one integer. On the devices, a part that extends past the end
+        begins earlier, so that it fits.
       size: the size of the part.
 
     Raises:

@@ -46,6 +46,8 @@ class DeviceOptions(OptionGroup):
     def replicationFactor(self, replication_factor: int) -> Self:
         """Sets how many copies of the model run together, each with its own devices and micro-batches.
 
+        Replica r of a model on S IPUs has devices r * S to r * S + S - 1.
+
         Raises:
           AssertionError: it is not an integer.
           ValueError: it is below 1, or not a multiple of the group size of `inputReplicaGrouping`.
@@ -96,8 +98,8 @@ class DeviceOptions(OptionGroup):
         """Whether replicas must have the same buffers. It returns nothing.
 
         With True, the default, models with several replicas refuse to write a buffer. With False, each
-        replica keeps its own buffers from call to call. They start from the host's, and the host gets the
-        first replica's.
+        replica keeps its own buffers from call to call. They start from the host's, as again after
+        `copyWeightsToDevice` and `attachToDevice`, and the host gets the first replica's.
 
         Raises:
           AssertionError: it is not a boolean.
@@ -114,7 +116,7 @@ class DeviceOptions(OptionGroup):
 
     @connection_type.setter
     def connectionType(self, connection_type: ConnectionType) -> None:
-        """When devices are taken: when a model is compiled, when it first runs, or never."""
+        """Whether a model is attached to its devices once it is compiled. With `Never` it cannot run."""
 
     sync_pattern = Option(
         checks.member(SyncPattern),

@@ -94,7 +94,8 @@ class DiagnosticOptions(OptionGroup):
 
         Args:
           short_name: the name that `getAnchoredTensor` takes.
-          long_name: one of `getTensorNames`.
+          long_name: one of `getTensorNames`. "Gradient___" before it keeps the value's gradient: one per
+            micro-batch, of its loss times `loss_scaling`, not averaged.
           output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
           output_return_period: the N of `OutputMode.EveryN`.
 
@@ -125,7 +126,8 @@ class DiagnosticOptions(OptionGroup):
         """Writes a profile of the model's first call after it was compiled.
 
         It is JAX's profile: TensorBoard's profiler and Perfetto show it. Its directory is named after
-        `modelName`, or else "training" or "inference".
+        `modelName`, or else "training" or "inference"; several processes write to `process_0`, `process_1`
+        and so on in it.
 
         Args:
           profile_dir: the directory to write in; None for the directory where the program runs.

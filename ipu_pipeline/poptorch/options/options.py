@@ -44,8 +44,8 @@ def _check_schedule(name: str, value: Any) -> schedules.Schedule:
 class Options(DeviceOptions, DiagnosticOptions):
     """Options of a model: how often it runs per call, on which devices and how, and what it returns.
 
-    Setters return the options, so that calls can be chained. docs/poptorch_options.md has them all in a
-    table. New options take the values in the environment variables POPTORCH_DEFAULT_OPTIONS and
+    Setters return the options, so that calls can be chained. docs/poptorch_options.md has a table of
+    them. New options take the values in the environment variables POPTORCH_DEFAULT_OPTIONS and
     POPTORCH_CACHE_DIR; see `environment`. A data loader and a wrapped model freeze their options.
 
     Attributes:
@@ -224,7 +224,8 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         The model is compiled for each new shape. All programs share weights, buffers, random numbers and
         optimizer state, so shapes may change from call to call as in plain torch. Each call still has the
-        same number of micro-batches, all of one shape.
+        same number of micro-batches, all of one shape. The trained parameters, and the IPU of each, must be
+        the same for all shapes. A shape that fails to compile changes nothing.
 
         Args:
           allow: whether they may. If False, another shape is an error, as in PopTorch.
@@ -258,7 +259,8 @@ class Options(DeviceOptions, DiagnosticOptions):
         Without it, reading out of range gives NaN (for integers the least value), and nothing is written
         there. With it, the host checks the indices of each embedding, gather, scatter, index_select and
         advanced index, and the classes of losses. This takes time, and there are two copies of the weights
-        while they are updated. It is for one process.
+        while they are updated. If an index is wrong, the weights stay as they were before the update. It is
+        for one process.
         """
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:

@@ -18,6 +18,14 @@ __all__ = ["ParallelPhasedExecution", "PhasedExecution", "SerialPhasedExecution"
 class PhasedExecution(Strategy):
     """The base class of the two strategies with phases.
 
+    The weight update goes phase by phase, too. Stages of a phase run at the same time, unless one reads
+    another's values. A phase may read a buffer's value from before an earlier phase wrote it, but not a
+    value that a later or simultaneous phase overwrites. Buffers that the model writes, and outputs, stay on
+    the devices.
+
+    A stage is on the IPU that it sets, or that its blocks set. Otherwise `SerialPhasedExecution` takes the
+    stage's position in its phase, and `ParallelPhasedExecution` twice that, plus 1 in odd phases.
+
     Attributes:
       separate_backward_phase: whether the last phase's backward is a phase of its own.
     """
@@ -86,6 +94,8 @@ class PhasedExecution(Strategy):
     @configurable
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Sets whether the last phase's backward is a phase of its own, separate from its forward.
+
+        Otherwise it belongs to the phase of the forward, whose values then stay on the devices.
 
         Raises:
           AssertionError: it is not a boolean.

@@ -65,7 +65,12 @@ class TrainingOptions(OptionGroup):
 
     @automatic_loss_scaling.setter
     def setAutomaticLossScaling(self, enabled: bool) -> None:
-        """Whether the loss is scaled, so that float16 gradients neither vanish nor overflow."""
+        """Whether the loss is scaled, so that float16 gradients neither vanish nor overflow.
+
+        The scale starts at the optimizer's `loss_scaling`. An update whose gradients are not all finite is
+        skipped, and halves the scale, down to 1. After 100 updates that were not skipped it doubles. All
+        replicas have the same scale.
+        """
 
     convolution_dithering = Option(
         checks.boolean,

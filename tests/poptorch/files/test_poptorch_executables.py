@@ -9,17 +9,15 @@ import copy
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 import ipu_pipeline.poptorch as poptorch
@@ -28,7 +26,7 @@ from ipu_pipeline.poptorch.files import tensor_files
 from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
 from ipu_pipeline.poptorch.lowering import registry
 from tests.poptorch.test_poptorch_structures import Box, BoxParser, Pair
-from tests.support import lowered, pages
+from tests.support import lowered
 from tests.support.poptorch_front import (
     TwoLayers,
     assert_close,
@@ -758,21 +756,19 @@ def test_later_processes_find_the_model_compiled(tmp_path):
         assert (misses, again) == (0, expected)
 
 
-# The documentation.
-
-PAGE = Path(__file__).parents[3] / "docs" / "poptorch_executables.md"
-
-
-@pytest.mark.thorough
-def test_the_pages_example(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pages.execute(PAGE)
-    expected = r"loss \d\.\d\d\nchanged: True\naten::linear.default\n\{'weight': \(2, 8\), .*\}\n"
-    assert re.fullmatch(expected, capsys.readouterr().out)
-
-
-def test_the_page_names_tests_that_exist():
-    rows = re.findall(r"^\| \d+ \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    names = [name for row in rows for name in re.findall(r"`::(\w+)`", row)]
-    assert len(names) == 4
-    assert all(name in globals() for name in names)
+def test_a_file_is_in_safetensors_format(tmp_path):
+    """Other programs can read the graph and the tensors, as `save` says."""
+    file = str(tmp_path / "model.poptorch")
+    poptorch.inferenceModel(torch.nn.Linear(8, 2), make_options()).compileAndExport(file, torch.zeros(1, 8))
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata().keys() == {"ipu_pipeline.poptorch", "crc32"}
+        manifest = json.loads(opened.metadata()["ipu_pipeline.poptorch"])
+        tensors = {
+            one["name"]: opened.get_tensor(str(one["number"])) for one in manifest["model"]["tensors"]
+        }
+    calls = [node["target"] for node in manifest["program"]["nodes"] if node["op"] == "call_function"]
+    assert calls == ["aten::linear.default"]
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "weight": (2, 8),
+        "bias": (2,),
+    }

@@ -30,6 +30,7 @@ from ipu_pipeline.poptorch.options.names import find_value
 from ipu_pipeline.poptorch.options.phased import SerialPhasedExecution
 from ipu_pipeline.poptorch.options.stages import Stage
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+from tests.support import pages
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "poptorch_options.md"
 
@@ -833,26 +834,59 @@ def test_the_cache_directory(monkeypatch):
 # The page
 
 
+def names_set_by(setter):
+    """The names by which what a setter sets is read."""
+    if setter.startswith("Distributed."):
+        return ["distributed_process_id", "num_distributed_processes"]
+    return next(list(names) for text, names in SETTERS.items() if text.partition("(")[0] == setter)
+
+
+def test_the_pages_example(capsys):
+    pages.execute(PAGE)
+    assert capsys.readouterr().out == "4 16\n"
+
+
 def test_the_page_has_every_option():
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.M)
-    assert sorted(setter for setter, *_rest in rows) == sorted(set(all_setters()))
-    told = {name for _setter, names, *_rest in rows for name in re.findall(r"`(\w+)`", names)}
-    assert told == {name for group in GROUPS for name in group_of(Options(), group).settings}
-    for setter, names, defaults, what in rows:
-        group = owner_of(Options(), setter)
-        names = re.findall(r"`(\w+)`", names)
-        settings = [group.settings[name] for name in names]
-        texts = [text.strip().strip("`").strip('"') for text in defaults.split(",")]
-        for setting, text in zip(settings, texts, strict=True):
-            value = setting.default
-            value = "none" if value is UNSET else getattr(value, "name", value)
-            assert text.replace("Execution()", "Execution(AutoStage.SameAsIpu)") == str(value)
-        assert any(setting.no_effect for setting in settings) == ("o effect" in what)
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ([^|]+) \|$", PAGE.read_text(), re.M)
-    assert {key for _setter, key, _what in rows} == set(TensorLocationSettings.settings)
-    for setter, key, what in rows:
-        assert is_configurable(getattr(TensorLocationSettings, setter))
-        assert bool(TensorLocationSettings.settings[key].no_effect) == ("No effect" in what)
+    page, told = PAGE.read_text(), set()
+    with_effect, without = page.split("\n## Options without effect\n")
+    for cell, defaults in re.findall(r"^\| (`[^|]+) \| ([^|]+) \| [^|]+ \|$", with_effect, re.M):
+        for setter in re.findall(r"`([\w.]+)`", cell):
+            settings = [owner_of(Options(), setter).settings[name] for name in names_set_by(setter)]
+            texts = [text.strip().strip("`").strip('"') for text in defaults.split(",")]
+            for setting, text in zip(settings, texts, strict=True):
+                value = setting.default
+                value = "none" if value is UNSET else getattr(value, "name", value)
+                assert text.replace("Execution()", "Execution(AutoStage.SameAsIpu)") == str(value)
+            assert not any(setting.no_effect for setting in settings if setting.name != "ipu_version")
+            told.add(setter)
+    others = re.findall(r"^\| (`[^|]+) \| [^|]+ \|$", without, re.M)
+    for setter in re.findall(r"`([\w.]+)`", "".join(others)):
+        if setter in (
+            "Precision.autocastEnabled",
+            "Precision.autocastPolicy",
+            "Precision.halfFloatCasting",
+        ):
+            assert callable(getattr(Options().Precision, setter.partition(".")[2]))  # and sets nothing
+        elif setter in TensorLocationSettings.settings:
+            assert TensorLocationSettings.settings[setter].no_effect
+            assert is_configurable(getattr(TensorLocationSettings, setter))
+        else:
+            (name,) = names_set_by(setter)
+            assert owner_of(Options(), setter).settings[name].no_effect
+            told.add(setter)
+    assert told == set(all_setters())
+    told = {
+        f"{group}.{name}".lstrip(".") for group in GROUPS for name in group_of(Options(), group).settings
+    }
+    known = {
+        f"{setter.rpartition('.')[0]}.{n}".lstrip(".")
+        for setter in all_setters()
+        for n in names_set_by(setter)
+    }
+    assert known == told
+    for name, setting in TensorLocationSettings.settings.items():
+        setter = name if setting.no_effect or name.startswith("use") else "useOnChipStorage"
+        assert f"`{setter}" in (without if setting.no_effect else with_effect)
 
 
 def test_options_of_popart(caplog, monkeypatch):
