@@ -138,9 +138,9 @@ class Estimator(abc.ABC):
         running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
         does not wait for the update.
 
-        A terminal shows a bar, unless TQDM_DISABLE=1 is set. The logger gets the steps at which training begins and ends, every
-        checkpoint, and, as often as `config` says, the loss and the speed. Files that cannot be written are
-        found before anything compiles.
+        A terminal shows a bar, unless TQDM_DISABLE=1 is set. The logger gets the steps at which training
+        begins and ends, every checkpoint, and, as often as `config` says, the loss and the speed. Files
+        that cannot be written are found before anything compiles.
 
         Args:
           input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`
