@@ -43,7 +43,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         "most memory that is planned for one IPU, and the memory of the process. Programs that run with "
         "IPU_PIPELINE_ANNOUNCE=0 are not shown."
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON: `programs`, each with `pid`, `program`, `started`, `resident_bytes`, `job` (null, "
+        "or `begun`, `restarts`, `failures`, `goodput`) and `runs`, each with `name`, `state`, `since`, "
+        "`trains`, `unit`, `count` (updates), `handled` and `rate` (units in total and per second), "
+        "`batch_size`, `samples_per_second`, `process`, `num_processes` and `ipus`, each with `ipu`, "
+        "`device`, `platform`, `kind` and `planned_bytes`. Unknown values are null",
+    )
     parser.add_argument(
         "--watch",
         nargs="?",

@@ -1270,7 +1270,9 @@ class Pipeline:
           num_micro_batches: the number of micro-batches, if the pipeline was given None.
 
         Returns:
-          The new state and the outputs, still being computed.
+          The new state and the outputs, still being computed, on the pipeline's devices: a mesh of
+          `jax.set_mesh` around the call has no effect. Use them outside of that mesh, or copy them
+          (`np.asarray`, `engine.gathered`).
 
         Raises:
           OutOfRangeError: there are too few micro-batches, here or in another process.

@@ -40,7 +40,10 @@ def repeat(
     selects, divided by the number that the body uses. One iteration of each runs at a time. Each replica
     has elements of the infeed, carried values and random numbers of its own; docs/replicas.md says what
     they share. The rest of the program then has each replica's own results of the loop, and `Session.run`
-    returns the first replica's.
+    returns the first replica's; a pipeline or loop with one replica gets the first replica's, too, and
+    another number of replicas is an error. Variables that the body assigns are joined at each weight
+    update and at the end of a run. Gradients that a run leaves accumulated become their means over the
+    replicas, so that a checkpoint can continue with another number.
 
     Example:
       >>> def body(number):

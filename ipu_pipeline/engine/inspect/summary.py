@@ -30,7 +30,15 @@ _NUMBERS = range(3, len(_HEADINGS))
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineSummary(PipelineDetails):
-    """What a pipeline or loop will need and do; `str` makes a table of it.
+    """What a pipeline or loop will need and do; `str` makes a table of it, with at most about 40 lines.
+
+    Layers are variable scopes; equal ones share a line, such as `block_{3..8}`, as do equal stages of a
+    long pipeline. A variable of several stages is listed with the first, and below the table. Per
+    micro-batch, a stage sends values to other devices, returns gradients to them, and holds values from its
+    forward to its backward, less with recomputation; times the micro-batches in flight, that is what it
+    keeps. Operations are counted from the equations, ten per element except for products of matrices and
+    convolutions: they compare stages, and give no time. The bubble is the share of a step in which devices
+    wait for each other, simulated with these operations, without transfers and the host's part.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)

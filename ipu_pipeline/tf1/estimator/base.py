@@ -130,16 +130,17 @@ class Estimator(abc.ABC):
         As in TensorFlow, the data set of `input_fn` begins with its first element. But a training that was
         interrupted, by a signal, an error or the death of a process, goes on where its data stood at the
         checkpoint, if `input_fn` has the same name. So it gives the same result as without. The data set
-        has to give the same elements again.
+        has to give the same elements again. A `functools.partial` is identified by its function's name, and
+        by the numbers and strings that it binds; lambdas of one function have the same name.
 
         Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
         FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
         running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
         does not wait for the update.
 
-        A terminal shows a bar. The logger gets the steps at which training begins and ends, every
-        checkpoint, and, as often as `config` says, the loss and the speed. Files that cannot be written are
-        found before anything compiles.
+        A terminal shows a bar, unless TQDM_DISABLE=1 is set. The logger gets the steps at which training
+        begins and ends, every checkpoint, and, as often as `config` says, the loss and the speed. Files
+        that cannot be written are found before anything compiles.
 
         Args:
           input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`

@@ -341,7 +341,8 @@ class Session:
         what `save` would have written before the run in which one of them ended, or before the run before
         that: variables, optimizer states, counts and the positions of data sets. What was in outfeeds is
         lost. Call it in all processes, after the programs have been compiled and after anything that sets
-        variables (`global_variables_initializer()`, `load`, `restore`), and before the first run.
+        variables (`global_variables_initializer()`, `load`, `restore`), and before the first run. Several
+        sessions are told apart by the order in which they call it.
 
         Without a launcher that starts processes again, nothing is kept, and it returns 0.
 
