@@ -83,7 +83,6 @@ PAGES = [
     *("schedules.md", "profiling.md", "simulator.md", "tensor_parallel.md", "splits.md", "lengths.md"),
     *("generation.md", "faults.md", "exactness.md", "first_minutes.md"),
     *(f"how_to/{name}.md" for name in ("port_a_script", "choose_a_split", "resume", "serve")),
-    "how_to/train_with_other_losses.md",
 ]
 
 
