@@ -7,8 +7,9 @@ Everything in them comes from the library: the order of actions from the timetab
 layers, parameters and bytes from tracing the model of tutorial step 4, counts from that program's default
 arguments.
 
-Each IPU has one stage in the timetables, but for Looped two, and a column is a lock-step time-step: all
-actions take equally long. The weight update comes after the last time-step and is in no share.
+Each IPU has one stage in the timetables, and a column is a lock-step time-step: all actions take equally
+long. The weight update comes after the last time-step and is in no share. The figures of docs/schedules.md
+are simulated steps instead (`figures.steps`).
 
 The phases, for any schedule: main lasts from the time-step in which the last IPU begins its first action
 to the one in which the first IPU to finish does its last action, both included. What comes before is ramp
@@ -23,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for the benchmarks
 
-from figures import curves, facts, measured, parts, rooms  # noqa: E402
+from figures import curves, facts, measured, parts, rooms, steps  # noqa: E402
 from figures.parts import MARGIN, Grid  # noqa: E402
 from figures.svg import Figure  # noqa: E402
 
@@ -42,10 +43,18 @@ FOLLOWED_STYLES = [  # the others paler
     ".followed_forward { fill: #5dbb63; stroke: #222; stroke-width: 2 }",
     ".followed_backward { fill: #ee7766; stroke: #222; stroke-width: 2 }",
 ]
-HALVES_STYLES = [  # of a backward
-    ".input_gradients { fill: #f6d58b; stroke: #222 }",
-    ".weight_gradients { fill: #e08a5a; stroke: #222 }",
-]
+STEPS = {  # the figures of docs/schedules.md: titles and panels
+    "schedules_whole": (
+        "A step with one stage on each device",
+        ("grouped", "interleaved", "sequential", "all_forwards"),
+    ),
+    "schedules_split": ("A step with a split backward", ("interleaved", "zero_bubble", "zero_bubble_h2")),
+    "schedules_looped": ("A step with stages that go around the devices", ("looped", "looped_zero_bubble")),
+    "schedules_v": (
+        "A step with two stages on each device, down and up",
+        ("zero_bubble_v", "v_half", "v_min", "dual_pipe_v"),
+    ),
+}
 CEL = "cel: the cross entropy of the softmax (softmax_ce) and its mean over the examples (mean)."
 INFEED = "Below: what the infeed brings for each micro-batch."
 
@@ -96,28 +105,6 @@ def draw_sharding_timeline() -> Figure:
 def draw_schedule(name: str) -> Figure:
     grid = Grid(facts.timetable(name, NUM_STAGES, NUM_MICRO_BATCHES), MARGIN)
     title = f"{name.capitalize()} schedule: {NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches"
-    figure = Figure(title, grid.width, grid.height)
-    grid.draw(figure)
-    return figure
-
-
-def draw_zero_bubble() -> Figure:
-    table = facts.timetable("zero_bubble", NUM_STAGES, NUM_MICRO_BATCHES)
-    grid = Grid(table, MARGIN, columns_per_line=table.num_time_steps)
-    title = f"ZeroBubble schedule: {NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches"
-    figure = Figure(title, grid.width, grid.height, *HALVES_STYLES)
-    grid.draw(figure)
-    return figure
-
-
-def draw_looped() -> Figure:
-    """Two stages on each IPU."""
-    mapping = tuple(range(NUM_STAGES)) * 2
-    table = facts.timetable("looped", len(mapping), NUM_MICRO_BATCHES, mapping)
-    grid = Grid(table, MARGIN, 36, columns_per_line=table.num_time_steps // 2, device_mapping=mapping)
-    title = (
-        f"Looped schedule: {len(mapping)} stages on {NUM_STAGES} IPUs, {NUM_MICRO_BATCHES} micro-batches"
-    )
     figure = Figure(title, grid.width, grid.height)
     grid.draw(figure)
     return figure
@@ -319,8 +306,7 @@ def draw_all() -> dict[str, dict[str, str]]:
             "rooms.svg": draw_rooms().render(),
             "benchmarks.svg": measured.draw_against_targets(history.read()).render(),
             "gpt.svg": draw_gpt().render(),
-            "zero_bubble.svg": draw_zero_bubble().render(),
-            "looped.svg": draw_looped().render(),
+            **{f"{name}.svg": steps.draw_steps(*panels).render() for name, panels in STEPS.items()},
         },
     }
 

@@ -152,11 +152,9 @@ def bytes_across(pipeline: engine.Pipeline, first: int, second: int) -> tuple[in
     return forwards, backwards
 
 
-def timetable(
-    schedule: str, num_stages: int, num_micro_batches: int, device_mapping: tuple[int, ...] = ()
-) -> schedules.Timetable:
-    """A timetable for training; without a device mapping, each stage is on an IPU of its own."""
-    mapping = device_mapping or tuple(range(num_stages))
+def timetable(schedule: str, num_stages: int, num_micro_batches: int) -> schedules.Timetable:
+    """A timetable for training, with each stage on an IPU of its own."""
+    mapping = tuple(range(num_stages))
     return schedules.timetable(schedule, num_stages, num_micro_batches, mapping, True)
 
 

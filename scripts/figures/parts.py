@@ -93,7 +93,6 @@ class Grid:
       idle_text: what stands in the cells of an IPU that waits.
       columns_per_line: after so many time-steps the timetable is continued below.
       followed: a micro-batch that has the styles "followed_forward" and "followed_backward"; None: none.
-      device_mapping: the IPU of each stage, if some have several; then an action is F2.3, with its stage.
     """
 
     table: schedules.Timetable
@@ -102,7 +101,6 @@ class Grid:
     idle_text: str = ""
     columns_per_line: int = 24
     followed: int | None = None
-    device_mapping: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
@@ -137,24 +135,20 @@ class Grid:
             middle = self.x(time_step) + self.cell_width // 2
             figure.text(middle, self._y(time_step, 0) - 5, str(time_step), "small")
         timed = list(zip(self.table.order, self.table.time_steps, strict=True))
-        busy = {(self._ipu_of(action), time_step) for action, time_step in timed}
+        busy = {(action.stage, time_step) for action, time_step in timed}
         for time_step in range(1, num_time_steps + 1):
             for ipu in range(num_ipus):
                 if (ipu, time_step) not in busy:
                     self._draw_cell(figure, time_step, ipu, "idle", self.idle_text)
         for action, time_step in timed:  # after the idle cells, whose lines are paler
             style = self._prefix(action.micro_batch) + action.kind.name.lower()
-            stage = f"{action.stage}." if self.device_mapping else ""
-            text = f"{action.kind.letter}{stage}{action.micro_batch}"
-            self._draw_cell(figure, time_step, self._ipu_of(action), style, text)
+            text = f"{action.kind.letter}{action.micro_batch}"
+            self._draw_cell(figure, time_step, action.stage, style, text)
         left, right = self.update_edges
         for ipu in range(num_ipus):
             y = self._y(num_time_steps, ipu)
             figure.box("update", left, y, right - left, _CELL_HEIGHT, "update")
         self._draw_legend(figure)
-
-    def _ipu_of(self, action: schedules.Action) -> int:
-        return self.device_mapping[action.stage] if self.device_mapping else action.stage
 
     def _prefix(self, micro_batch: int) -> str:
         return "followed_" if micro_batch == self.followed else ""
@@ -182,20 +176,14 @@ class Grid:
         )
         x = MARGIN
         shown = self.followed or 0
-        number = f"0.{shown}" if self.device_mapping else str(shown)
-        of_stage = "stage 0, " if self.device_mapping else ""
-        backwards = [("backward", "B", "its backward", 160)]
-        if self.table.halved:
-            backwards = [("input_gradients", "I", "its input gradients", 165)]
-            backwards += [("weight_gradients", "W", "its weight gradients", 165)]
         for style, text, meaning, width in [
-            ("forward", "F", f"forward of {of_stage}micro-batch {shown}", 250 if of_stage else 220),
-            *backwards,
-            ("idle", self.idle_text, "the IPU waits", 140 if self.table.halved else 160),
+            ("forward", "F", f"forward of micro-batch {shown}", 220),
+            ("backward", "B", "its backward", 160),
+            ("idle", self.idle_text, "the IPU waits", 160),
             ("update", "update", "weight update", 160),
         ]:
             is_action = style not in ("idle", "update")
             named = f"{self._prefix(shown)}{style}" if is_action else style
-            figure.box(named, x, self._legend_top + 14, 48, 20, text + number * is_action)
+            figure.box(named, x, self._legend_top + 14, 48, 20, text + str(shown) * is_action)
             figure.text(x + 56, self._legend_top + 28, meaning, "start small")
             x += width

@@ -1,44 +1,68 @@
-"""docs/schedules.md: its staircases are those of the rows, and Megatron's schedule is what it says."""
+"""docs/schedules.md: its table and its figures are those of the code, and its own schedule what it says."""
 
 import pathlib
 import re
+import sys
+
+import pytest
 
 from ipu_pipeline.engine import schedules
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
-DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "schedules.md").read_text()
+sys.path.insert(0, str(ROOT / "scripts"))
+import draw_figures  # noqa: E402  # scripts are no package
+from figures import steps  # noqa: E402
 
 
-def draw(name):
-    """Four micro-batches on three IPUs, or on two with two stages each."""
-    mapping = (0, 1, 2)
-    if name.startswith("looped"):
-        mapping = (0, 1, 0, 1)
-    elif name in DOWN_AND_UP:
-        mapping = (0, 1, 1, 0)
-    table = schedules.timetable(name, len(mapping), 4, mapping, True)
-    lines = schedules.format_staircase(table, mapping).splitlines()[1:-1]
-    return "\n".join(line.replace(" |", "").rstrip() for line in lines)
-
-
-def test_each_schedule_has_its_purpose_its_staircase_and_others_names():
+def test_each_schedule_has_a_row_a_figure_and_others_names():
+    drawn = {name for _title, names in draw_figures.STEPS.values() for name in names}
+    assert drawn == set(schedules.named_schedules())
+    assert set(re.findall(r"\(figures/(\w+)\.svg\)", PAGE)) == set(draw_figures.STEPS)
     for own in schedules.SCHEDULES:
-        assert f"### {own.member}\n\n{own.purpose}" in PAGE
-        assert f"```text\n{draw(own.name)}\n```" in PAGE, own.name
+        (row,) = re.findall(rf"^\| {own.member} \|.*$", PAGE, re.MULTILINE)
+        assert f"| {own.purpose} |" in row
         assert all(f'"{name}"' in PAGE for name in own.others), own.name
 
 
-def test_the_example_is_megatron_s_schedule():
-    (code,) = [
-        code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def megatron" in code
-    ]
-    names = {}
-    exec(code, names)  # noqa: S102  # the page's own
-    for num_ipus, num_micro_batches in ((2, 4), (3, 6), (4, 12)):
-        mapping = [*range(num_ipus)] * 2
-        assert names["megatron"](len(mapping), num_micro_batches, mapping, True) == [
-            list(row) for row in schedules.looped(len(mapping), num_micro_batches, mapping)
-        ]
+@pytest.mark.parametrize("name", schedules.named_schedules())
+def test_the_table_is_right_for_the_steps_in_the_figures(name):
+    """Three devices and six micro-batches; the units are the forward of all stages of a device."""
+    p, m, forward, backward, half = steps.NUM_DEVICES, steps.NUM_MICRO_BATCHES, 1, 2, 1
+    mapping, timeline = steps.simulate_step(name)
+    v = len(mapping) // p
+    staggered = (p - 1) / v  # at the ends of a single step
+    bubble = {
+        "sequential": m * (p - 1) * (forward + backward),
+        "looped": (p - 1) * (forward + backward) / v,
+        "zero_bubble": (p - 1) * (forward + half - half),
+        **dict.fromkeys(("zero_bubble_h2", "looped_zero_bubble", "zero_bubble_v"), staggered),
+        "v_half": (3 * p - 4) / v,  # of the 6m time-steps of a forward of one stage
+        "v_min": (4 * p - 3) / v,
+        "dual_pipe_v": (p - 1) / v,
+    }.get(name, (p - 1) * (forward + backward))
+    assert timeline.bubble.total / p == bubble
+    in_flight = {
+        "grouped": [2 * (p - r) - 1 for r in range(p)],
+        "interleaved": [p - r for r in range(p)],
+        "sequential": [1] * p,
+        "all_forwards": [m] * p,
+        "looped": [2 * (p - r - 1) + (v - 1) * p + 1 for r in range(p)],
+        "zero_bubble": [p] * p,
+        "zero_bubble_h2": [2 * p - 1] * p,
+        "looped_zero_bubble": [2 * (p - 1) + (v - 1) * p + 1] * p,
+        "zero_bubble_v": [2 * p] * p,
+        "v_half": [2 * ((p + 2) // 2)] * p,
+        "v_min": [2 * ((p + 4) // 3)] * p,
+        "dual_pipe_v": [2 * p + 1] * p,
+    }[name]
+    held, most = [0] * p, [0] * p
+    for one in timeline.intervals():  # a device does one after another
+        held[one.ipu] += one.kind == "forward"
+        most[one.ipu] = max(most[one.ipu], held[one.ipu])
+        held[one.ipu] -= one.kind in ("weight gradients", "backward")
+    assert max(most) == max(in_flight)
+    assert all(found <= expected for found, expected in zip(most, in_flight, strict=True)), most
 
 
 def test_the_schedule_from_scratch_lies_between_two_of_ours():

@@ -21,6 +21,7 @@ TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
     "README.md": "docs/test_readme.py",
     "docs/design.md": "docs/test_design.py",
     "docs/distributed.md": "docs/test_distributed_page.py",
+    "docs/how_to/train_with_other_losses.md": "docs/test_other_losses.py",
     "docs/poptorch.md": "docs/test_poptorch_listings.py",
     "docs/poptorch_operations.md": "poptorch/operations/test_poptorch_calls.py",
     "docs/poptorch_options.md": "poptorch/options/test_poptorch_options.py",

@@ -65,6 +65,9 @@ def v_half(
 ) -> Rows:
     """Rows of the VHalf schedule; arguments and result as in `grouped`.
 
+    For equal times and m >= p micro-batches on p IPUs, an IPU waits for 3p-4 of 6m time-steps if p is odd,
+    and for max(3p-6, 1) if p is even.
+
     Example:
       >>> print(schedules.format_rows(schedules.v_half(4, 2, device_mapping=[0, 1, 1, 0])))
       IPU 0: F0.0 F0.1 F3.0 I3.0 F3.1 I3.1 I0.0 W3.0 I0.1 W3.1 W0.0 W0.1
@@ -88,6 +91,9 @@ def v_min(
     levels: Sequence[int] | None = None,
 ) -> Rows:
     """Rows of the VMin schedule; arguments and result as in `grouped`.
+
+    For equal times and m >= p micro-batches on p IPUs, an IPU waits for 4p-3 of 6m time-steps if 3 divides
+    p, and for 4p-5 otherwise.
 
     Example:
       >>> print(schedules.format_rows(schedules.v_min(4, 2, device_mapping=[0, 1, 1, 0])))

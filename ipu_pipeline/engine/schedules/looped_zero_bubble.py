@@ -35,6 +35,8 @@ def looped_zero_bubble(
 ) -> Rows:
     """Rows of the LoopedZeroBubble schedule; arguments and result as in `grouped`.
 
+    With p <= m < 2p-1 micro-batches on p IPUs, an IPU waits for 2p-1-m time-steps per step.
+
     Example:
       >>> print(schedules.format_rows(schedules.looped_zero_bubble(4, 2, device_mapping=[0, 1, 0, 1])))
       IPU 0: F0.0 F0.1 F2.0 F2.1 I2.0 W2.0 I2.1 I0.0 I0.1 W2.1 W0.0 W0.1

@@ -113,67 +113,63 @@ SCHEDULES = (
         grouped,
         "Grouped",
         ("eager_1f1b",),
-        "Forwards together, then backwards together: the default, and Graphcore's.",
+        "The default, as on Graphcore's IPUs: forwards run together, then backwards.",
     ),
     NamedSchedule(
         interleaved,
         "Interleaved",
         ("1f1b", "one_forward_one_backward", "non_interleaved", "pipedream_flush", "dapple"),
-        "1F1B, not Megatron's interleaved: about half as much is held as with Grouped.",
+        "1F1B: the bubble of Grouped with half of its activation memory.",
     ),
-    NamedSchedule(
-        sequential, "Sequential", (), "One micro-batch at a time: the least is held, and nothing overlaps."
-    ),
+    NamedSchedule(sequential, "Sequential", (), "To find a fault, or to save memory: nothing overlaps."),
     NamedSchedule(
         all_forwards,
         "AllForwards",
         ("gpipe", "afab", "f_then_b", "fill_drain", "looped_bfs", "breadth_first"),
-        "All forwards, then all backwards: for comparisons, and few micro-batches.",
+        "GPipe, for comparisons and few micro-batches: all forwards come first.",
     ),
     NamedSchedule(
         looped,
         "Looped",
         ("interleaved_1f1b", "megatron_interleaved", "virtual_pipeline", "vpp"),
-        "Megatron's interleaved: several stages on each IPU, which wait for less, send and hold more.",
+        "Megatron's interleaved: a smaller bubble, for more transfers and memory.",
     ),
     NamedSchedule(
         zero_bubble,
         "ZeroBubble",
         ("zb_h1", "zb1p", "zero_bubble_h1"),
-        "Backwards in halves: as much held as with Interleaved, and a third of its waits.",
+        "Split backward: a third of Interleaved's bubble, in the same memory.",
     ),
     NamedSchedule(
         zero_bubble_h2,
         "ZeroBubbleH2",
         ("zb_h2", "zb2p"),
-        "Backwards in halves: nearly no waits, for twice the memory of Interleaved.",
+        "Split backward: almost no bubble, for twice Interleaved's memory.",
     ),
     NamedSchedule(
         looped_zero_bubble,
         "LoopedZeroBubble",
         ("interleaved_zero_bubble",),
-        "Looped with backwards in halves: nearly no waits, and all IPUs hold what its first one does.",
+        "Looped with a split backward: almost no bubble, for more memory.",
     ),
     NamedSchedule(
         zero_bubble_v,
         "ZeroBubbleV",
         ("zbv", "v_zb", "zbv_zero_bubble"),
-        "Two stages on each IPU, down and up: nearly no waits, and the memory of Interleaved.",
+        "Split backward: almost no bubble, in Interleaved's memory.",
     ),
     NamedSchedule(
         v_half,
         "VHalf",
         (),
-        "Two stages on each IPU, down and up: half of ZeroBubbleV's memory.",
+        "Half of ZeroBubbleV's memory, for a small bubble.",
     ),
-    NamedSchedule(
-        v_min, "VMin", (), "Two stages on each IPU, down and up: a third of ZeroBubbleV's memory."
-    ),
+    NamedSchedule(v_min, "VMin", (), "A third of ZeroBubbleV's memory, for a larger bubble."),
     NamedSchedule(
         dual_pipe_v,
         "DualPipeV",
         (),
-        "Two stages on each IPU, down and up: forwards beside backwards, where transfers take long.",
+        "For slow transfers: forwards alternate with backwards of other micro-batches.",
     ),
 )
 

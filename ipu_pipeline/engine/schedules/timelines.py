@@ -80,8 +80,12 @@ class Sending(NamedTuple):
 class Bubble:
     """How long IPUs are idle, by cause: summed over the IPUs, in the unit of the costs.
 
-    `bubbles` has the definitions. The causes add up to `total`: the number of IPUs times the step's time,
-    less the time of their programs.
+    The causes add up to `total`: the number of IPUs times the step's time, less the time of their programs.
+    In a free-running timeline a cause is the time by which the step would be shorter without it, times the
+    number of IPUs, after those below it in the list of attributes have been removed. In lock-step, shared
+    cores are the excess of time-steps over their slowest action, host and transfers the time between
+    time-steps, imbalance the rest of a time-step after the IPU's own action, and ramps time-steps without
+    an action.
 
     Example:
       >>> costs = engine.Costs.of(3, forward=1.0, backward=2.0)

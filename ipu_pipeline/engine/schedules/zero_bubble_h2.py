@@ -33,6 +33,8 @@ def zero_bubble_h2(
 ) -> Rows:
     """Rows of the ZeroBubbleH2 schedule; arguments and result as in `grouped`.
 
+    With m < 2p-1 micro-batches on p IPUs, an IPU waits for 2p-1-m time-steps per step.
+
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble_h2(2, 4, device_mapping=[0, 1])))
       IPU 0: F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3

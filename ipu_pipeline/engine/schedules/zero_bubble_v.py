@@ -34,6 +34,8 @@ def zero_bubble_v(
 ) -> Rows:
     """Rows of the ZeroBubbleV schedule; arguments and result as in `grouped`.
 
+    With m < 2p-1 micro-batches on p IPUs, an IPU waits for 2(2p-1-m) time-steps per step.
+
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble_v(4, 2, device_mapping=[0, 1, 1, 0])))
       IPU 0: F0.0 F0.1 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 I0.1 W0.1

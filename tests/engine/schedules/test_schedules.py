@@ -98,6 +98,32 @@ def test_zero_bubble_s_formulas():
         assert found.halved == frozenset(range(p))
 
 
+@pytest.mark.parametrize(("num_ipus", "num_micro_batches"), [(2, 4), (3, 6), (4, 12)])
+def test_looped_is_megatron_s_schedule(num_ipus, num_micro_batches):
+    """For multiples of the number of IPUs, all that Megatron has."""
+
+    def in_turn(kind, ipu, turns):
+        """Groups of as many micro-batches as IPUs, each through all stages of the IPU."""
+        return [
+            Action(kind, turn * num_ipus + ipu, first + place)
+            for first in range(0, num_micro_batches, num_ipus)
+            for turn in turns
+            for place in range(num_ipus)
+        ]
+
+    expected = []
+    for ipu in range(num_ipus):
+        forwards, backwards = in_turn(F, ipu, (0, 1)), in_turn(B, ipu, (1, 0))
+        num_first = 2 * (num_ipus - ipu - 1) + num_ipus
+        row = forwards[:num_first]
+        for forward, backward in zip(forwards[num_first:], backwards, strict=False):
+            row += [forward, backward]
+        expected.append(row + backwards[max(0, len(forwards) - num_first) :])
+    mapping = [*range(num_ipus)] * 2
+    rows = schedules.looped(len(mapping), num_micro_batches, mapping)
+    assert [list(row) for row in rows] == expected
+
+
 def test_what_looped_does_not_fit():
     """It goes around the IPUs, and has no parallel stages."""
     for mapping in [(0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 1, 0)]:
