@@ -1,4 +1,4 @@
-"""The pages of the first model and of porting: their programs, commands, quotations, changes and links.
+"""The pages about PopTorch: what they print; of the first model and of porting also changes and links.
 
 Fences are as in PopTorch's tutorial: all `python` blocks of a page are one program, `text` is what the
 block above prints, `console` has commands and what they print. In the page of porting, each `diff` is a
@@ -11,12 +11,28 @@ import pytest
 import torch
 
 from tests.support import pages
+from tests.support.programs import ROOT, run_each
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 PAGES = {name: POPTORCH / name / "README.md" for name in ("fashion_mnist", "porting")}
 FENCES = {name: pages.find_fences(path.read_text()) for name, path in PAGES.items()}
 PORTING = POPTORCH / "porting"
 torch.set_num_threads(1)  # its threads and XLA's would fight for the cores
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "path", [*PAGES.values(), POPTORCH / "README.md"], ids=lambda path: path.parent.name
+)
+def test_what_programs_of_a_page_print(path, tmp_path):
+    """Where a folder `tutorial` is, as the first model's page names a picture in it."""
+    blocks = pages.PROGRAM.findall(path.read_text())
+    link = f"import os\nos.symlink({str(ROOT / 'tutorial')!r}, 'tutorial')\n"
+    codes = {"page": link + "\n".join(code for _comment, code, _text in blocks)}
+    printed = run_each(codes, tmp_path, as_tests=True)["page"]
+    numbers = {re.compile(r"(?<=loss )\d+\.\d+"): 0.02, re.compile(r"\d+\.\d+(?=%)"): 2}
+    wanted = "".join(text for _comment, _code, text in blocks).splitlines()
+    pages.assert_printed(printed, wanted, numbers, re.compile(r"\Z"))
 
 
 def test_the_first_page_has_the_model_of_the_programs():

@@ -109,13 +109,6 @@ def find_commands(fences):
     return commands
 
 
-def quoted(fence, text):
-    """What a fence quotes, which stands in a program's text once."""
-    lines, change = text.split("\n"), parse_change(fence._replace(heading="1A. Quoted"))
-    assert apply_change(lines, change) == lines
-    return change
-
-
 def functions_of(path):
     """The names of the functions of a file."""
     return set(re.findall(r"^def (\w+)\(", path.read_text(), re.MULTILINE))
