@@ -42,7 +42,7 @@ def test_a_page_with_something_to_run_has_a_notebook():
         assert has_one == bool(languages & {"python", "console"}), path
 
 
-# They train longest. What they do is what their pages say, which test_poptorch_tutorial runs.
+# They train longest. test_poptorch_pages runs what their pages have.
 LONGEST = {"poptorch_first_model", "poptorch_pipeline", "poptorch_porting"}
 
 

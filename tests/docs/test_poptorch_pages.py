@@ -1,8 +1,8 @@
-"""The pages of the first model and of porting: their programs, commands, quotations, changes and links.
+"""The pages about PopTorch: what they print; of the first model and of porting also changes and links.
 
 Fences are as in PopTorch's tutorial: all `python` blocks of a page are one program, `text` is what the
-block above prints, `console` has a command and what it prints. In the page of the first model a `diff`
-quotes its programs; in that of porting they are the changes that make one program the other.
+block above prints, `console` has commands and what they print. In the page of porting, each `diff` is a
+change, and all of them together make one program the other.
 """
 
 import re
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import pages
+from tests.support.programs import ROOT, run_each
 from tests.support.tutorial_modules import POPTORCH, imported, run_main
 
 PAGES = {name: POPTORCH / name / "README.md" for name in ("fashion_mnist", "porting")}
@@ -19,18 +20,26 @@ PORTING = POPTORCH / "porting"
 torch.set_num_threads(1)  # its threads and XLA's would fight for the cores
 
 
-def test_the_first_page_quotes_the_programs():
-    programs = [path.read_text() for path in sorted(PAGES["fashion_mnist"].parent.glob("*.py"))]
-    quotations = [fence for fence in FENCES["fashion_mnist"] if fence.language == "diff"]
-    assert quotations
-    for fence in quotations:
-        first, _after = pages.parse_change(fence._replace(heading="1A. Quoted")).pieces[0]
-        (found,) = (text for text in programs if "\n".join(first) in text)
-        pages.quoted(fence, found)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "path", [*PAGES.values(), POPTORCH / "README.md"], ids=lambda path: path.parent.name
+)
+def test_what_programs_of_a_page_print(path, tmp_path):
+    """Where a folder `tutorial` is, as the first model's page names a picture in it."""
+    blocks = pages.PROGRAM.findall(path.read_text())
+    link = f"import os\nos.symlink({str(ROOT / 'tutorial')!r}, 'tutorial')\n"
+    codes = {"page": link + "\n".join(code for _comment, code, _text in blocks)}
+    printed = run_each(codes, tmp_path, as_tests=True)["page"]
+    numbers = {re.compile(r"(?<=loss )\d+\.\d+"): 0.02, re.compile(r"\d+\.\d+(?=%)"): 2}
+    wanted = "".join(text for _comment, _code, text in blocks).splitlines()
+    pages.assert_printed(printed, wanted, numbers, re.compile(r"\Z"))
+
+
+def test_the_first_page_has_the_model_of_the_programs():
     fences = [fence for fence in FENCES["fashion_mnist"] if fence.language == "python"]
     code = "\n\n\n".join("\n".join(fence.lines) for fence in fences)
     (definition,) = re.findall(r"^class .*?(?=\n\n\n|\Z)", code, re.MULTILINE | re.DOTALL)
-    assert f"\n\n\n{definition}\n\n\n" in (PAGES["fashion_mnist"].parent / "classifier.py").read_text()
+    assert f"\n\n\n{definition}\n\n" in (PAGES["fashion_mnist"].parent / "classifier.py").read_text()
 
 
 def test_changes_of_the_page_make_one_program_the_other():

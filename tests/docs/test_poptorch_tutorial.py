@@ -1,8 +1,7 @@
 """The PopTorch tutorial: its program with all options, and what its page says.
 
-The page's fences: `python` blocks are one program together, which test_notebooks runs, `text` is what the
-block above prints, `diff` quotes lines of mnist_pipeline.py, `console` has a command and what it prints.
-Classes are the program's.
+The page's fences: `python` blocks are one program together, `text` is what the block above prints,
+`console` has a command and what it prints. Classes are the program's.
 """
 
 import dataclasses
@@ -151,15 +150,11 @@ def test_images_are_normalized(program):
 
 
 def test_fences_have_known_languages():
-    assert {fence.language for fence in FENCES} == {"python", "text", "diff", "console"}
+    assert {fence.language for fence in FENCES} == {"python", "text", "console"}
 
 
-def test_the_page_quotes_the_program():
+def test_the_page_has_the_classes_of_the_program():
     text = PROGRAM.read_text()
-    quotations = [fence for fence in FENCES if fence.language == "diff"]
-    assert quotations
-    for fence in quotations:
-        pages.quoted(fence, text)
     blocks = ["\n".join(fence.lines) for fence in FENCES if fence.language == "python"]
     classes = re.findall(r"^class .*?(?=\n\n\n|\Z)", "\n\n\n".join(blocks), re.MULTILINE | re.DOTALL)
     names = ["ConvLayer", "Network", "NetworkWithLoss"]

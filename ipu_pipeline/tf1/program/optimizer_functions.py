@@ -33,7 +33,8 @@ class OptimizerFunctionOutput:
     """The result of an `optimizer_function`.
 
     Attributes:
-      opt: an `optax.GradientTransformation`, or `optimizers.MapGradientOptimizer` around one.
+      opt: an `optax.GradientTransformation`, or a `CrossReplicaOptimizer`, `MapGradientOptimizer` or
+        `LossScalingOptimizer` of `optimizers` around one.
       loss: a scalar.
       compute_gradients_args: [names] trains only those variables (full names).
       compute_gradients_kwargs: {"var_list": names} does the same.
