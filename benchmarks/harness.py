@@ -262,24 +262,25 @@ def format_table(rows: Sequence[Row]) -> str:
     """The rows as a table in Markdown."""
     lines = ["| question | case | ours | other | figure | from..to | target | met |", "| --- " * 8 + "|"]
     for row in rows:
-        spread = "" if row.spread is None else f"{_number(row.spread[0])}..{_number(row.spread[1])}"
-        bound = "" if row.target is None else f"{'≤' if row.at_most else '≥'} {row.target:,.15g}"
-        met = {None: "", True: "yes", False: "no"}[row.is_met]
-        cells = [row.question, row.case, row.ours, row.other, _figure(row), spread, bound, met]
+        cells = [row.question, row.case, row.ours, row.other, *format_figure(row)]
         assert not any("|" in cell for cell in cells), cells
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _figure(row: Row) -> str:
-    """The value in as many digits as it takes to see whether the target is met, at least three.
+def format_figure(row: Row) -> tuple[str, str, str, str]:
+    """The figure, its spread, the target and whether it is met, as cells of a table."""
+    spread = "" if row.spread is None else f"{_number(row.spread[0])}..{_number(row.spread[1])}"
+    bound = "" if row.target is None else f"{'≤' if row.at_most else '≥'} {row.target:,.15g}"
+    met = {None: "", True: "yes", False: "no"}[row.is_met]
+    return _figure(row), spread, bound, met
 
-    The number that it says is written the same, so that a table can be read and written again.
-    """
+
+def _figure(row: Row) -> str:
+    """The value in as many digits as are needed to see whether the target is met, at least three."""
     for num_digits in range(3, 18):
         text = _number(row.value, num_digits)
-        shown = dataclasses.replace(row, value=float(text.replace(",", "")))
-        if shown.is_met == row.is_met and (shown.value == row.value or _figure(shown) == text):
+        if dataclasses.replace(row, value=float(text.replace(",", ""))).is_met == row.is_met:
             break
     return text
 

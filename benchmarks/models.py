@@ -51,7 +51,7 @@ class Workload:
       num_micro_batches: per weight update.
       target: the most that a step may take, in steps of plain JAX.
       unroll: how many micro-batches plain JAX unrolls its scan by. Gradients of convolutions are slow in
-        the body of a loop on CPUs (see against_plain_jax/README.md), so there it has no loop.
+        the body of a loop on CPUs (see benchmarks/README.md), so there it has no loop.
       make_optimizer: makes an optimizer of Optax; None: the benchmarks' own is SGD.
     """
 

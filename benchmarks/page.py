@@ -1,158 +1,120 @@
-"""The page docs/benchmarks.md: runs of the benchmarks in, Markdown out, and back.
+"""The page docs/benchmarks.md: the newest figure of each case that has a target, by question.
 
-The page holds one run of all benchmarks and, below it, later runs of a few of them. All text that is not
-measured is here, so it stays when the page is written again. `read` and `write` are inverse functions; a
-test checks that with the committed page.
+`write` makes the page from the rows of docs/data/benchmarks.csv, and everything else on it is here. A test
+checks that the committed page is what the committed rows give.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 
 from benchmarks import harness
 from benchmarks.harness import Row
+from benchmarks.history import Measured
 
-__all__ = ["Page", "Run", "add", "read", "write"]
+__all__ = ["QUESTIONS", "newest", "write"]
 
-INTRODUCTION = """\
+QUESTIONS = {
+    "against_plain_jax": "A training step over several virtual devices, in multiples of plain JAX's time.",
+    "single_program": "The same with all stages on one device.",
+    "against_torch_pipelining": "How many times faster a step is than torch.distributed.pipelining's.",
+    "against_torch_models": "Models written in torch, in multiples of plain torch's time.",
+    "poptorch": "A torch module, in multiples of the same model's time in `ipu.layers`.",
+    "tutorial": "How many times faster a step of the tutorial is.",
+    "dispatch": "Microseconds of the host per forward or backward; seconds to make a schedule.",
+    "chunking": "A step with the chosen chunk size, in multiples of the best size's time.",
+    "emulation": "A step over the ideal of its schedule, on emulated devices.",
+    "schedules": "The same for schedules with a small bubble.",
+    "halves": "A split backward, in multiples of a whole backward's time.",
+    "splits": "Automatic partitioning: time of a step as a ratio, and seconds to find the split.",
+    "several_processes": "A step in several processes, against the ideal; with replicas, against without.",
+    "compile": "Time to the end of the first step, in multiples of the unsplit model's.",
+    "first_step": "The same for a GPT of eight blocks.",
+    "feeds": "Examples per second.",
+    "metrics": "A step with metrics, in multiples of a step without.",
+    "tracing": "A step with the check for a recording, in multiples of a step without.",
+    "report_page": "Size of a report, and seconds until its trace is visible.",
+    "memory": "How far the held bytes are from the formula, as a share.",
+    "recomputation_memory": "Bytes that are held with recomputation, as a share.",
+    "phases": "Device memory with execution phases, as a share.",
+    "lengths": "A step with micro-batches of several lengths, in multiples of one length's time.",
+    "generation": "Tokens per second, against the simulated ideal or one request at a time.",
+    "checkpoints": "Milliseconds of the call that starts saving.",
+    "in_memory": "In-memory checkpoints: their cost, and the time from a kill to the next run.",
+    "goodput": "The share of its time that a job trains.",
+    "features": "How many features work without more code.",
+}
+_INTRODUCTION = """\
 # Benchmarks
 
-`make bench` runs all benchmarks, in about a quarter of an hour, and writes this page. Run it on a machine
-that has nothing else to do. The first time, it installs torch to compare with. To run a few benchmarks by
-themselves and add their figures below the table:
+`make bench` runs all benchmarks in about a quarter of an hour and writes this page. Use an idle machine. To
+run a few:
 
     python -m benchmarks.run_all --short --only dispatch feeds --write docs/benchmarks.md
 
-Do not edit this page: its text is in `benchmarks/page.py`, and its figures come from runs.
+Do not edit this page: `benchmarks/page.py` has its text. [benchmarks.csv](data/benchmarks.csv) has every
+figure of every run, also those without a target. Each heading links to how its figures are measured.
 
-## How to read the tables
+* **Figure**: the median of ratios that are taken round by round, both sides in turn. The csv has the times.
+* **From..to**: the smallest and the largest ratio of a round.
+* **Target**: a bound that was set before measuring. {met} of {all} cases meet theirs;
+  [speed.md](speed.md#missed-targets) explains those that do not.
+* **"and 5 more"**: so many other cases of this kind and target meet it, by at least as much.
 
-* **question**: the folder in `benchmarks`. Its page says what is measured, and how.
-* **ours**, **other**: this library, and what it is compared with, if anything. Times are medians.
-* **figure**: the number that the target is for. If it is a ratio, the two sides took turns, the ratio was
-  taken round by round, and this is the median. So it is not exactly the quotient of the two columns before.
-* **from..to**: the smallest and the largest figure of a round.
-* **target**, **met**: the bound that was set beforehand, and whether the figure keeps to it. Rows without a
-  target are there to explain the others.
-
-Compare ratios, not times: on a shared virtual machine a time may vary by a factor of two from hour to hour,
-and both sides of a round vary with it. [speed.md](speed.md#what-is-not-reached) explains the targets that
-are missed.
+Compare ratios, not times: on a shared virtual machine, times vary by a factor of two from hour to hour.
 """
-ALL = "## All benchmarks"
-AGAIN = """\
-## Measured again
-
-These were measured by themselves after the run above, because the code that they measure had changed or
-because the benchmark is new. Where a case is in both tables, its current figure is the one below.
-"""
-_NAMES = ("Command", "Machine", "Software", "Date", "Code")
+_HEAD = "|case|figure|from..to|target|met|\n|---|---|---|---|---|"
+_MOST_ALIKE = 3  # cases of a kind that meet their target and have rows of their own
 
 
-@dataclass(frozen=True)
-class Run:
-    """Rows that were measured together.
-
-    Attributes:
-      command: what was run.
-      machine: on which machine.
-      software: the versions of what matters.
-      date: when.
-      code: the commit that was measured.
-      rows: what came out.
-    """
-
-    command: str
-    machine: str
-    software: str
-    date: str
-    code: str
-    rows: tuple[Row, ...]
+def newest(rows: Iterable[Measured]) -> dict[tuple[str, str], Measured]:
+    """The rows of each question's newest run, by question and case; without benchmarks that are gone."""
+    rows = [row for row in rows if row.question in QUESTIONS]
+    runs = {row.question: row.run for row in rows}
+    return {(row.question, row.case): row for row in rows if row.run == runs[row.question]}
 
 
-@dataclass(frozen=True)
-class Page:
-    """What is on the page.
-
-    Attributes:
-      everything: the run of all benchmarks.
-      again: later runs of some of them, the newest last.
-    """
-
-    everything: Run
-    again: tuple[Run, ...] = field(default=())
-
-    @property
-    def rows(self) -> dict[tuple[str, str], Row]:
-        """The current row of each question and case."""
-        return {(row.question, row.case): row for run in (self.everything, *self.again) for row in run.rows}
-
-
-def add(page: Page, run: Run) -> Page:
-    """The page with a later run of some benchmarks, whose rows replace those of earlier such runs."""
-    cases = {(row.question, row.case) for row in run.rows}
-    kept = [
-        replace(old, rows=tuple(row for row in old.rows if (row.question, row.case) not in cases))
-        for old in page.again
-    ]
-    return replace(page, again=(*(old for old in kept if old.rows), run))
-
-
-def write(page: Page) -> str:
-    """The text of the page."""
-    parts = [INTRODUCTION, ALL + "\n", *_write_run(page.everything)]
-    if page.again:
-        parts.append(AGAIN)
-    for run in page.again:
-        questions = dict.fromkeys(row.question for row in run.rows)
-        parts += [f"### {', '.join(questions)}\n", *_write_run(run)]
+def write(rows: Iterable[Measured]) -> str:
+    """The text of the page, from all rows that were measured, the oldest first."""
+    current = [row for row in newest(rows).values() if row.bound]
+    is_met = [row.row.is_met for row in current]
+    parts = [_INTRODUCTION.format(met=sum(map(bool, is_met)), all=len(is_met))]
+    for question, text in QUESTIONS.items():
+        if found := [row for row in current if row.question == question]:
+            parts += [f"## [{question}](../benchmarks/README.md#{question})\n", _write_run(text, found)]
     return "\n".join(parts)
 
 
-def read(text: str) -> Page:
-    """The page of a text that `write` made; figures are as exact as they were written.
+def _write_run(text: str, rows: Sequence[Measured]) -> str:
+    """A question's table."""
+    lines = [f"{text} {'; '.join(reversed(rows[0].run))}.\n", _HEAD]
+    for row, num_more in _shorten([row.row for row in rows]):
+        more = f", and {num_more} more" if num_more else ""
+        lines.append(f"|{'|'.join((row.case + more, *harness.format_figure(row)))}|")
+    return "\n".join(lines) + "\n"
 
-    Raises:
-      ValueError: the text is not one that `write` could have made.
+
+def _shorten(rows: Sequence[Row]) -> list[tuple[Row, int]]:
+    """The rows, and how many of the same kind each stands for besides itself.
+
+    Of many cases of a kind that meet the same target, the one that is nearest to it stands for all.
     """
-    head = "".join(rf"\* {name}: (.+)\n" for name in _NAMES)
-    runs = [
-        Run(*found[:-1], tuple(map(_read_row, found[-1].splitlines()[2:])))
-        for found in re.findall(rf"^{head}\n((?:\|.*\n)+)", text, re.MULTILINE)
-    ]
-    page = Page(runs[0], tuple(runs[1:])) if runs else None
-    if page is None or write(page) != text:
-        raise ValueError(
-            "This is not a page as benchmarks/page.py writes it; `make bench` makes a new one."
-        )
-    return page
+    alike: dict[object, list[Row]] = {}
+    for row in rows:
+        kind = (row.case,) if not row.is_met else (_kind(row.case), row.target, row.at_most)
+        alike.setdefault(kind, []).append(row)
+    found = []
+    for group in alike.values():
+        if len(group) > _MOST_ALIKE:
+            sign = 1 if group[0].at_most else -1
+            found.append((max(group, key=lambda row: sign * row.value), len(group) - 1))
+        else:
+            found += [(row, 0) for row in group]
+    order = {row.case: place for place, row in enumerate(rows)}
+    return sorted(found, key=lambda pair: order[pair[0].case])
 
 
-def _write_run(run: Run) -> list[str]:
-    values: Sequence[str] = (run.command, run.machine, run.software, run.date, run.code)
-    lines = [f"* {name}: {value}\n" for name, value in zip(_NAMES, values, strict=True)]
-    return ["".join(lines), harness.format_table(run.rows) + "\n"]
-
-
-def _read_row(line: str) -> Row:
-    question, case, ours, other, figure, spread, bound, _met = (
-        cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
-    )
-    smallest, _, largest = spread.partition("..")
-    sign, _, target = bound.partition(" ")
-    return Row(
-        question,
-        case,
-        ours,
-        other,
-        _read_number(figure),
-        (_read_number(smallest), _read_number(largest)) if spread else None,
-        _read_number(target) if bound else None,
-        at_most=sign != "≥",
-    )
-
-
-def _read_number(text: str) -> float:
-    return float(text.replace(",", ""))
+def _kind(case: str) -> str:
+    """What is measured: the end of a case's name, which begins with the model."""
+    return re.sub(r"^.*?(?=\bagainst\b)|^.*[:,] (?=.)", "", case, count=1)

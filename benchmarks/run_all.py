@@ -2,9 +2,10 @@
 
     python -m benchmarks.run_all [--short] [--json FILE] [--only dispatch feeds] [--write PAGE]
 
-Each is a process of its own. If one fails, it is named at the end and the exit status is 1. The others are
-in the printed table all the same, but the page is not written. `make bench` writes docs/benchmarks.md; with
-`--only`, the rows are added to the page below those of all benchmarks.
+Each runs in its own process. If one fails, it is named at the end and the exit status is 1. The others are
+in the printed table all the same, but nothing is written. `--write` adds the rows to data/benchmarks.csv
+beside the page, and makes the page from the newest run of each benchmark there; `make bench` writes
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -24,38 +25,9 @@ from pathlib import Path
 
 from benchmarks import harness, history, page
 from benchmarks.harness import Row
-from benchmarks.page import Page, Run
+from benchmarks.history import Run
 
-BENCHMARKS = [
-    "against_plain_jax",
-    "single_program",
-    "against_torch_pipelining",
-    "dispatch",
-    "chunking",
-    "compile",
-    "first_step",
-    "feeds",
-    "metrics",
-    "tracing",
-    "checkpoints",
-    "tutorial",
-    "poptorch",
-    "against_torch_models",
-    "memory",
-    "recomputation_memory",
-    "phases",
-    "emulation",
-    "schedules",
-    "halves",
-    "splits",
-    "lengths",
-    "generation",
-    "features",
-    "several_processes",
-    "in_memory",
-    "goodput",
-    "report_page",
-]
+BENCHMARKS = list(page.QUESTIONS)
 _PACKAGES = ("jax", "jaxlib", "optax", "orbax-checkpoint", "torch")
 
 
@@ -73,7 +45,7 @@ def describe_run(is_short: bool, only: Sequence[str], rows: Sequence[Row]) -> Ru
     if set(only) != set(BENCHMARKS):
         command += ["--only", *only]
     return Run(
-        command=f"`{' '.join(command)}`",
+        command=" ".join(command),
         machine=f"{os.cpu_count()} cores, {model}{virtual}",
         software=f"{platform.system()}, Python {platform.python_version()}, {', '.join(versions)}",
         date=str(datetime.datetime.now(datetime.UTC).date()),
@@ -111,12 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--write",
         type=Path,
-        help="Write this page, or add rows to it; figures are added to data/benchmarks.csv beside it.",
+        help="Add the rows to data/benchmarks.csv beside this page, and write the page of what is there.",
     )
     args = parser.parse_args(arguments)
-    is_all = set(args.only) == set(BENCHMARKS)
-    if args.write and not is_all:
-        page.read(args.write.read_text())  # fails now, not after minutes, if rows cannot be added to it
     rows: list[Row] = []
     failed = []
     for name in args.only:
@@ -133,9 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = f" {args.write} is left as it was." if args.write else ""
         sys.exit(f"These failed: {', '.join(failed)}.{kept}")
     if args.write:
-        written = Page(measured) if is_all else page.add(page.read(args.write.read_text()), measured)
-        args.write.write_text(page.write(written))
-        history.append(history.rows_of(measured), args.write.parent / "data" / "benchmarks.csv")
+        file = args.write.parent / "data" / "benchmarks.csv"
+        history.append(history.rows_of(measured), file)
+        args.write.write_text(page.write(history.read(file)))
 
 
 if __name__ == "__main__":

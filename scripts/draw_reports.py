@@ -23,7 +23,7 @@ STEPS = {
     "step4": ["answers/step4_configurable_stages.py", "--splits", "dense256", "dense128", "dense64"],
 }
 PAGES = {"first_minutes": ("docs/first_minutes.md", "first_run")}  # and where its program puts its report
-SCHEDULES = ("grouped", "interleaved", "sequential")
+SCHEDULES = ("grouped", "sequential")
 NUM_STAGES, NUM_MICRO_BATCHES, FORWARD_MS, BACKWARD_MS = 4, 8, 10.0, 20.0
 WIDTH, HEIGHT = 1280, 890  # of the top of a page, down to the end of its trace
 

@@ -144,7 +144,7 @@ def measure(name: str, num_rounds: int, seconds: float) -> list[Row]:
         taken = harness.run_agreeing_sides(MODULE, sides, name, num_rounds, seconds, TOLERANCE)
         on_one = MOST_CONVOLUTIONAL if case.is_convolutional else MOST_ON_ONE
         for side, text, most in (
-            (sides[0], "one IPU", on_one),
+            (sides[0], "one device", on_one),
             (sides[1], f"{NUM_STAGES} stages", MOST_IN_FOUR),
         ):
             title = f"{case.name}: {what}, {text}"
@@ -171,7 +171,7 @@ def measure_first(name: str, num_rounds: int) -> list[Row]:
             found["first-torch"],
             MOST_FIRST,
         )
-        for side, text in (("first-1", "one IPU"), (f"first-{NUM_STAGES}", f"{NUM_STAGES} stages"))
+        for side, text in (("first-1", "one device"), (f"first-{NUM_STAGES}", f"{NUM_STAGES} stages"))
     ]
 
 

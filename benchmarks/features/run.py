@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.features.values import WORKS_WITH, Verdict
+from benchmarks.features.values import WORKS, WORKS_WITH, Verdict
 from benchmarks.harness import Row
 
 MOST_SECONDS = 300  # of a check
@@ -155,7 +155,7 @@ def write_table(text: str, cells: Mapping[str, Mapping[str, str]], versions: Map
     if _BEGIN not in text or _END not in text:
         raise ValueError(f"The page needs the lines {_BEGIN.strip()!r} and {_END.strip()!r}.")
     heads = [f"{known.title} {versions.get(name, '')}".strip() for name, known in LIBRARIES.items()]
-    lines = [f"| feature | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+    lines = [f"| feature | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for check, title in FEATURES.items():
         row = [cells[library].get(check, "") for library in LIBRARIES]
         lines.append(f"| {title} | {' | '.join(row)} |")
@@ -175,7 +175,7 @@ def count(library: str, cells: Mapping[str, Mapping[str, str]]) -> Row:
     """A row for the page of all benchmarks: how many of the features work as they are, here and there."""
 
     def works(library: str) -> int:
-        return sum(cell.startswith("**works**") for cell in cells[library].values())
+        return sum(cell.startswith(f"**{WORKS}**") for cell in cells[library].values())
 
     case = f"of {len(FEATURES)} features, those that work as they are; other: {LIBRARIES[library].title}"
     return Row("features", case, str(works("engine")), str(works(library)), float(works("engine")))

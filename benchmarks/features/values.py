@@ -27,7 +27,7 @@ __all__ = [
     "speaker",
 ]
 
-WORKS, WORKS_WITH, DOES_NOT = "works", "works with", "does not"
+WORKS, WORKS_WITH, DOES_NOT = "yes", "with", "no"
 WIDTH = 8
 RATE = 0.1  # of learning
 NUM_WORDS, NUM_TOKENS = 16, 8  # of what generates

@@ -79,8 +79,8 @@ class Case(NamedTuple):
 
     def name(self, side: str) -> str:
         """For tables."""
-        times = f"{self.milliseconds:g} ms"
-        return f"{self.num_ipus} IPUs, {self.num_micro_batches} micro-batches, F = I = W = {times}: {side}"
+        devices = f"{self.num_ipus} devices, {self.num_micro_batches} micro-batches"
+        return f"{devices}, F = I = W = {self.milliseconds:g} ms: {side}"
 
 
 CASES = {f"{number}x{time:g}": Case(number, time) for number in (4, 8) for time in TARGETS}

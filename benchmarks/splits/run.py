@@ -65,7 +65,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """For tables."""
-        on = "" if self.mapping is None else f" on {len(set(self.mapping))} IPUs"
+        on = "" if self.mapping is None else f" on {len(set(self.mapping))} devices"
         return f"{self.kind}, {self.num_layers} layers in {self.num_stages} stages{on}, {self.schedule}"
 
 

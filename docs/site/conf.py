@@ -24,7 +24,7 @@ include_patterns = [
     "tutorial/**.md",
     "tutorial/notebooks/*.ipynb",
     "examples/**.md",
-    "benchmarks/*/README.md",
+    "benchmarks/README.md",
 ]
 exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__"]
 

@@ -1,1 +1,1 @@
-"""What docs/scale.md is computed from."""
+"""What the table of devices in docs/speed.md is computed from."""

@@ -20,7 +20,6 @@ __all__ = ["Found", "Layout", "Shares", "find_layouts", "search", "shares"]
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 SCHEDULES = ("grouped", "interleaved")
-_LEAST_GAIN = 0.01  # of the step's time, from which a layout that does not fit is told
 
 
 @dataclass(frozen=True)
@@ -156,13 +155,11 @@ class Found:
 
     Attributes:
       best: it; None if none fits.
-      too_large: the best of those that do not fit, if it is faster by a hundredth; else None.
       num_layouts: of how many.
       num_fitting: how many of these fit.
     """
 
     best: Layout | None
-    too_large: Layout | None
     num_layouts: int
     num_fitting: int
 
@@ -203,26 +200,18 @@ def find_layouts(model: Gpt, device: Device, num_devices: int) -> Iterator[Layou
 
 
 def search(model: Gpt, device: Device, num_devices: int) -> Found:
-    """Finds the fastest layout that fits, and of the others one that would be faster."""
-    layouts = sorted(
-        find_layouts(model, device, num_devices), key=lambda one: (one.least_time, one.num_bytes)
+    """Finds the fastest layout that fits."""
+    layouts = list(find_layouts(model, device, num_devices))
+    fitting = sorted(
+        (layout for layout in layouts if layout.fits), key=lambda one: (one.least_time, one.num_bytes)
     )
-    fitting = [layout for layout in layouts if layout.fits]
-    best = _fastest(fitting)
-    limit = float("inf") if best is None else (1 - _LEAST_GAIN) * best.step_time
-    too_large = _fastest([layout for layout in layouts if not layout.fits], limit)
-    return Found(best, too_large, len(layouts), len(fitting))
-
-
-def _fastest(layouts: list[Layout], limit: float = float("inf")) -> Layout | None:
-    """The fastest of layouts that are sorted by their least times; None if none is faster than a limit."""
-    best = None
-    for layout in layouts:
+    best, limit = None, float("inf")
+    for layout in fitting:
         if layout.least_time >= limit:
             break
         if layout.step_time < limit:
             best, limit = layout, layout.step_time
-    return best
+    return Found(best, len(layouts), len(fitting))
 
 
 def shares(layout: Layout, num_devices: int) -> Shares:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import re
 from pathlib import Path
 
@@ -22,16 +21,15 @@ ROOT = Path(harness.ROOT) / "benchmarks"
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__")
 
 
-def test_each_folder_has_a_program_a_page_and_pinned_requirements():
+def test_each_folder_has_a_program_a_section_and_pinned_requirements():
     everything = (ROOT / "requirements.txt").read_text().splitlines()
+    sections = re.findall(r"^### (\w+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(sections) == sorted(run_all.BENCHMARKS) == FOLDERS
     for folder in FOLDERS:
-        command = f"python -m benchmarks.{folder}.run"
-        assert command in (ROOT / folder / "README.md").read_text()
-        assert command in (ROOT / folder / "run.py").read_text()
+        assert f"python -m benchmarks.{folder}.run" in (ROOT / folder / "run.py").read_text()
         lines = (ROOT / folder / "requirements.txt").read_text().splitlines()
         assert lines
         assert all("==" in line and line in everything for line in lines), folder
-    assert sorted(run_all.BENCHMARKS) == FOLDERS
 
 
 def test_ratios_are_taken_round_by_round():
@@ -76,55 +74,62 @@ def test_the_table_gives_a_figure_the_digits_that_its_verdict_needs(tmp_path, ca
     assert harness.format_table(read) == table
 
 
-def make_page():
-    draw = random.Random(1)  # noqa: S311  # figures of all sizes, the same in every run
-    rows = []
-    for number in range(200):
-        value = draw.choice([-1, 1]) * 10 ** draw.uniform(-6, 8)
-        target = draw.choice([None, 0.0, *(float(f"{value:.{digits}g}") for digits in (2, 3, 6))])
-        spread = draw.choice([None, (value / 2, value * 2)])
-        at_most = number % 2 == 0
-        rows.append(harness.Row("feeds", f"case {number}", "1 ms", "", value, spread, target, at_most))
-    return page.Page(make_run("`all`", 1, rows), (make_run("`some`", 2, rows[:2]),))
+def make_rows(day, *rows):
+    """What history has of rows that were measured on a day."""
+    run = history.Run("all", "a machine", "versions", f"2026-01-0{day}", f"commit {day}", rows)
+    return history.rows_of(run)
 
 
-def make_run(command, day, rows):
-    return page.Run(command, "a machine", "its versions", f"2026-01-0{day}", f"commit {day}", tuple(rows))
+def table_of(text, question):
+    """The rows of a question's table on the page."""
+    section = text.split(f"## [{question}](")[1].split("\n## ")[0]
+    return [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
 
 
-def test_a_page_that_was_read_is_written_the_same():
-    written = page.write(make_page())
-    assert page.write(page.read(written)) == written
-    found, expected = page.read(written), make_page()
-    assert [r.is_met for r in found.everything.rows] == [r.is_met for r in expected.everything.rows]
+def test_the_page_has_the_newest_run_of_each_question():
+    rows = [
+        *make_rows(1, harness.Row("feeds", "alone", "", "", 3.0, None, 2.0, at_most=False)),
+        *make_rows(1, harness.Row("dispatch", "an action", "", "", 30.0, (20.0, 40.0), 25.0)),
+        *make_rows(1, harness.Row("gone", "a case", "", "", 1.0, None, 2.0)),
+        *make_rows(2, harness.Row("feeds", "new", "", "", 1.0302, None, 1.03)),
+        *make_rows(2, harness.Row("feeds", "to explain the others", "", "", 1.0)),
+    ]
+    text = page.write(rows)
+    assert table_of(text, "feeds") == [["new", "1.0302", "", "≤ 1.03", "no"]]
+    assert table_of(text, "dispatch") == [["an action", "30", "20..40", "≤ 25", "no"]]
+    assert "a machine; commit 1; 2026-01-01" in text
+    assert "0 of 2 cases" in text
+    assert "gone" not in text
 
 
-def test_the_committed_page_is_what_its_rows_give():
+def test_the_case_nearest_to_its_target_stands_for_those_of_its_kind():
+    values = {"a": 1.0, "b": 1.02, "c": 0.7, "d": 0.9, "e": 1.04}
+    cases = [harness.Row("splits", f"{n}: against x", "", "", v, None, 1.03) for n, v in values.items()]
+    others = [harness.Row("splits", f"{name}: against y", "", "", 1.0, None, 1.03) for name in "abc"]
+    assert [row[0] for row in table_of(page.write(make_rows(1, *cases, *others)), "splits")] == [
+        "b: against x, and 3 more",
+        "e: against x",
+        *(f"{name}: against y" for name in "abc"),
+    ]
+    speeds = [
+        harness.Row("splits", f"{n}: against x", "", "", v, None, 0.6, at_most=False)
+        for n, v in values.items()
+    ]
+    assert table_of(page.write(make_rows(1, *speeds)), "splits")[0][0] == "c: against x, and 4 more"
+
+
+def test_the_committed_page_is_what_the_history_gives():
     text = (ROOT.parent / "docs" / "benchmarks.md").read_text()
-    found = page.read(text)
-    assert page.write(found) == text
-    assert {row.question for row in found.rows.values()} == set(FOLDERS)
+    assert page.write(history.read()) == text
+    assert {question for question, _case in page.newest(history.read())} == set(FOLDERS)
     assert str(ROOT.parent) not in text
 
 
-def test_a_page_that_was_edited_is_refused():
-    written = page.write(make_page())
-    for change in [("|  |", "| |"), ("* Date: ", "* date: "), ("# Bench", "# bench")]:
-        edited = written.replace(*change)
-        assert edited != written
-        with pytest.raises(ValueError, match="not a page as"):
-            page.read(edited)
-
-
-def test_later_runs_replace_rows_of_earlier_ones_but_not_of_the_run_of_all():
-    old = make_page()
-    replaced, kept = old.again[0].rows
-    newer = harness.Row("feeds", replaced.case, "2 ms", "", 2.0)
-    found = page.add(old, make_run("`one`", 3, [newer]))
-    assert found.everything == old.everything
-    assert [run.rows for run in found.again] == [(kept,), (newer,)]
-    assert found.rows["feeds", replaced.case] == newer
-    assert len(page.add(found, old.again[0]).again) == 1  # a run without rows is not kept
+def test_missed_targets_are_explained():
+    """Each question with a missed target has a row in docs/speed.md, and no other has."""
+    missed = {row.question for row in page.newest(history.read()).values() if row.row.is_met is False}
+    section = (ROOT.parent / "docs" / "speed.md").read_text().split("\n## Missed targets\n")[1]
+    assert set(re.findall(r"^\| \[\w+\]\(benchmarks\.md#(\w+)\)", section, re.MULTILINE)) == missed
 
 
 def test_run_all_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -134,29 +139,28 @@ def test_run_all_writes_the_page(tmp_path, monkeypatch, capsys):
 
     def run(name, is_short):
         assert is_short
-        return None if name in fails else [harness.Row(name, "case", "1 ms", "", 1.0)]
+        return None if name in fails else [harness.Row(name, "case", "1 ms", "", 1.0, None, 2.0)]
 
     monkeypatch.setattr(run_all, "run", run)
+    monkeypatch.setattr(run_all, "_describe_code", lambda: f"commit {len(fails)}")
     arguments = ["--short", "--write", str(path)]
     run_all.main(arguments)
-    found = page.read(path.read_text())
-    assert [row.question for row in found.everything.rows] == run_all.BENCHMARKS
-    assert found.everything.command == "`python -m benchmarks.run_all --short`"
-    assert "jax " in found.everything.software
-    assert found.again == ()
+    found = history.read(tmp_path / "data" / "benchmarks.csv")
+    assert [row.question for row in found] == run_all.BENCHMARKS
+    assert {row.command for row in found} == {"python -m benchmarks.run_all --short"}
+    assert "jax " in found[0].software
+    assert path.read_text() == page.write(found)
     run_all.main([*arguments, "--only", "feeds", "memory"])
-    found = page.read(path.read_text())
-    assert [row.question for row in found.again[0].rows] == ["feeds", "memory"]
-    assert found.again[0].command == "`python -m benchmarks.run_all --short --only feeds memory`"
+    found = history.read(tmp_path / "data" / "benchmarks.csv")
+    assert [row.question for row in found[len(run_all.BENCHMARKS) :]] == ["feeds", "memory"]
+    assert found[-1].command == "python -m benchmarks.run_all --short --only feeds memory"
+    assert path.read_text() == page.write(found)
     assert str(tmp_path) not in path.read_text()
     fails.add("feeds")
     with pytest.raises(SystemExit, match="These failed: feeds. .* is left as it was"):
         run_all.main(arguments)
-    assert page.read(path.read_text()) == found
+    assert history.read(tmp_path / "data" / "benchmarks.csv") == found
     assert "| memory |" in capsys.readouterr().out
-    path.write_text("something else\n")
-    with pytest.raises(ValueError, match="not a page as"):
-        run_all.main([*arguments, "--only", "feeds"])
 
 
 class MadeUpSide:
@@ -240,18 +244,10 @@ def test_a_torch_module_and_its_layers_are_the_same_model(case):
 
 @pytest.mark.thorough
 def test_the_program_of_emulation_s_page(tmp_path):
-    text = (ROOT / "emulation" / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     program += "\nprint(len(times.updates), len(outputs.losses))"
     assert run_each({"emulation": program}, tmp_path, as_tests=True)["emulation"].split() == ["3", "12"]
-
-
-def test_what_the_page_has_is_in_the_history():
-    found = page.read((harness.ROOT / "docs" / "benchmarks.md").read_text())
-    known = {(row.date, row.code, row.question, row.case) for row in history.read()}
-    for run in (found.everything, *found.again):
-        for row in run.rows:
-            assert (run.date, run.code, row.question, row.case) in known
 
 
 def test_a_run_is_added_to_the_history_once(tmp_path):
@@ -260,7 +256,7 @@ def test_a_run_is_added_to_the_history_once(tmp_path):
         harness.compare("question", "case, with a comma", [2.0, 4.0], [1.0, 4.0], 1.5),
         harness.Row("question", "without a target", "", "", 3.25),
     )
-    measured = page.Run("", "a, b", "", "2026-01-01", "c", rows)
+    measured = history.Run("all", "a, b", "versions", "2026-01-01", "c", rows)
     for _ in range(2):
         history.append(history.rows_of(measured), file)
     first, second = history.read(file)
@@ -268,3 +264,5 @@ def test_a_run_is_added_to_the_history_once(tmp_path):
     assert (first.bound, first.target) == ("at most", "1.5")
     assert (first.figure, first.smallest, first.largest) == ("1.5", "1", "2")
     assert (second.figure, second.smallest, second.bound, second.target) == ("3.25", "", "", "")
+    assert (first.ours, first.command, first.software) == ("3000.00 ms", "all", "versions")
+    assert [first.row, second.row] == list(rows)

@@ -29,13 +29,13 @@ def test_the_page_has_a_cell_of_each_check_and_says_what_was_run():
     for library in run.LIBRARIES:
         assert re.fullmatch(r"\d+\.\d+\.\d+\S*, \d{4}-\d\d-\d\d", versions[library]), versions
         for check in run.FEATURES:
-            assert cells[library][check].startswith(("**works**: ", "**works with** ", "**does not**: "))
+            assert cells[library][check].startswith(("**yes**: ", "**with** ", "**no**: "))
 
 
 def test_a_row_counts_what_works_as_it_is():
     cells = {
-        "engine": {"hang": "**works**: a", "nan_origin": "**works**: b"},
-        "torch": {"hang": "**works with** c", "nan_origin": "**works**: d"},
+        "engine": {"hang": "**yes**: a", "nan_origin": "**yes**: b"},
+        "torch": {"hang": "**with** c", "nan_origin": "**yes**: d"},
     }
     row = run.count("torch", cells)
     assert (row.ours, row.other, row.value) == ("2", "1", 2.0)
@@ -52,14 +52,14 @@ def test_a_run_writes_its_cells_and_leaves_the_others(tmp_path, monkeypatch, cap
             return json.dumps({"version": "9.9.9"} if library in notes else {})
         if notes[library] is None:
             raise RuntimeError(library)
-        return "verdict " + json.dumps({"kind": "works", "note": notes[library]}) + "\n"
+        return "verdict " + json.dumps({"kind": "yes", "note": notes[library]}) + "\n"
 
     monkeypatch.setattr(run, "ask", ask)
     arguments = ["--only", "hang", "--write", str(path)]
     run.main(arguments)
     written = path.read_text()
     cells, old = run.read_cells(written), run.read_cells(PAGE)
-    assert (cells["engine"]["hang"], cells["torch"]["hang"]) == ("**works**: a \\| b", "**works**: &lt;c>")
+    assert (cells["engine"]["hang"], cells["torch"]["hang"]) == ("**yes**: a \\| b", "**yes**: &lt;c>")
     assert cells["spectrax"] == old["spectrax"]
     assert run.read_versions(written)["spectrax"] == run.read_versions(PAGE)["spectrax"]
     notes["torch"] = None
@@ -79,5 +79,5 @@ def test_a_check_fails_where_what_it_says_is_no_longer_so():
         values.check_close([np.ones(3)], [np.ones(3) * (1 + 2e-5)])
     values.check_close([np.ones(3)], [np.ones(3) * (1 + 2e-6)])
     with pytest.raises(ValueError, match="kind must be"):
-        values.Verdict("no", "")
+        values.Verdict("works", "")
     assert values.names_in(features, "^(said_by|no_such_name)$") == ["said_by"]

@@ -1,4 +1,4 @@
-"""docs/scale.md: its tables are what the simulator finds, and the search misses nothing."""
+"""The table of devices in docs/speed.md is what the simulator finds, and the search misses nothing."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from ipu_pipeline.engine.schedules import LinkSpeed, simulate
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-import write_scale_page as page  # noqa: E402  # scripts are no package
+import write_scale_table as page  # noqa: E402  # scripts are no package
 from scaling import gpt, layouts  # noqa: E402
 
 SMALL = gpt.Gpt(5, width=64, num_heads=4, length=32, num_words=500, num_sequences=16)
@@ -34,9 +34,11 @@ LINES = page.PAGE.read_text().splitlines()
     ],
 )
 def test_rows_of_the_page(num_blocks, num_devices):
-    rows = page.make_rows(gpt.Gpt(num_blocks), num_devices)
-    for row in rows.values():
-        assert row in LINES, "python scripts/write_scale_page.py"
+    assert page.make_row(gpt.Gpt(num_blocks), num_devices) in LINES, "python scripts/write_scale_table.py"
+
+
+def test_the_page_has_the_table():
+    assert page.HEAD in page.PAGE.read_text()
 
 
 def test_known_sizes():
@@ -90,9 +92,6 @@ def test_the_search_finds_the_best():
         assert layout.num_stages * layout.num_replicas <= num_devices
         assert layout.least_time <= layout.step_time * (1 + 1e-12)
     assert found.best.step_time == min(layout.step_time for layout in fitting)
-    others = [layout.step_time for layout in every if not layout.fits]
-    faster = [time for time in others if time < 0.99 * found.best.step_time]
-    assert (found.too_large and found.too_large.step_time) == min(faster, default=None)
     assert len({layout.schedule for layout in every}) == len({layout.by_stage for layout in every}) == 2
 
 
@@ -128,22 +127,9 @@ def test_shares_are_all_of_the_time():
     assert found.links == pytest.approx(timeline.bubble.transfers / (7 * timeline.step_time))
 
 
-def test_tables_of_another_gpt(capsys):
-    page.main(["--devices", "1", "2", "--blocks", "2", "--width", "64", "--heads", "4", "--sequences", "4"])
+def test_rows_of_another_gpt(capsys):
+    page.main(["--devices", "1", "2", "--blocks", "2"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 2 ")]
-    assert [(row[1], row[4]) for row in rows[:2]] == [("1", "1 x 1"), ("2", "1 x 2")]
+    assert [(row[1], row[3]) for row in rows] == [("1", "1 x 1"), ("2", "1 x 2")]
     page.main(["--devices", "1", "--blocks", "96"])
     assert "none fits" in capsys.readouterr().out
-
-
-def test_what_the_script_refuses(capsys):
-    before = page.PAGE.read_text()
-    for arguments, message in [
-        (["--blocks", "2"], "--blocks: the page has its own; give --devices as well."),
-        (["--devices", "0"], "--devices: must be at least 1; got 0"),
-        (["--devices", "4", "--width", "-1"], "--width: must be at least 1; got -1"),
-    ]:
-        with pytest.raises(SystemExit):
-            page.main(arguments)
-        assert message in capsys.readouterr().err
-    assert page.PAGE.read_text() == before

@@ -15,7 +15,7 @@ from tests.support import browsers, pages
 from tests.support.examples import reference
 from tests.support.programs import ROOT
 
-PATTERNS = "*.md", "docs/**/*.md", "tutorial/**/*.md", "examples/**/*.md", "benchmarks/*/README.md"
+PATTERNS = "*.md", "docs/**/*.md", "tutorial/**/*.md", "examples/**/*.md", "benchmarks/README.md"
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
     "README.md": "docs/test_readme.py",
@@ -26,7 +26,7 @@ TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
     "docs/poptorch_operations.md": "poptorch/operations/test_poptorch_calls.py",
     "docs/poptorch_options.md": "poptorch/options/test_poptorch_options.py",
     "docs/replicas.md": "tf1/test_replicas_front.py",
-    "benchmarks/emulation/README.md": "docs/test_benchmarks.py",
+    "benchmarks/README.md": "docs/test_benchmarks.py",
 }
 
 
