@@ -1,6 +1,6 @@
 """A small GPT in pipeline stages, in plain JAX, trained on the source of Python's own standard library.
 
-It needs no data but the Python that runs it. docs/engine.md explains it part by part.
+It needs no data but the Python that runs it. docs/engine.md explains the engine.
 """
 
 import argparse

@@ -179,6 +179,25 @@ def example_in(docstring: str | None) -> str:
     return textwrap.dedent(found[1]).strip("\n") if found else ""
 
 
+def _arguments_of(value: type) -> list[str]:
+    """The lines about the arguments of a class, which are in the docstring of its `__init__`."""
+    init = value.__init__  # type: ignore[misc]
+    text = inspect.cleandoc(init.__doc__ or "") if inspect.isfunction(init) else ""
+    _summary, _blank, rest = text.partition("\n\n")
+    return ["", *rest.splitlines(), ""] if rest else []
+
+
+def _with_whole_code(lines: list[str]) -> list[str]:
+    """Lines in which what stands between backticks does not go on in the next line."""
+    found: list[str] = []
+    for line in lines:
+        if found and found[-1].count("`") % 2:
+            found[-1] += f" {line.strip()}"
+        else:
+            found.append(line)
+    return found
+
+
 class Examples:
     """The examples in docstrings, and the programs of pages, by the page's name without its ending."""
 
@@ -240,13 +259,14 @@ class Reference:
             return True
         return None
 
-    def prepare(self, _app: Any, _what: str, name: str, obj: Any, _options: Any, lines: list[str]) -> None:
+    def prepare(self, _app: Any, what: str, name: str, obj: Any, _options: Any, lines: list[str]) -> None:
         """Makes of our docstrings, which people read as they are, what Sphinx reads: in place.
 
-        An example is code, and so is what stands between backticks, whatever follows it.
+        An example is code, and so is what stands between backticks, whatever follows it. Arguments of a
+        class follow its own docstring.
         """
         text, code = [], False
-        for line in lines:
+        for line in _with_whole_code([*lines, *(_arguments_of(obj) if what == "class" else ())]):
             if line == "Example:":
                 code = True
                 text += [".. code-block:: pycon", ""]

@@ -18,7 +18,8 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
 
     Arrays are written by Orbax, each by a process that has it; of values that differ between replicas, the
     first one's. It returns when the checkpoint is complete; one that was there is then replaced, and stays
-    if this ends in an error, or the process is killed.
+    if this ends in an error, or the process is killed. (Orbax's own `StandardCheckpointer` takes a state,
+    too, in one process only.)
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)

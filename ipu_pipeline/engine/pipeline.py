@@ -179,7 +179,7 @@ class Pipeline:
             `parameters` as their first argument; or `Stage`s. The first one takes the inputs of `step` and
             then the micro-batch. A list of them in place of one: parallel stages, which run at the same
             time on the same values; what they return is concatenated.
-          options: given as keyword arguments, the fields of `PipelineOptions`.
+          options: given by name: the fields of `PipelineOptions`, which describes them.
 
         Raises:
           TypeError: a compiler option's type is not usable, or there is no such argument.

@@ -33,7 +33,10 @@ __all__ = ["PipelineOptions", "check_positive", "make_options"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineOptions:
-    """The keyword arguments of `Pipeline`, checked as far as possible without the stages.
+    """The keyword arguments of `Pipeline`, of which only `num_micro_batches` is required.
+
+    They are checked before anything is traced or compiled, as far as that is possible without the stages.
+    Options of training warn if the pipeline only runs forwards.
 
     Example:
       >>> engine.PipelineOptions(num_micro_batches=4, schedule="no_such_schedule")
@@ -42,153 +45,218 @@ class PipelineOptions:
       ValueError: schedule must be ...
 
     Attributes:
-      num_micro_batches: micro-batches per step, at least 1. None: each step is given the number, and a
-        new number does not compile again.
+      num_micro_batches: micro-batches per step, at least 1. A training step does one weight update from all
+        their gradients (gradient accumulation). With more of them devices wait less, because the pipeline
+        fills and drains once per step; but the effective batch grows, or each micro-batch shrinks. None:
+        each step is given its number, `step(state, micro_batches, num_micro_batches=n)`, and a new number
+        does not compile again. Then no dispatch plan is chosen, and `Pipeline.compile` is not available.
       parameters: a pytree of arrays for each stage, which its function takes before its inputs,
-        `stage(parameters, *inputs)`; as for `Stage`. None: the stages are as they are given.
-      loss: takes what the last stage returns, returns a scalar; goes with `optimizer`. None: the last stage
-        returns the loss. Without an optimizer the pipeline only runs forwards.
-      max_shapes: how many different shapes micro-batches may have; the pipeline has programs for each of
-        them, made when the first one comes. Structure and dtypes are those of the first micro-batch. All
-        share one state, so variables must not depend on shapes. With several processes it is 1.
-      shapes: micro-batches, or their shapes and dtypes, for which the programs are compiled with those of
-        the first one, in `compile` or the first step, and not when they come.
-      loss_weight: None, or a function that takes what the last stage returns, as `loss` does, and returns
-        the number of items that this loss is a sum over, such as tokens that are not padding: a scalar, an
-        integer or floating-point number. The gradients of a weight update are then those of the losses'
-        sum divided by the sum of all its micro-batches' weights, in all replicas, whatever the reduction:
-        those of the mean over all items, as of one large batch. If that sum is 0, they are 0, and the
-        optimizer updates with these. `StepOutputs.losses` are the losses as they are, not divided. Not with
-        `gradient_map`.
-      optimizer: an Optax transformation; or a function of what the last stage returned for the last
-        micro-batch (for the state at the start: the first). The function returns a transformation, or a
-        pair of a transformation and a dict of extra arguments for its `update`.
-      schedule: a name of `schedules.named_schedules`, or that of another library ("1f1b"), in any case.
-        "interleaved" is 1F1B; Megatron's interleaved schedule is "looped" or "interleaved_1f1b". Or a
-        function like `schedules.grouped`; or the path of a CSV file, see `schedules.read_csv`, which is
-        read at once. It becomes a name of `named_schedules` or a function.
-      device_mapping: the IPU of each stage, a number from 0; a list of numbers for parallel stages. By
-        default each stage has its own.
-      devices: the JAX device of each IPU; by default the first of `jax.devices()`.
-      reduction: "mean", "running_mean" or "sum" of the gradients over the micro-batches.
-      donate: whether `step` may destroy the state that it is given. False makes it a pure function.
-      check_nans: whether each step is waited for, and a nan in its results is a FloatingPointError that
-        names the operation, its line, the stage and the micro-batch; the state stays as it was. JAX's
-        `jax_debug_nans` does the same.
+        `stage(parameters, *inputs)`; or a function from a random key to such a pytree; or its shapes, for a
+        pipeline that runs on another one's state. None: stages are `Stage`s, or use `get_variable`.
+      loss: a function that takes what the last stage returns, and returns a scalar. It runs in the last
+        stage's program. None: the last stage returns the loss. Only with an optimizer.
+      loss_weight: a function that takes what the last stage returns, as `loss` does, and returns the number
+        of items that this loss is a sum over, such as tokens that are not padding: a scalar, an integer or
+        floating-point number. The gradients of a weight update are then those of the mean over all items,
+        as of one large batch: of the sum of the losses divided by the sum of the weights, over all
+        micro-batches and replicas, whatever the reduction. If that sum is 0, they are 0, and the optimizer
+        updates with these. `StepOutputs.losses` are not divided. None: each micro-batch counts the same.
+        Not with `gradient_map`.
+      optimizer: an Optax transformation. It is traced once, over the trained variables of all stages as a
+        dict by full name. Each device updates its own variables; a global norm spans all of them. Or a
+        function of what the last stage returned for the last micro-batch of the step (in the first replica;
+        for the initial state, for the first micro-batch), which returns a transformation, or a pair of one
+        and a dict of extra arguments for its `update`: for `optax.contrib.reduce_on_plateau`, which needs
+        the loss. If the initial optimizer state depends on these outputs, it is None until the first step.
+        None: the pipeline only runs forwards.
+      reduction: how the gradients of the micro-batches are combined. "mean": as in one large batch whose
+        loss is a mean. "running_mean": the same up to rounding, without large sums, for accumulators of 16
+        bits. "sum": the more micro-batches, the lower the learning rate has to be.
+      accumulator_dtype: the dtype in which gradients are accumulated: None for the variable's dtype, a
+        dtype, or a function from a variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one of
+        these. float32 keeps small gradients of bfloat16 variables from being rounded away; bfloat16 halves
+        the accumulators of float32 variables, and loses small gradients. The optimizer, with its state,
+        uses the wider of the two dtypes.
       trained: full names of the variables to train, or a function that returns them: it is given the
-        `variables`, once the stages have been traced. None: all trainable ones.
-      program_names: the names of the program that the pipeline is part of; by default its own.
-      captures: collects traced values from outside that the stages and the optimizer may use. They are
-        further inputs of the pipeline, after those that are given. By default none may be used.
-      gradient_map: returns, once the stages have been traced, None or a function of a gradient and its
-        variable; it is applied to each micro-batch's gradients, before accumulation.
-      gradient_targets: returns, once the stages have been traced, the targets that get each micro-batch's
-        gradients (see `GradientTarget`).
-      execution_phases: which stages run as one phase, and what leaves the devices from phase to phase; with
-        the schedule "sequential" and in one process only. None: there are no phases.
-      recompute: "auto", "recompute_then_backpropagate" or "recompute_and_backpropagate_interleaved"
-        (see `Recomputation`). None: stages keep what their backward needs.
-      offload: any of "weight_update_variables", "activations", "gradient_accumulation_buffers" and
-        "weights" (see `Offload`), which then lie in host memory while no program uses them.
-      accumulator_dtype: of the gradients' sums or means: None for the variable's dtype, a dtype, or a
-        function from a variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one of these.
+        `variables`, once the stages have been traced. The others have no gradient, accumulator or optimizer
+        state, and stages before the first trained variable have no backward. None: all trainable ones.
+      gradient_map: a function without arguments, called once the stages have been traced, that returns a
+        function of a gradient and its variable, or None. That function is applied to each micro-batch's
+        gradient of each variable before accumulation, and keeps its shape and dtype; it may use no other
+        traced values. It is for what must happen per micro-batch, such as clipping: what can be done once
+        per update is cheaper in the optimizer. Parallel stages on several devices cannot share a variable
+        then.
+      max_shapes: how many different shapes micro-batches may have, such as lengths of texts. The pipeline
+        has programs for each of them, compiled when the first one comes. Structure and dtypes are those of
+        the first micro-batch. All share one state, so variables must not depend on shapes. 1 with several
+        processes.
+      shapes: micro-batches, or their shapes and dtypes (`jax.ShapeDtypeStruct`), whose programs are
+        compiled with those of the first micro-batch, in `compile` or the first step, instead of when they
+        come.
+      schedule: the order of forwards and backwards on each device: a name of `schedules.named_schedules`,
+        or the name in another library ("1f1b"), in any case; a function like `schedules.grouped`; the path
+        of a CSV file, see `schedules.read_csv`, which is read at once; or a `SearchedSchedule`. Note that
+        "interleaved" is 1F1B, and Megatron's interleaved schedule is "looped" or "interleaved_1f1b".
+        Results do not depend on it. `Pipeline.options` has it as a name of `named_schedules` or a function.
+      device_mapping: the number of each stage's device, from 0; a list of numbers for parallel stages.
+        Stages on one device take turns. Numbers that no stage has leave a device idle. With all stages on
+        one device, without replicas, tensor parallelism and phases, a step is one compiled program, and the
+        schedule has no effect. None: each stage has its own device.
+      devices: the JAX devices to use. With n device numbers in the mapping, device i of replica r is entry
+        `r * n + i`; with `tensor_parallel` of size T, the T entries from `(r * n + i) * T` on. A device may
+        occur several times. None: the first of `jax.devices()`.
+      dispatch_plan: over several devices, how many micro-batches a program handles, one after another.
+        `Chunking(k)`, where k divides `num_micro_batches`, starts k times fewer programs, which pays where
+        these are short; but stages hold k times as many micro-batches, and the pipeline takes longer to
+        fill. `Chunking()` starts each one by itself, and compiles fastest. None: chosen for the schedule
+        "grouped" by simulated and timed steps, else 1 (see `Pipeline.dispatch_plan`). With all stages on
+        one device a plan is an error.
+      max_chunked_bytes: a chosen dispatch plan does not make any stage hold more bytes than this
+        between forwards and backwards by handling several micro-batches at once. Default: 32 MiB. 0 chooses
+        one micro-batch per program. It has no effect where no plan is chosen: with a plan of your own,
+        another schedule than "grouped", `recompute`, `offload`, or `num_micro_batches=None`.
+      block_bytes: with all stages on one device, how much of it the micro-batches of one call of the
+        program, and their outputs, may take, in bytes (default: 64 MiB). Lower it if large
+        micro-batches leave too little memory: more calls follow. 0 gives each micro-batch a call.
       num_serialized: the number of micro-batches that a stage handles, one after another, before the next
-        stage starts. With k, a step has `num_micro_batches` times k of them. Above 1 only with the schedule
-        "sequential" and all stages on one device.
-      collect_outputs: False leaves what the last stage returns out of `StepOutputs`, which saves
-        memory. A function, from these outputs as a pytree of `jax.ShapeDtypeStruct`s to one boolean per
-        leaf, leaves out leaves with False; `StepOutputs.outputs` then has lists of the other leaves.
-      collect_losses: False leaves losses out of `StepOutputs`.
-      sum_collected: whether what is collected is summed over the micro-batches of a step, as they
-        finish. `StepOutputs` then has one entry, the sums.
-      sum_dtype: of sums: None for the value's dtype, a dtype, or a function from the value's
-        `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Booleans need a dtype, and
-        floating-point numbers are not summed as integers.
-      block_bytes: with all stages on one device, how much of it the micro-batches of one call, and their
-        outputs, may take.
-      forward_options: per stage, XLA's options for its forward program, by name, as for the
-        `compiler_options` of `jax.jit`. The last stage's forward and backward are one program, which
-        gets the options of both; with all stages on one device everything is one, which gets all.
-      backward_options: per stage, XLA's options for its backward program; only with an optimizer.
-      update_options: XLA's options for the programs of the weight update; only with an optimizer.
-      option_names: what errors call these three arguments and `gradient_map`, by their names here.
-      dispatch_plan: over several devices, how many micro-batches a program handles. None: chosen so that
-        a step is short, for the schedule "grouped" (see `Pipeline.dispatch_plan`). With all stages on one
-        device everything is one program, and a plan is an error.
-      num_replicas: the number of copies of the pipeline that run at the same time, each with its own
-        micro-batches and devices: micro-batch k of replica r is number k * num_replicas + r of what `step`
-        is given, and IPU i of replica r is device r * (IPUs of a replica) + i. Gradients, accumulated in
-        each, are averaged over the replicas once per weight update. So are floating-point variables that
-        stages assign (see `joins_assigned`). Of other variables, and of outputs that the optimizer reads,
-        the first replica's values count. Values that are collected have a leading axis of size num_replicas
+        stage starts. With k, a step has `num_micro_batches` times k of them. It is for one device with
+        `offload=["weights"]`, which brings weights there once for k micro-batches; stages keep k times as
+        much. Above 1 only with the schedule "sequential" and all stages on one device, without replicas and
+        tensor parallelism.
+      post_validation: whether devices do not wait for each other in an update that joins them, such as
+        clipping by the global norm: they update with a guess and go on, and an update that turns out wrong
+        is done again, with the same results to the last bit. Only between the updates of one `run`; `step`
+        does one update, and warns. It also warns where it has no effect: if nothing joins the devices, with
+        all stages on one, with `offload` or `shard`, with replicas in several processes, and if stages
+        print or call back into Python. Variables, optimizer state, gradients and a step's micro-batches are
+        kept for one step longer, also with `donate`.
+      donate: whether `step` takes over the memory of the state that it is given, so that old and new
+        weights never exist side by side. The old state must not be used afterwards, and arrays given to
+        `with_parameters` may go with it. Recommended in a training loop that only goes on. Without
+        training, nothing goes except, with all stages on one device, what stages assign. False: `step` is a
+        pure function, and any state can be used again.
+      recompute: what a stage keeps of a micro-batch between forward and backward (activation
+        checkpointing). None: all that the backward needs. "recompute_then_backpropagate": its inputs; the
+        backward begins with the forward. "recompute_and_backpropagate_interleaved", or "auto": also the
+        values marked by `recomputation_checkpoint`; the backward goes from mark to mark. Both cost a second
+        forward of all stages but the last. `jax.checkpoint` within a stage works in addition. See
+        `Recomputation`.
+      offload: what lies in host memory while no program uses it: any of "weight_update_variables" (the
+        optimizer's state), "activations" (what stages keep for their backward),
+        "gradient_accumulation_buffers" and "weights" (see `Offload`). Programs that use these arrays wait
+        for transfers: the optimizer's state, which one program per step uses, costs least. Devices need
+        JAX's memory kind `pinned_host`. Without training only "weights" has an effect, and "activations" in
+        phases.
+      execution_phases: which entries of `stages` run as one phase, for a model that does not fit its
+        devices: a micro-batch goes through all phases before the next one begins, one phase computes at a
+        time, and what is offloaded leaves the devices between phases. Only with the schedule "sequential",
+        `num_serialized` 1, and all devices in one process. None: there are no phases.
+      num_replicas: the number of copies of the pipeline, each with its own devices and micro-batches (data
+        parallelism): micro-batch k of replica r is number `k * num_replicas + r` of what `step` is given.
+        Gradients, accumulated in each, are averaged over the replicas once per weight update. So are
+        floating-point variables that stages assign; of others, and of outputs that the optimizer reads, the
+        first replica's values count. Values that are collected have a leading axis of size `num_replicas`
         if that is above 1. Random keys differ between replicas. Not with `num_serialized` above 1.
       num_turns: into how many turns the replicas are divided, a divisor of their number. With k there are
-        devices for `num_replicas` / k of them. These run at the same time, and then the next ones on the
-        same devices; a weight update follows the last turn. Up to rounding the numbers are those of one
-        turn, and a step takes k times as long. It is for a job that has lost some of its devices. Not with
-        stages that compute with other replicas, with micro-batches of several shapes, or with values of
-        variables that are each replica's own (`joins_assigned`).
-      joins_assigned: False leaves each replica its own values of variables that stages assign, from update
-        to update. Reading the state's arrays then gives the first replica's values; writing them gives the
-        new values to all replicas.
+        devices for `num_replicas` / k of them: these run at the same time, and then the next ones on the
+        same devices; a weight update follows the last turn. Results are the same up to rounding, a step
+        takes k times as long, and accumulators take twice the memory. It is for a job that goes on with
+        fewer devices. Not with stages that compute with other replicas, with micro-batches of several
+        shapes, or with `joins_assigned=False`.
+      shard: what the replicas share out, each keeping a part: any of "optimizer_state" (ZeRO-1) and
+        "weights", the trainable variables that only one stage has (see `Shard`). An array is divided along
+        the first axis whose size is a multiple of the number of replicas; others stay whole. Weights are
+        gathered for each program that reads them. Gradients are accumulated whole in each replica. With one
+        replica it warns.
+      joins_assigned: whether variables that stages assign are joined at the end of each step:
+        floating-point ones are averaged over the replicas, others become the first replica's. True is for
+        statistics. False leaves each replica its own, as caches need; reading the state's array then gives
+        the first replica's values, and writing it sets all.
       gathers_outputs: with replicas in several processes, whether what all of them collect comes to the
         process of the first one. False leaves each process its own replicas' part, with an axis of their
-        number if that is above 1; each replica must then be in one process.
-      shard: any of "optimizer_state" and "weights" (see `Shard`), of which each replica then has a part, as
-        far as sizes can be divided by the number of replicas.
-      tensor_parallel: how many devices compute each stage together, and what they divide. IPU i of replica
-        r then has `size` devices, from number (r * (IPUs of a replica) + i) * size on. What goes from stage
-        to stage is whole on each of them. Not with `num_serialized` above 1. None: one device.
-      max_chunked_bytes: the chosen dispatch plan may not make a stage hold more than this between forwards
-        and backwards by handling several micro-batches at once.
-      post_validation: whether IPUs update with a guess of what joins them, such as whether gradients are
-        clipped by their global norm, and go on; an update that turns out wrong is done again, so that the
-        results are the same. Between the updates of one `run` only; `step` warns. Variables, optimizer
-        state, gradients and a step's micro-batches are then kept for one step longer. See
-        `updates.guessing`.
+        number if that is above 1, and sends nothing; each replica must then be in one process.
+      tensor_parallel: a `TensorParallel`, which says how many devices compute each stage together, and
+        along which axes they divide its variables: for stages too large or too slow for one device. What
+        goes from stage to stage is whole on each. Not with `num_serialized` above 1, nor, with replicas, in
+        stages that compute with other replicas. None: one device.
+      collect_outputs: whether `StepOutputs.outputs` has what the last stage returned, which stays on the
+        device until it is read or dropped. A function, from these outputs as a pytree of
+        `jax.ShapeDtypeStruct`s to one boolean per leaf, leaves out leaves with False; `outputs` then has
+        lists of the other leaves.
+      collect_losses: False leaves `StepOutputs.losses` empty, for a last stage that returns the loss
+        anyway.
+      sum_collected: whether what is collected is summed over the micro-batches of a step, as they finish,
+        so that memory does not grow with their number. `StepOutputs` then has one entry, the sums (not
+        means). For evaluation, let the last stage return counts.
+      sum_dtype: the dtype of these sums: None for the value's dtype, a dtype, or a function from the
+        value's `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Sums of bfloat16 want float32.
+        Booleans need a dtype, and floating-point numbers are not summed as integers.
+      check_nans: whether a nan in a step's results is a FloatingPointError that names the operation, its
+        line, the stage and the micro-batch; the state stays as it was. JAX's `jax_debug_nans` does the
+        same. Each step is then waited for, and with `donate` works on a copy of the state. All devices must
+        be in one process.
+      forward_options: for each stage a dict of XLA's options for its forward program, as for the
+        `compiler_options` of `jax.jit`; stages after the last entry have none. The last stage's forward and
+        backward are one program, which gets the options of both; with all stages on one device everything
+        is one program, which gets all. Options that contradict each other are an error.
+      backward_options: the same for the backward programs, both of them where the schedule splits
+        backwards. Only with an optimizer.
+      update_options: a dict of XLA's options for the programs of the weight update. Only with an optimizer.
+      option_names: what errors call these three options and `gradient_map`: a dict from their names here to
+        your own, such as those of a configuration file.
+      program_names: the names of variables, layers and random keys that a program has given out so far.
+        Pipelines with the same `ProgramNames` give automatically named layers different names, so that
+        their variables fit into one dict or checkpoint. By default a pipeline has its own, so that an
+        evaluator runs on the state of a training pipeline.
+      captures: for interfaces that trace a function with a pipeline in it: collects traced values from
+        outside that the stages and the optimizer use, as further inputs of the pipeline. By default they
+        are an error; pass what changes from step to step to `step`, as an input.
+      gradient_targets: for interfaces with queues: a function that returns, once the stages have been
+        traced, the targets that get each micro-batch's gradients. `step` refuses it. To see gradients, use
+        `with_metrics`, or `jax.debug.print` in a `gradient_map`.
     """
 
     num_micro_batches: int | None
     parameters: Sequence[Any] | None = None
-    max_shapes: int = 8
-    shapes: Sequence[Any] = ()
     loss: Callable[..., Any] | None = None
     loss_weight: Callable[..., Any] | None = None
     optimizer: optimizer_tracing.Optimizer | None = None
+    reduction: ReductionName | Reduction = "mean"
+    accumulator_dtype: Any = None
+    trained: Collection[str] | Callable[[Mapping[str, VariableSpec]], Collection[str] | None] | None = None
+    gradient_map: Callable[[], GradientMap | None] | None = None
+    max_shapes: int = 8
+    shapes: Sequence[Any] = ()
     schedule: schedules.Schedule = "grouped"
     device_mapping: stage_lists.Mapping | None = None
     devices: Sequence[Any] | None = None
-    reduction: ReductionName | Reduction = "mean"
+    dispatch_plan: Chunking | None = None
+    max_chunked_bytes: int = 32 * 2**20
+    block_bytes: int = 64 * 2**20
+    num_serialized: int = 1
+    post_validation: bool = False
     donate: bool = False
-    trained: Collection[str] | Callable[[Mapping[str, VariableSpec]], Collection[str] | None] | None = None
-    program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
-    captures: Captures = field(default_factory=Captures)
-    gradient_map: Callable[[], GradientMap | None] | None = None
-    gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
-    execution_phases: ExecutionPhases | None = None
     recompute: RecomputationName | Recomputation | None = None
     offload: Collection[OffloadName | Offload] = ()
-    accumulator_dtype: Any = None
-    num_serialized: int = 1
+    execution_phases: ExecutionPhases | None = None
     num_replicas: int = 1
     num_turns: int = 1
+    shard: Collection[ShardName | Shard] = ()
     joins_assigned: bool = True
     gathers_outputs: bool = True
-    shard: Collection[ShardName | Shard] = ()
     tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
     collect_losses: bool = True
-    check_nans: bool = False
     sum_collected: bool = False
     sum_dtype: Any = None
-    block_bytes: int = 64 * 2**20
+    check_nans: bool = False
     forward_options: Sequence[Options] | None = None
     backward_options: Sequence[Options] | None = None
     update_options: Options | None = None
     option_names: Mapping[str, str] = field(default_factory=dict)
-    dispatch_plan: Chunking | None = None
-    max_chunked_bytes: int = 32 * 2**20
-    post_validation: bool = False
+    program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    captures: Captures = field(default_factory=Captures)
+    gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields that can be checked alone.

@@ -128,7 +128,10 @@ class StepOutputs:
 
     @functools.cached_property
     def losses(self) -> list[Any]:
-        """The loss of each micro-batch, scalars; empty without training, or without the last stage here."""
+        """The loss of each micro-batch, a scalar; empty without training, or without the last stage here.
+
+        Where there are several replicas, an entry is a vector with the loss of each.
+        """
         found: list[Any] = []
         if not self.is_here:
             return found

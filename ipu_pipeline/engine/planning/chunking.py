@@ -13,6 +13,12 @@ __all__ = ["ONE_BY_ONE", "Chunking", "check_dispatch_plan"]
 class Chunking:
     """How actions become dispatches; `dataclasses.asdict` and `Chunking(**...)` store and restore it.
 
+    Example:
+      >>> plan = engine.Chunking(2)
+      >>> pipeline = engine.Pipeline([jnp.sin, jnp.tanh], num_micro_batches=4, dispatch_plan=plan)
+      >>> print(plan)
+      2 micro-batches per program: given
+
     Attributes:
       chunk_size: micro-batches that one program handles, one after another; a divisor of a step's number.
         A stage then has `chunk_size` times as many of them in flight.

@@ -45,6 +45,9 @@ def _key_value(*, serial: int) -> Any:
 def next_rng_key() -> jax.Array:
     """A fresh random key for the stage being traced: a different one for every call and micro-batch.
 
+    It depends on the key that `Pipeline.init` was given, the step, the micro-batch, the replica and the
+    call, and not on the schedule or the devices.
+
     Example:
       >>> def stage(x):
       ...     return x + jax.random.normal(ipu.next_rng_key(), x.shape)

@@ -191,6 +191,8 @@ def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | N
 def assign(name: str | jax.Array, value: Any) -> None:
     """Gives a non-trainable variable a new value, once per micro-batch, within a stage.
 
+    The value is a new array: with all stages on one device, `donate` lets it take the old one's memory.
+
     Example:
       >>> def stage(x):
       ...     count = ipu.get_variable("count", [], initializer="zeros", trainable=False)
