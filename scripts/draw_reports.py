@@ -16,11 +16,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ["--emulate", "2"]
 STEPS = {
-    "step1": ["tutorial/step1_single_ipu.py"],
-    "step2": ["answers/step2_sharding.py"],
-    "step3": ["answers/step3_pipelining.py"],
-    "step4": ["answers/step4_configurable_stages.py", "--splits", "dense256", "dense128", "dense64"],
+    "step1": ["tutorial/step1_single_ipu.py", *EMULATED],
+    "step2": ["answers/step2_sharding.py", *EMULATED],
+    "step3": ["answers/step3_pipelining.py", *EMULATED],
+    "step4": ["answers/step4_configurable_stages.py", "--splits", "dense128", "dense64", "dense32", *EMULATED],
 }
 PAGES = {"first_minutes": ("docs/first_minutes.md", "first_run")}  # and where its program puts its report
 SCHEDULES = ("grouped", "sequential")

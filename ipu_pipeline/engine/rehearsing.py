@@ -35,6 +35,7 @@ __all__ = ["StepTimes", "choose_by_steps", "time_in_turns"]
 
 _IN_A_ROW = 2  # steps, the second of which begins while the first one ends
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 50, 0.25  # of plans that take turns
+_MOST_SECONDS = 1.0  # after which there is no further round: the times of long steps vary less
 _ROUNDS_ALONE = 2  # of a plan by itself, which only corrects an estimate
 _MOST_BYTES = 1 << 28  # of a state of zeros; the steps of larger models do not depend on dispatches
 
@@ -42,20 +43,27 @@ _known: dict[str, Chunking] = {}  # by key
 
 
 def time_in_turns(
-    steps: Mapping[int, Callable[[], Any]], num_rounds: int | None = None
+    steps: Mapping[int, Callable[[], Any]], num_rounds: int | None = None, most: int = _MOST_ROUNDS
 ) -> dict[int, float]:
     """Runs steps in turns, each first and last as often. Returns the medians of the seconds of each.
 
     Args:
       steps: each runs one step, which may go on after it has returned, and returns what it ends with.
-      num_rounds: how many rounds; by default at least three, and as many as a quarter of a second has.
+      num_rounds: how many rounds; by default three, or as many as a quarter of a second has, but only those
+        that begin within a second.
+      most: the most rounds, where their number is not given.
     """
     taken: dict[int, list[float]] = {size: [] for size in steps}
     begin = time.perf_counter()
+
+    def goes_on(number: int) -> bool:
+        if num_rounds is not None or number == 0:
+            return number < (num_rounds or 1)
+        seconds = _MOST_SECONDS if number < _LEAST_ROUNDS else _SECONDS
+        return number < most and time.perf_counter() - begin < seconds
+
     number = 0
-    while number < (num_rounds or _LEAST_ROUNDS) or (
-        num_rounds is None and number < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
-    ):
+    while goes_on(number):
         for size in list(steps) if number % 2 else reversed(list(steps)):
             before = time.perf_counter()
             for _step in range(_IN_A_ROW):
@@ -96,8 +104,8 @@ class StepTimes:
                 runner.share_updates(self._first)
                 self._steps[size] = self._prepare(runner)
                 jax.block_until_ready(self._steps[size]())  # the first one takes longer
-        rounds = _ROUNDS_ALONE if len(chunk_sizes) == 1 else None
-        return time_in_turns({size: self._steps[size] for size in chunk_sizes}, rounds)
+        most = _ROUNDS_ALONE if len(chunk_sizes) == 1 else _MOST_ROUNDS
+        return time_in_turns({size: self._steps[size] for size in chunk_sizes}, most=most)
 
     def _prepare(self, runner: ColumnRunner) -> Callable[[], Any]:
         """Compiles the programs of a plan. Returns its step, which takes the state of the last one."""

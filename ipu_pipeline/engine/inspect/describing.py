@@ -134,7 +134,8 @@ def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tup
         return max(both, 1.0), backward
     alone = count_equations(equations)
     if own.forward.uncounted or alone >= both:
-        return 1.0, _BACKWARD_PER_FORWARD
+        alone = max(both, 1.0) / (1.0 + _BACKWARD_PER_FORWARD)
+        return alone, _BACKWARD_PER_FORWARD * alone
     return max(alone, 1.0), max(both - alone, 1.0)
 
 

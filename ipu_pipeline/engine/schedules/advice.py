@@ -198,4 +198,7 @@ def _say(
         more = best.num_peak_bytes - before.num_peak_bytes
         if more > 0:
             sentence += f", while the IPU that holds most would hold {more:,} bytes more"
+    if "count" in best.change:
+        count = best.num_micro_batches
+        sentence += f". It changes training: each weight update then takes {count} micro-batches"
     return sentence + "."

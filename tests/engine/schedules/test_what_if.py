@@ -142,6 +142,7 @@ def test_the_schedule_is_advised_before_the_count():
     assert advice.sentence.startswith(
         "A gradient accumulation count of 64 instead of 16 would give 5% more"
     )
+    assert advice.sentence.endswith("It changes training: each weight update then takes 64 micro-batches.")
 
 
 def test_of_changes_that_gain_alike_the_one_of_one_thing_is_advised():
