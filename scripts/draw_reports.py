@@ -21,7 +21,14 @@ STEPS = {
     "step1": ["tutorial/step1_single_ipu.py", *EMULATED],
     "step2": ["answers/step2_sharding.py", *EMULATED],
     "step3": ["answers/step3_pipelining.py", *EMULATED],
-    "step4": ["answers/step4_configurable_stages.py", "--splits", "dense128", "dense64", "dense32", *EMULATED],
+    "step4": [
+        "answers/step4_configurable_stages.py",
+        "--splits",
+        "dense128",
+        "dense64",
+        "dense32",
+        *EMULATED,
+    ],
 }
 PAGES = {"first_minutes": ("docs/first_minutes.md", "first_run")}  # and where its program puts its report
 SCHEDULES = ("grouped", "sequential")

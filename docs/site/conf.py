@@ -26,7 +26,7 @@ include_patterns = [
     "examples/**.md",
     "benchmarks/README.md",
 ]
-exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__"]
+exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__", "docs/design.md"]
 
 extensions = [
     "graphcore_names",
