@@ -73,7 +73,11 @@ def global_variables() -> list[VariableSpec]:
 
 
 def trainable_variables() -> list[VariableSpec]:
-    """Returns the variables of `global_variables` that pipelines with an optimizer train."""
+    """Returns the variables of `global_variables` that pipelines with an optimizer train.
+
+    Example:
+      >>> names = [spec.name for spec in ipu.trainable_variables()]
+    """
     return [spec for spec in global_variables() if spec.trainable]
 
 
