@@ -7,15 +7,17 @@ are the first fields of those in jaxlib's xla/ffi/api/c_api.h.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import math
 import threading
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.ground import jax_processes
 
@@ -27,6 +29,7 @@ _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 
 _targets: dict[float, Any] = {}  # milliseconds -> the foreign function, which must not be collected
 _lock = threading.Lock()
+_ends = threading.Event()  # set when the process ends: nothing sleeps any more
 
 
 class _Metadata(ctypes.Structure):
@@ -109,6 +112,8 @@ def _sleep(x: jax.Array, milliseconds: float, *after: jax.Array) -> jax.Array:
         return x
     name = f"ipu_pipeline.engine.emulate_{milliseconds}_ms_on_a_cpu"
     with _lock:
+        if not _targets:
+            atexit.register(_finish)
         if milliseconds not in _targets:
             target = _make_target(milliseconds / 1e3)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target), platform="cpu")
@@ -119,6 +124,15 @@ def _sleep(x: jax.Array, milliseconds: float, *after: jax.Array) -> jax.Array:
     return result
 
 
+def _finish() -> None:
+    """Waits for all devices: a thread that calls Python when the interpreter has ended waits forever."""
+    _ends.set()
+    flush = jax.jit(lambda x: x @ x)  # large enough that XLA starts it after what its device has to do
+    ones = np.ones((32, 32), np.float32)
+    with contextlib.suppress(Exception):  # of programs that failed, or devices that are gone
+        jax.block_until_ready([flush(jax.device_put(ones, device)) for device in jax.local_devices()])
+
+
 def _make_target(seconds: float) -> Any:
     def call(frame: Any) -> None:
         extension = frame.contents.extension
@@ -126,7 +140,7 @@ def _make_target(seconds: float) -> Any:
             metadata = extension.contents.metadata.contents
             metadata.version[:], metadata.traits = _VERSION, 0
         elif frame.contents.stage == _EXECUTE:
-            time.sleep(seconds)
+            _ends.wait(seconds)
 
     return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))(call)
 

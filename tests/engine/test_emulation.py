@@ -2,6 +2,7 @@
 
 import collections
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,19 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import emulation
 from tests.support import beside, models
+from tests.support.programs import run_each
 
 
 @pytest.fixture
 def slept(monkeypatch):
     """How often each time was slept for, in milliseconds; nothing sleeps."""
     times = collections.Counter()
-    monkeypatch.setattr(emulation.time, "sleep", lambda seconds: times.update([round(seconds * 1e3, 3)]))
+    sleep_by(monkeypatch, lambda seconds: times.update([round(seconds * 1e3, 3)]))
     return times
+
+
+def sleep_by(monkeypatch, function):
+    monkeypatch.setattr(emulation, "_ends", types.SimpleNamespace(wait=function))
 
 
 def make_pipeline(num_devices, **options):
@@ -65,11 +71,26 @@ def test_a_step_equals_a_plain_loop_and_takes_the_times(slept, num_devices, opti
 
 def test_devices_sleep_at_the_same_time(monkeypatch):
     both = threading.Barrier(2)
-    monkeypatch.setattr(emulation.time, "sleep", lambda _seconds: both.wait(60))
+    sleep_by(monkeypatch, lambda _seconds: both.wait(60))
     double = jax.jit(lambda x: engine.emulate(2 * x, 0.75))
     arrays = [jax.device_put(np.ones(4096, "float32"), device) for device in jax.devices()[:2]]
     for doubled in [double(array) for array in arrays]:
         np.testing.assert_array_equal(doubled, np.full(4096, 2))
+
+
+def test_a_program_ends_while_its_devices_sleep(tmp_path):
+    """Nobody waits for what they compute, for an hour."""
+    program = """
+import jax, numpy as np
+from ipu_pipeline import engine
+jax.config.update("jax_num_cpu_devices", 2)
+sleep = jax.jit(lambda x: engine.emulate(2 * x, 3.6e6))
+for device in jax.devices():
+    x = jax.device_put(np.ones(4096, "float32"), device)
+    kept = sleep(sleep(x))
+print("ends")
+"""
+    assert run_each({"emulated": program}, tmp_path, as_tests=True)["emulated"] == "ends\n"
 
 
 def test_arrays_of_any_shape(slept):
