@@ -301,7 +301,7 @@ def predict_scenario(
             for one in (settled, changed.scenario)
         ]
         if all(alone == shared for alone, shared in times):  # what applies is said once
-            advice = advise(settled, variants=kept, describe=describe, step=step or "a step")
+            advice = advise(settled, variants=kept, describe=describe, step=step or "a simulated step")
     shared_step_time = None
     if cores is not None:
         shared_step_time = predict_step_time(dataclasses.replace(scenario, cores=cores))

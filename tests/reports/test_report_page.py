@@ -193,7 +193,7 @@ def test_what_programs_take_alone_counts_if_it_is_known():
     assert f"on 2 shared cores {describe_time(1e6 * expected)}" in as_plain(write_page(profile)).text
     many = dataclasses.replace(profile, num_cores=64)  # as many as the IPUs could use
     sentence = study(many)[0].predictions.advice.sentence
-    assert "(a step takes " in sentence
+    assert "(a simulated step takes " in sentence
     assert "Here the IPUs share" not in sentence
     (other,) = study(make_profile())
     assert "as was measured here, whatever the others do" in other.predictions.notes[0]

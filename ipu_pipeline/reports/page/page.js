@@ -394,7 +394,7 @@
     const longest = Math.max(...settings.map((one) => one.time));
     const [size, name] = longest >= 1e6 ? [1e6, "s"] : longest >= 1e3 ? [1e3, "ms"] : [1, "µs"];
     const symbols = ["circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "pentagon"];
-    const places = ["top center", "middle right", "bottom center", "middle left", "top right"];
+    const places = ["bottom right", "middle right", "bottom center", "middle left", "top right"];
     const changes = [...new Set(settings.map((one) => one.change))];
     const traces = changes.map((change, number) => {
       const own = settings.filter((one) => one.change === change);
@@ -409,8 +409,8 @@
     });
     const axis = (key, text) => {
       const values = settings.map((one) => one[key]);
-      const isWide = Math.max(...values) > 8 * Math.min(...values); // then a step of the axis doubles
-      return { title: { text, standoff: 6 }, gridcolor: shade("grid"), zeroline: false,
+      const isWide = Math.max(...values) > 3 * Math.min(...values); // then a step of the axis doubles
+      return { title: { text, standoff: 6, font: { size: 13 } }, gridcolor: shade("grid"), zeroline: false,
                ...isWide ? { type: "log", dtick: Math.log10(2) } : {} };
     };
     Plotly.react(chart, traces, {
