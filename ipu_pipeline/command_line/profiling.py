@@ -19,6 +19,7 @@ from ipu_pipeline.reports.analysis import analyse
 from ipu_pipeline.reports.files import REPORTS, check_directory, read_manifest, remove_reports
 from ipu_pipeline.reports.host_time import find_host_time
 from ipu_pipeline.reports.profile import read_profile
+from ipu_pipeline.reports.wording import say_device
 
 __all__ = ["add", "profile"]
 
@@ -129,7 +130,7 @@ def _tell_of_host(file: Path) -> None:
         return
     for facts, host in zip(profile.pipelines, found, strict=True):
         if host is not None and host.is_first:
-            _say(printable(f"{facts.name}: {host.sentence}"))
+            _say(printable(f"{facts.name}: {say_device(host.sentence, facts.device_word)}"))
 
 
 def _refuse(text: str, status: int = 2) -> int:

@@ -18,7 +18,7 @@ from ipu_pipeline.reports.files import check_directory, write_reports
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.profile import read_profile
 from ipu_pipeline.reports.studies import Study, study
-from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time, say_device
 
 __all__ = ["add", "report"]
 
@@ -88,7 +88,7 @@ def _read(folder: Path) -> str:
 
 def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
     """The summary of a pipeline for people."""
-    facts, analysis = one.facts, one.analysis
+    facts, analysis, word = one.facts, one.analysis, one.facts.device_word
     if not analysis.steps:
         return ["", f"{facts.name}: no step of it was recorded"]
     speed, unit = analysis.samples_per_second, "samples/s"
@@ -109,8 +109,10 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
         ("step", describe_time(analysis.step_time)),
         ("speed", f"{describe_speed(speed)} {unit}"),
         ("utilisation", describe_share(analysis.utilisation) + beside),
-        ("held back by" if one.is_held_back_by_host else "limiting stage", limit),
-        *zip([f"IPU {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True),
+        ("held back by" if one.is_held_back_by_host else "limiting stage", say_device(limit, word)),
+        *zip(
+            [f"{word} {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True
+        ),
     ]
     rows += [("advice", sentence) for sentence in one.advice]
     width = max(len(name) for name, _value in rows)

@@ -31,14 +31,16 @@ def to_chrome_trace(profile: Profile) -> str:
             transfers[event.ipu].append(event)
         else:
             ipus[event.ipu].append(event)
+    (word, *others) = {facts.device_word for facts in profile.pipelines} or {"IPU"}
+    word = "IPU" if others else word
     written: list[dict[str, Any]] = [
-        _name("process_name", 1, 0, "IPUs"),
-        _name("process_name", 2, 0, "Transfers, by the IPU that receives"),
+        _name("process_name", 1, 0, f"{word[0].upper()}{word[1:]}s"),
+        _name("process_name", 2, 0, f"Transfers, by the {word} that receives"),
         _name("process_name", 3, 0, "Host"),
     ]
     for process, tracks in ((1, ipus), (2, transfers), (3, hosts or {0: []})):
         for number, events in sorted(tracks.items()):
-            title = f"IPU {number}"
+            title = f"{word} {number}"
             if process == 3:
                 title = f"Host of process {number}" if set(hosts) - {0} else "Host"
             for lane, some in enumerate(_lanes(events)):

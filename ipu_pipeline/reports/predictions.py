@@ -207,7 +207,7 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
             else "that take as long as these do while nothing else runs"
         )
         notes.append(
-            f"These IPUs are virtual devices, which share {cores} cores of the host. The "
+            f"These {facts.device_word}s are virtual: they share {cores} cores of the host. The "
             f"predictions are for devices {taken}."
         )
     if facts.costs is None and not facts.is_one_program:
@@ -292,8 +292,16 @@ def predict_scenario(
         splits = sorted(splits, key=lambda row: -row.gain)[:_MOST_SPLITS]
     kept = [row for row in variants if not row.split] + splits
     cores = shared_cores if is_measured else None
-    step = step or ("a step" if shared_cores is None else "a step on devices of their own")
-    advice = advise(settled, variants=kept, describe=describe, step=step, shared_cores=cores)
+    own_step = step or ("a step" if shared_cores is None else "a step on devices of their own")
+    advice = advise(settled, variants=kept, describe=describe, step=own_step, shared_cores=cores)
+    changed = advice.variant or advice.even
+    if cores is not None and changed is not None:
+        times = [
+            [describe(predict_step_time(dataclasses.replace(one, cores=own))) for own in (None, cores)]
+            for one in (settled, changed.scenario)
+        ]
+        if all(alone == shared for alone, shared in times):  # what applies is said once
+            advice = advise(settled, variants=kept, describe=describe, step=step or "a simulated step")
     shared_step_time = None
     if cores is not None:
         shared_step_time = predict_step_time(dataclasses.replace(scenario, cores=cores))

@@ -10,7 +10,7 @@ from ipu_pipeline.reports.analysis import PipelineAnalysis, analyse
 from ipu_pipeline.reports.host_time import HostTime, find_host_time
 from ipu_pipeline.reports.predictions import Predictions, find_shared_cores, make_scenario, predict
 from ipu_pipeline.reports.profile import Profile
-from ipu_pipeline.reports.wording import describe_share
+from ipu_pipeline.reports.wording import describe_share, say_device
 
 __all__ = ["Measured", "Study", "find_measured", "say_advice", "study"]
 
@@ -59,9 +59,12 @@ class Study:
     @property
     def advice(self) -> tuple[str, ...]:
         """Advice on what to change, in sentences, beginning with what IPUs wait for most."""
+        sentences: tuple[str, ...] = ()
         if self.predictions is not None:
-            return say_advice(self.predictions.advice, self.host)
-        return (self.host.sentence,) if self.host is not None and self.host.is_told else ()
+            sentences = say_advice(self.predictions.advice, self.host)
+        elif self.host is not None and self.host.is_told:
+            sentences = (self.host.sentence,)
+        return tuple(say_device(sentence, self.facts.device_word) for sentence in sentences)
 
     @property
     def is_held_back_by_host(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["describe_share", "describe_speed", "describe_time"]
+import re
+
+__all__ = ["describe_share", "describe_speed", "describe_time", "say_device"]
 
 
 def describe_time(microseconds: float | None) -> str:
@@ -23,6 +25,15 @@ def describe_speed(per_second: float) -> str:
 def describe_share(share: float) -> str:
     """A share, in percent."""
     return f"{100 * share:.1f}%"
+
+
+def say_device(text: str, word: str) -> str:
+    """Replaces "IPU" in words of reports by the word that a pipeline's interface has for it."""
+    if word == "IPU":
+        return text
+    text = re.sub(r"\b([Aa])n IPU\b", rf"\1 {word}", text)
+    text = re.sub(r"(?<=\. )IPU(?=s?\b)", word.capitalize(), text)
+    return re.sub(r"\bIPU(?=s?\b)", word, text)
 
 
 def _three_digits(number: float) -> str:

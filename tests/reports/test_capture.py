@@ -277,7 +277,7 @@ def test_loops_are_traced(tmp_path):
     with ipu.Session() as session, ipu.reports.capture(tmp_path) as captured:
         assert session.run(compiled) == [24.0]
     (facts,) = captured.profile.pipelines
-    assert facts.kind == "loop"
+    assert (facts.kind, facts.device_word) == ("loop", "IPU")
     found = {(event.stage, event.micro_batch) for event in captured.profile.events}
     assert {(stage, number) for stage in (0, 1) for number in range(3)} <= found
 
@@ -317,7 +317,7 @@ def test_chrome_trace(traced):
         spans.sort()
         assert all(end <= begin + 0.01 for (_b, end), (begin, _e) in itertools.pairwise(spans))
     names = {event["args"]["name"] for event in document["traceEvents"] if event["ph"] == "M"}
-    assert {"IPU 0", "IPU 1", "IPU 2", "IPU 3", "Host"} <= names
+    assert {"device 0", "device 1", "device 2", "device 3", "Host"} <= names
     assert "forward of stage 1, micro-batch 2" in {event["name"] for event in events}
 
 

@@ -9,8 +9,8 @@ import pytest
 from ipu_pipeline.engine.schedules import Costs, Scenario
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.page import write_page, write_simulation
-from ipu_pipeline.reports.page.writing import COLOURS, IDLE
-from tests.reports.test_report_page import NASTY, make_replicas, moved, nasty_profile
+from ipu_pipeline.reports.page.writing import COLOURS
+from tests.reports.test_report_page import IDLES, NASTY, make_replicas, moved, nasty_profile
 from tests.support import browsers
 from tests.support.traces import ACTION, SLOT, UPDATE, make_events, make_facts, make_profile
 
@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(browsers.MISSING is not None, reason=str(browsers.MISSING)),
 ]
 FORWARD, BACKWARD = COLOURS[EventKind.FORWARD], COLOURS[EventKind.BACKWARD]
+IDLE = IDLES[0]
 MOST_BYTES, WIDTH = 8e6, 1280
 
 
@@ -164,6 +165,62 @@ def test_zooming(show):
     page.run("document.getElementById('trace').dispatchEvent(new MouseEvent('dblclick'))")
     whole = 2 * (22 * SLOT + UPDATE) / 1e3
     assert ranges() == [[pytest.approx(-0.01 * whole), pytest.approx(1.01 * whole)]] * 2
+
+
+def test_a_long_step_opens_on_a_part_that_can_be_read(show):
+    page = show(make_profile(make_facts(2, 1000)))
+
+    def shown():
+        forwards = page.bars(FORWARD)
+        return forwards[3][1] - forwards[3][0], len(forwards), page.text("#drawn")
+
+    width, number, words = shown()
+    assert width == pytest.approx(5.0, abs=0.1)  # six pixels, of which one is between neighbours
+    assert number < 2 * 2 * WIDTH / 6
+    assert words.startswith("This is the beginning of the step")
+    page.choose("#zoom")
+    assert "narrower than a pixel" in page.text("#drawn") or len(page.bars(FORWARD)) > number
+    assert not page.text("#drawn").startswith("This is")
+
+
+def test_charts_follow_the_theme(show):
+    page = show(make_profile())
+    driver = page.driver
+
+    def colours():
+        return page.run(
+            """
+            const found = [...document.querySelectorAll(".chart")].map((one) => one.layout.paper_bgcolor);
+            return [...new Set([...found, getComputedStyle(document.body).backgroundColor])];
+            """
+        )
+
+    theme = "Emulation.setEmulatedMedia"
+    try:
+        assert colours() == ["#fff", "rgb(255, 255, 255)"]
+        driver.execute_cdp_cmd(theme, {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+        page.wait("return document.getElementById('trace').layout.paper_bgcolor === '#14191f'")
+        assert colours() == ["#14191f", "rgb(20, 25, 31)"]
+        assert len(page.bars(IDLES[1])) == 4
+        page.run("dispatchEvent(new Event('beforeprint'))")
+        assert colours()[0] == "#fff"  # paper is white
+    finally:
+        driver.execute_cdp_cmd(theme, {"features": []})
+
+
+def test_other_settings_are_points(show):
+    """The best five are numbered as in the table beside them; the present setting is a star."""
+    page = show(make_profile())
+    points = page.run("""
+        return document.querySelector(".settings").data.flatMap((trace) => trace.x.map((x, at) =>
+          [trace.name, String(trace.text[at]), x, trace.y[at], trace.customdata[at][0]]));
+    """)
+    assert points[-1][0] == "now"
+    assert points[-1][2:4] == [pytest.approx(7.01, abs=0.01), pytest.approx(20.5, abs=0.1)]
+    ranked = {point[1]: point[4] for point in points if point[1]}
+    rows = [row.split("\t")[:2] for row in page.texts(".beside tbody tr")]
+    assert [rank for rank, _words in rows] == ["now", "1", "2", "3", "4", "5"]
+    assert dict(rows[1:]) == ranked
 
 
 def test_the_switch_between_measured_and_simulated(show):

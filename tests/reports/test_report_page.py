@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from ipu_pipeline.engine.schedules import predict_step_time
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
 from ipu_pipeline.reports.capturing import Capture
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
-from ipu_pipeline.reports.events import Event, EventKind
+from ipu_pipeline.reports.events import ACTIONS, Event, EventKind
 from ipu_pipeline.reports.files import write_reports
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page import write_page
@@ -26,13 +27,15 @@ from ipu_pipeline.reports.page.columns import pack, pack_column
 from ipu_pipeline.reports.page.escaping import as_html, as_script
 from ipu_pipeline.reports.page.memory import pack_measured
 from ipu_pipeline.reports.page.tables import table_of_ipus
-from ipu_pipeline.reports.page.writing import COLOURS, IDLE, INKS
+from ipu_pipeline.reports.page.writing import COLOURS, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
 from ipu_pipeline.reports.profile import DeviceFacts, read_profile
 from ipu_pipeline.reports.studies import study
-from ipu_pipeline.reports.wording import describe_time
+from ipu_pipeline.reports.wording import describe_time, say_device
 from tests.support.traces import ACTION, SENT, SLOT, TRANSFER, UPDATE, make_events, make_facts, make_profile
 
+STYLE = resources.files("ipu_pipeline.reports.page").joinpath("page.css").read_text()
+IDLES = re.findall(r"--idle: (#\w{6});", STYLE)  # on a light page, and on a dark one
 NASTY = "</script><script>alert('x')</script><!--\"&\u2028\u2029é"
 
 
@@ -188,6 +191,10 @@ def test_what_programs_take_alone_counts_if_it_is_known():
     assert (one.predictions.cores, one.predictions.shared_step_time) == (2, expected)
     assert expected > one.predictions.simulation.free_running.step_time
     assert f"on 2 shared cores {describe_time(1e6 * expected)}" in as_plain(write_page(profile)).text
+    many = dataclasses.replace(profile, num_cores=64)  # as many as the IPUs could use
+    sentence = study(many)[0].predictions.advice.sentence
+    assert "(a simulated step takes " in sentence
+    assert "Here the IPUs share" not in sentence
     (other,) = study(make_profile())
     assert "as was measured here, whatever the others do" in other.predictions.notes[0]
     assert "What programs take alone was not measured" in other.predictions.notes[1]
@@ -504,7 +511,8 @@ def test_the_page_has_all_in_itself(page):
     assert "<h1>train.py</h1>" in page
     for words in ("Utilisation of the IPUs", "Bubble", "samples/s", "stage 0"):
         assert words in plain.text
-    assert "What other settings would give" in plain.text
+    assert "The settings that gain most" in plain.text
+    assert re.search(r"All \d+ settings, simulated", plain.text)
     assert "Memory against time" in plain.text
     data = json.loads(plain.scripts[0])
     assert data["measured"]["count"] == len(make_profile(num_steps=2).events)
@@ -524,11 +532,24 @@ def contrast(one, other):
 
 
 def test_colours_can_be_told_apart_by_their_brightness():
-    assert contrast(COLOURS[EventKind.FORWARD], COLOURS[EventKind.BACKWARD]) >= 3
-    assert contrast(COLOURS[EventKind.BACKWARD], IDLE) >= 3
-    assert contrast(COLOURS[EventKind.FORWARD], IDLE) >= 1.5
-    for kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.UPDATE, EventKind.OTHER):
+    """Of blue and orange, the blue is darker; each shows beside waiting in both themes."""
+    assert contrast(COLOURS[EventKind.FORWARD], COLOURS[EventKind.BACKWARD]) >= 2.5
+    assert len(IDLES) == 2
+    for idle in IDLES:
+        assert contrast(COLOURS[EventKind.FORWARD], idle) >= 2
+        assert contrast(COLOURS[EventKind.BACKWARD], idle) >= 1.3
+    for kind in (*ACTIONS, EventKind.UPDATE, EventKind.OTHER):
         assert contrast(COLOURS[kind], INKS[kind]) >= 4.5
+
+
+def test_engine_programs_have_devices():
+    """TF1's and PopTorch's interfaces have IPUs."""
+    page = as_plain(write_page(make_profile(make_facts(device_word="device")))).text
+    assert "Utilisation of the devices" in page
+    assert "These devices are virtual" in page
+    assert not re.search(r"\bIPUs?\b", page)
+    assert say_device("On an IPU. IPUs of IPUConfig", "device") == "On a device. Devices of IPUConfig"
+    assert say_device("an IPU", "IPU") == "an IPU"
 
 
 def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):

@@ -229,6 +229,7 @@ class PipelineFacts:
       cuts: where its stages begin, and why, in lines, if the engine cut it; else empty.
       costs: what programs, transfers and updates take alone, in seconds, as splits and dispatch plans are
         chosen by, with an assumption about the host; None where that was not measured.
+      device_word: what reports call a device: "IPU" in TF1's and PopTorch's interfaces, else "device".
     """
 
     name: str
@@ -246,6 +247,7 @@ class PipelineFacts:
     num_replicas: int = 1
     cuts: str = ""
     costs: Costs | None = None
+    device_word: str = "IPU"
 
     @functools.cached_property
     def num_ipus_each(self) -> int:

@@ -192,6 +192,7 @@ class CompiledModel:
             return placed
 
         collected: list[Collected] = []
+        pipeline.introduce(self._name)
         with announcing.running(self, self._name, pipeline, runner, self._devices, every) as told:
 
             def keep(progress: Progress, num_done: int) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.engine.schedules import named_schedules
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.page.tables import (
+    table_of_best,
     table_of_bubble,
     table_of_choices,
+    table_of_figures,
     table_of_ipus,
     table_of_memory,
     table_of_predictions,
@@ -16,7 +20,7 @@ from ipu_pipeline.reports.page.tables import (
 )
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.studies import Study
-from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time, say_device
 
 __all__ = ["make_tables", "summarise"]
 
@@ -29,32 +33,41 @@ def summarise(one: Study) -> str:
     if not analysis.steps:
         return f"<h2>{as_html(facts.name)}</h2>\n<p>No step of it was recorded.</p>\n"
     cards = "".join(
-        f"<div><dt>{title}</dt><dd>{as_html(figure)}</dd>"
-        + "".join(f'<dd class="more">{as_html(line)}</dd>' for line in lines)
-        + "</div>\n"
-        for title, figure, lines in _cards(one)
+        f"<div><dt>{title}</dt><dd>{as_html(figure)}</dd></div>\n" for title, figure, _more in _figures(one)
     )
     words = f'<h2>{as_html(_title(one))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
-    words += "".join(f'<p class="advice">{as_html(sentence)}</p>\n' for sentence in one.advice)
-    notes = _remarks(one)
-    return words + "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in notes)
+    return words + "".join(f'<p class="advice">{as_html(sentence)}</p>\n' for sentence in one.advice)
 
 
 def make_tables(profile: Profile, one: Study) -> str:
-    """The tables of stages, IPUs and simulations."""
-    predicted = one.predictions
-    tables = "<h2>Stages and IPUs</h2>\n" + table_of_stages(one.facts, one.analysis)
-    if one.facts.cuts:
-        tables += f"<h3>Where it is cut</h3>\n<pre>{as_html(one.facts.cuts)}</pre>\n"
-    tables += table_of_ipus(profile, one.facts, one.analysis)
-    index = next(number for number, facts in enumerate(profile.pipelines) if facts is one.facts)
-    tables += table_of_memory(one.facts, profile_memory_over_time(profile, index))
+    """The tables of figures, stages, IPUs and simulations."""
+    facts, predicted = one.facts, one.predictions
+    tables = ""
+    if one.analysis.steps:
+        tables += "<h2>Details</h2>\n" + table_of_figures(facts, _figures(one)) + _notes(_remarks(one))
+    tables += f"<h2>{say_device('Stages and IPUs', facts.device_word)}</h2>\n"
+    tables += table_of_stages(facts, one.analysis)
+    if facts.cuts:
+        tables += f"<h3>Where it is cut</h3>\n<pre>{as_html(facts.cuts)}</pre>\n"
+    tables += table_of_ipus(profile, facts, one.analysis)
+    index = next(number for number, other in enumerate(profile.pipelines) if other is facts)
+    tables += table_of_memory(facts, profile_memory_over_time(profile, index))
     tables += "<h2>What if</h2>\n"
     if predicted is None:
-        return tables + f"<p>{as_html(_why_not(one.facts))}</p>\n"
-    notes = "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in predicted.notes)
-    tables += table_of_predictions(one.facts, predicted) + notes + table_of_choices(predicted)
-    return tables + table_of_bubble(predicted)
+        return tables + f"<p>{as_html(_why_not(facts))}</p>\n"
+    chart = ""
+    if predicted.variants[0].num_peak_bytes is not None:
+        label = "Step time and memory of each setting; the table has the figures"
+        chart = f'<div class="chart settings" role="img" aria-label="{label}"></div>\n'
+    tables += f'<div class="beside">\n{chart}{table_of_best(facts, predicted)}</div>\n'
+    tables += _notes(predicted.notes)
+    tables += "<details><summary>All settings, in a table</summary>\n"
+    tables += f"{table_of_predictions(facts, predicted)}</details>\n"
+    return tables + table_of_choices(facts, predicted) + table_of_bubble(facts, predicted)
+
+
+def _notes(notes: Iterable[str]) -> str:
+    return "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in notes)
 
 
 def _title(one: Study) -> str:
@@ -68,8 +81,8 @@ def _title(one: Study) -> str:
     return f"{what}: {facts.name}, {ran}{number} micro-batch{'es' * (number != 1)}{size} per step{chunks}"
 
 
-def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
-    """The most important figures: title, figure, and lines below."""
+def _figures(one: Study) -> list[tuple[str, str, list[str]]]:
+    """The most important figures: title, figure, and details."""
     facts, analysis, predicted = one.facts, one.analysis, one.predictions
     balanced = analysis.balanced_utilisation
     used = [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]
@@ -104,18 +117,18 @@ def _cards(one: Study) -> list[tuple[str, str, list[str]]]:
     limiting = analysis.stages[analysis.limiting_stage]
     use = next(use for use in analysis.ipus if use.ipu == analysis.limiting_ipu)
     lines = [
-        f"on IPU {analysis.limiting_ipu}, busy {describe_share(use.utilisation)} of a step",
+        f"on {facts.device_word} {analysis.limiting_ipu}, busy {describe_share(use.utilisation)} of a step",
         f"{describe_time(limiting.length)} for a micro-batch",
     ]
     limit = (f"stage {analysis.limiting_stage}", [facts.stages[analysis.limiting_stage].name, *lines])
     if one.is_held_back_by_host and one.host is not None:
         share, stage = describe_share(one.host.share), analysis.limiting_stage
-        waiting = f"no IPU had work for {share} of the time"
+        waiting = f"no {facts.device_word} had work for {share} of the time"
         limit = ("the host", [waiting, f"longest stage: {stage}", *lines])
     elif analysis.is_even and len(analysis.ipus) > 1:
-        limit = ("none", ["all IPUs are about equally busy"])
+        limit = ("none", [f"all {facts.device_word}s are about equally busy"])
     return [
-        ("Utilisation of the IPUs", describe_share(analysis.utilisation), used),
+        (f"Utilisation of the {facts.device_word}s", describe_share(analysis.utilisation), used),
         ("Bubble", describe_share(analysis.bubble), idle),
         ("Speed", f"{describe_speed(speed)} {unit}", ["while steps run"]),
         ("Step", describe_time(analysis.step_time), steps),

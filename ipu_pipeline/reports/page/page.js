@@ -13,9 +13,13 @@
   const listening = new Set();
   const state = { pipeline: data.first, view: data.isSimulated ? "free" : "measured", step: null, chosen: null, ipu: null };
   const left = 78, right = 16, top = 34, bottom = 44, phases = 18; // pixels
-  let view, unit, range, pressed = null, drawing = false;
+  const READABLE = 6; // pixels that an action takes at least when a trace is opened
+  let view, unit, range, opening = null, pressed = null, drawing = false;
 
   const pipelineOf = () => data.pipelines[state.pipeline];
+
+  /** A colour of the theme, see page.css. */
+  const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
   function eventsOf(name) {
     if (name === "measured") return measured;
@@ -26,7 +30,7 @@
 
   function viewOf(name) {
     const key = `${state.pipeline} ${name}`;
-    if (!views.has(key)) views.set(key, makeView(eventsOf(name), state.pipeline));
+    if (!views.has(key)) views.set(key, makeView(eventsOf(name), state.pipeline, pipelineOf().device));
     return views.get(key);
   }
 
@@ -46,6 +50,24 @@
     return [found[1] - margin, found[2] + margin];
   }
 
+  /** The step; where most of its actions would be too narrow to be read, its beginning. */
+  function openingRange() {
+    const whole = state.view === "measured" ? stepRange() : wholeRange();
+    const { events } = view;
+    const lengths = [];
+    let first = Infinity;
+    for (let at = 0; at < events.count; at++)
+      if (events.batch[at] >= 0 && events.ipu[at] >= 0 && events.source[at] < 0 && events.pipeline[at] === state.pipeline &&
+          events.begin[at] >= whole[0] && events.end[at] <= whole[1]) {
+        lengths.push(events.end[at] - events.begin[at]);
+        first = Math.min(first, events.begin[at]);
+      }
+    const median = lengths.sort((a, b) => a - b)[lengths.length >> 1] ?? Infinity;
+    const longest = median * width() / READABLE;
+    opening = longest < whole[1] - whole[0] ? [first - 0.02 * longest, first + 0.98 * longest] : null;
+    return opening ?? whole;
+  }
+
   const rowHeight = () => Math.max(9, Math.min(48, 900 / view.rows.length));
   const lowest = () => view.rows.length - 0.5 + phases / rowHeight(); // where the vertical axis ends
   const width = () => Math.max(200, trace.clientWidth - left - right);
@@ -63,7 +85,7 @@
     });
     const visible = stepsOf().filter((step) => step[2] >= range[0] && step[1] <= range[1]);
     const idle = makeIdle(view, visible.map((step) => step.slice(1)), pipelineOf().ipus);
-    const traces = [filled(idle, "waiting", colours.idle, { showlegend: visible.length > 0 })];
+    const traces = [filled(idle, "waiting", shade("idle"), { showlegend: visible.length > 0 })];
     kinds.forEach((kind, number) => {
       if (!present.has(number)) return;
       const bar = { meta: kind, opacity: state.chosen ? 0.28 : 1, showlegend: !state.chosen };
@@ -78,7 +100,7 @@
       traces.push(pathOfChosen());
     }
     traces.push(labels(bars.labels));
-    const axis = { fixedrange: false, gridcolor: "#e3e6ea", zeroline: false };
+    const axis = { fixedrange: false, gridcolor: shade("grid"), zeroline: false };
     const rows = view.rows.length;
     Plotly.react(trace, traces, {
       margin: { l: left, r: right, t: top, b: bottom },
@@ -103,8 +125,10 @@
     modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "toImage"]],
   };
   const looks = () => ({
-    font: { family: "system-ui, sans-serif", size: 13, color: "#1f2933" },
-    paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", dragmode: "zoom", hovermode: false,
+    font: { family: "system-ui, sans-serif", size: 13, color: shade("ink") },
+    paper_bgcolor: shade("paper"), plot_bgcolor: shade("paper"), dragmode: "zoom", hovermode: false,
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: shade("line"), activecolor: shade("ink") },
+    hoverlabel: { bgcolor: shade("fill"), bordercolor: shade("line"), font: { color: shade("ink") } },
   });
 
   /** The numbers of micro-batches in the bars that have room for them. */
@@ -132,7 +156,7 @@
       y: kept.map(shift),
       text: keep(texts),
       textfont: { size: 11, color: kept.map((at) => state.chosen && !isChosen(view, at, state.chosen)
-        ? "#1f2933" : inks[events.kinds[events.kind[at]]]) },
+        ? shade("ink") : inks[events.kinds[events.kind[at]]]) },
     };
   }
 
@@ -163,7 +187,7 @@
     }
     return {
       type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false, meta: "path", x, y,
-      line: { color: "#1f2933", width: 1.5, dash: "dot" },
+      line: { color: shade("ink"), width: 1.5, dash: "dot" },
     };
   }
 
@@ -172,7 +196,7 @@
     const shapes = [], annotations = [];
     const line = (time, dash) => shapes.push({
       type: "line", xref: "x", yref: "paper", x0: time / unit.size, x1: time / unit.size, y0: 0, y1: 1, layer: "above",
-      line: { color: "#6b7785", width: 1, dash },
+      line: { color: shade("mark"), width: 1, dash },
     });
     if (steps.length <= 60) for (const step of steps) line(step[1], "solid");
     if (steps.length > 3 || !pipelineOf().hasPhases) return { shapes, annotations };
@@ -183,7 +207,7 @@
         if ((seen[1] - seen[0]) / (range[1] - range[0]) * width() < 7.5 * name.length) continue;
         annotations.push({
           x: (seen[0] + seen[1]) / 2 / unit.size, y: 0, xref: "x", yref: "paper", yanchor: "bottom", text: name,
-          showarrow: false, font: { size: 11, color: "#3e4c59" }, bgcolor: "rgba(255,255,255,0.8)", borderpad: 1,
+          showarrow: false, font: { size: 11, color: shade("soft") }, bgcolor: shade("paper"), borderpad: 1,
         });
       }
     }
@@ -192,6 +216,7 @@
 
   function tellDrawn(bars) {
     const words = [];
+    if (range === opening) words.push("This is the beginning of the step, where actions can be told apart. “Whole step” shows all of it.");
     if (bars.numSummed) words.push(
       `${bars.numSummed.toLocaleString("en")} actions here are narrower than a pixel. They are summed up: ` +
       "the height of a colour is its share of the time. Zoom in to see them one by one."
@@ -217,8 +242,13 @@
   function showTip(pointer) {
     const at = placeOf(pointer);
     tip.hidden = at < 0;
-    if (at < 0) return;
-    tip.replaceChildren(...describeEvent(view, at, data.pipelines).map((text, place) => {
+    if (at >= 0) putTip(describeEvent(view, at, data.pipelines), pointer);
+  }
+
+  /** Shows lines beside the pointer. */
+  function putTip(lines, pointer) {
+    tip.hidden = false;
+    tip.replaceChildren(...lines.map((text, place) => {
       const line = document.createElement(place ? "div" : "strong");
       line.textContent = text;
       return line;
@@ -292,7 +322,7 @@
     if (!found.length) return;
     const own = found.find((one) => one.ipu === state.ipu);
     const most = Math.max(...(own ? [own] : found).map((one) => one.totals.reduce((a, b) => Math.max(a, b), 0)));
-    const [bytes, word] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find((one) => most >= one[0]) ?? [1, "bytes"];
+    const [bytes, word] = unitOfBytes(most);
     const shown = (times, values) => {
       const thin = thinOut(times, values, range, width());
       return { x: thin.times.map((time) => time / unit.size), y: thin.values.map((value) => value / bytes) };
@@ -303,8 +333,8 @@
         ...shown(own.times, part.values), stackgroup: "parts", line: { shape: "hv", width: 0.5 },
         fillcolor: data.parts[part.name], hovertemplate: `%{y:.4~g} ${word}<extra>${part.name}</extra>`,
       }))
-      : found.map((one, number) => line(`IPU ${one.ipu}`, {
-        ...shown(one.times, one.totals), hovertemplate: `%{y:.4~g} ${word}<extra>IPU ${one.ipu}</extra>`,
+      : found.map((one, number) => line(`${pipelineOf().device} ${one.ipu}`, {
+        ...shown(one.times, one.totals), hovertemplate: `%{y:.4~g} ${word}<extra>${pipelineOf().device} ${one.ipu}</extra>`,
         line: { shape: "hv", width: 2, dash: ["solid", "dash", "dot", "dashdot"][number >> 3 & 3],
                 color: data.lines[number % data.lines.length] },
       }));
@@ -313,8 +343,8 @@
     Plotly.react(memory, traces, {
       ...looks(), hovermode: "x unified", width: memory.clientWidth, height: 300, margin: { l: left, r: right, t: 30, b: bottom },
       xaxis: { range: range.map((time) => time / unit.size), title: { text: `time (${unit.name})`, standoff: 6 },
-               gridcolor: "#e3e6ea", zeroline: false },
-      yaxis: { range: [0, most / bytes * 1.08 || 1], gridcolor: "#e3e6ea", fixedrange: true, zeroline: false,
+               gridcolor: shade("grid"), zeroline: false },
+      yaxis: { range: [0, most / bytes * 1.08 || 1], gridcolor: shade("grid"), fixedrange: true, zeroline: false,
                title: { text: word, standoff: 6 } },
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
       showlegend: true,
@@ -326,9 +356,9 @@
     let most = { size: -1 };
     for (const one of found)
       one.totals.forEach((size, at) => { if (size > most.size) most = { size, time: one.times[at], ipu: one.ipu }; });
-    byId("peak").textContent = `IPU ${most.ipu} holds most: ${formatBytes(most.size)}, first at ${formatTime(most.time)}. ` +
+    byId("peak").textContent = capitalise(`${pipelineOf().device} ${most.ipu} holds most: ${formatBytes(most.size)}, first at ${formatTime(most.time)}. ` +
       "What is there all the time, and the bytes of an activation, are the plan's; when activations come and go is " +
-      `${state.view === "measured" ? "measured" : "simulated"}.`;
+      `${state.view === "measured" ? "measured" : "simulated"}.`);
   }
 
   /** At most a few values per pixel, with the largest one of each; steps before and behind are kept. */
@@ -351,6 +381,49 @@
     }
     if (found.times.length) put(Math.max(range[1], found.times.at(-1)), found.values.at(-1));
     return found;
+  }
+
+  // --- other settings
+
+  /** Their step times, as with the present number of micro-batches, against the most memory of a device. */
+  function drawSettings() {
+    const chart = document.querySelector(`[data-pipeline="${state.pipeline}"] .settings`);
+    if (!chart) return;
+    const { settings, device, count } = pipelineOf();
+    const [bytes, word] = unitOfBytes(Math.max(...settings.map((one) => one.bytes)));
+    const longest = Math.max(...settings.map((one) => one.time));
+    const [size, name] = longest >= 1e6 ? [1e6, "s"] : longest >= 1e3 ? [1e3, "ms"] : [1, "µs"];
+    const symbols = ["circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "pentagon"];
+    const places = ["bottom right", "middle right", "bottom center", "middle left", "top right"];
+    const changes = [...new Set(settings.map((one) => one.change))];
+    const traces = changes.map((change, number) => {
+      const own = settings.filter((one) => one.change === change);
+      return {
+        type: "scatter", mode: "markers+text", name: change, hoverinfo: "none", customdata: own.map((one) => one.lines),
+        x: own.map((one) => one.bytes / bytes), y: own.map((one) => one.time / size),
+        text: own.map((one) => one.rank || ""), textposition: own.map((one) => places[one.rank - 1] ?? places[0]),
+        marker: { size: change === "now" ? 15 : 10, symbol: change === "now" ? "star" : symbols[number % 8],
+                  color: change === "now" ? shade("ink") : data.lines[number % data.lines.length],
+                  line: { width: 1, color: shade("paper") } },
+      };
+    });
+    const axis = (key, text) => {
+      const values = settings.map((one) => one[key]);
+      const isWide = Math.max(...values) > 3 * Math.min(...values); // then a step of the axis doubles
+      return { title: { text, standoff: 6, font: { size: 13 } }, gridcolor: shade("grid"), zeroline: false,
+               ...isWide ? { type: "log", dtick: Math.log10(2) } : {} };
+    };
+    Plotly.react(chart, traces, {
+      ...looks(), hovermode: "closest", dragmode: false, width: chart.clientWidth, height: 360,
+      margin: { l: 64, r: right, t: 40, b: bottom },
+      xaxis: axis("bytes", `most memory of ${device === "IPU" ? "an" : "a"} ${device} (${word})`),
+      yaxis: axis("time", `step of ${count} micro-batches (${name})`),
+      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, showlegend: true,
+    }, { displayModeBar: false, doubleClick: false, showTips: false });
+    if (listening.has(chart)) return;
+    listening.add(chart);
+    chart.on("plotly_hover", (found) => putTip(found.points[0].customdata, found.event));
+    chart.on("plotly_unhover", () => { tip.hidden = true; });
   }
 
   // --- controls
@@ -382,7 +455,7 @@
     const length = view.last - view.first;
     unit = length >= 1e7 ? { name: "s", size: 1e6 } : length >= 1e4 ? { name: "ms", size: 1e3 } : { name: "µs", size: 1 };
     byId("step").disabled = state.view !== "measured";
-    if (isNewRange) show(state.view === "measured" ? stepRange() : wholeRange());
+    if (isNewRange) show(openingRange());
     listChosen();
   }
 
@@ -390,6 +463,7 @@
     const own = pipelineOf();
     for (const section of document.querySelectorAll("[data-pipeline]"))
       section.hidden = Number(section.dataset.pipeline) !== state.pipeline;
+    for (const element of document.querySelectorAll(".device")) element.textContent = own.device;
     for (const input of document.querySelectorAll("input[name=view]")) {
       input.disabled = input.value === "measured" ? data.isSimulated : !own.simulated[input.value];
       input.checked = input.value === state.view;
@@ -407,11 +481,19 @@
     byId("step").value = state.step ?? "";
     state.ipu = null;
     byId("ipu").replaceChildren(
-      new Option("all", ""), ...own.ipus.map((ipu) => new Option(`IPU ${ipu}, by what it is`, ipu))
+      new Option("all", ""), ...own.ipus.map((ipu) => new Option(`${own.device} ${ipu}, by what it is`, ipu))
     );
     state.chosen = null;
     byId("batch").value = "";
     open();
+    drawSettings();
+  }
+
+  /** Draws everything again, in another size or theme. */
+  function redraw() {
+    if (!data.pipelines.length) return;
+    show(range);
+    drawSettings();
   }
 
   byId("pipeline")?.addEventListener("change", (event) => {
@@ -467,14 +549,15 @@
   let resized = 0;
   addEventListener("resize", () => {
     clearTimeout(resized);
-    resized = setTimeout(() => show(range), 150);
+    resized = setTimeout(redraw, 150);
   });
 
   for (const [event, prints] of [["beforeprint", true], ["afterprint", false]])
     addEventListener(event, () => {
-      document.body.classList.toggle("printing", prints); // charts are as wide as paper, see page.css
-      show(range);
+      document.documentElement.classList.toggle("printing", prints); // charts are as wide as paper, see page.css
+      redraw();
     });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
   if (data.pipelines.length) openPipeline();
   else document.querySelector("main").textContent = "No pipeline and no loop was recorded.";

@@ -6,17 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.inspect import PipelineFacts, StageFacts
+from ipu_pipeline.engine.schedules import Variant
 from ipu_pipeline.ground.tables import describe_bytes, describe_flop
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak
 from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.predictions import Predictions, find_choices
 from ipu_pipeline.reports.profile import Profile
-from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time
+from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time, say_device
 
 __all__ = [
+    "describe_setting",
+    "find_best",
+    "table_of_best",
     "table_of_bubble",
     "table_of_choices",
+    "table_of_figures",
     "table_of_ipus",
     "table_of_memory",
     "table_of_predictions",
@@ -24,6 +29,7 @@ __all__ = [
 ]
 
 _MOST_LAYERS = 3  # listed before the others are folded away
+_NUM_BEST = 5
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,16 @@ def _number(value: object) -> _Cell:
     return _Cell(as_html(value))
 
 
-def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, Sequence[_Cell]]]) -> str:
+def _table(
+    facts: PipelineFacts,
+    caption: str,
+    headings: Sequence[_Cell],
+    rows: Iterable[tuple[bool, Sequence[_Cell]]],
+) -> str:
     """A table; the first cell of a row is its heading.
 
     Args:
+      facts: the pipeline, whose word for a device the caption and headings have.
       caption: the caption.
       headings: the headings of the columns.
       rows: for each row, whether it is marked, and its cells.
@@ -55,17 +67,32 @@ def _table(caption: str, headings: Sequence[_Cell], rows: Iterable[tuple[bool, S
         name = ' class="text"' if cell.is_text else ""
         return f"<{tag}{name}{more}>{cell.markup}</{tag}>"
 
-    head = "".join(put("th", cell, ' scope="col"') for cell in headings)
+    word = facts.device_word
+    head = say_device("".join(put("th", cell, ' scope="col"') for cell in headings), word)
+    caption = say_device(caption, word)
     body = "".join(
         f'<tr class="marked">{line}</tr>\n' if is_marked else f"<tr>{line}</tr>\n"
         for is_marked, cells in rows
         for line in [put("th", cells[0], ' scope="row"') + "".join(put("td", cell) for cell in cells[1:])]
     )
     return (
-        f'<div class="scroll"><table><caption>{as_html(caption)}</caption>\n'
+        f'<div class="scroll"><table><caption>{as_html(caption[0].upper() + caption[1:])}</caption>\n'
         f"<thead><tr>{head}</tr></thead>\n"
         f"<tbody>\n{body}</tbody></table></div>\n"
     )
+
+
+def table_of_figures(facts: PipelineFacts, figures: Iterable[tuple[str, str, Sequence[str]]]) -> str:
+    """The figures of the summary, with what there is no room for at the top.
+
+    Args:
+      facts: the pipeline.
+      figures: title, figure, and details of each.
+    """
+    rows = [
+        (False, [_text(title), _text(figure), _text("; ".join(more))]) for title, figure, more in figures
+    ]
+    return _table(facts, "The figures at the top", [_text("what"), _text("figure"), _text("details")], rows)
 
 
 def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
@@ -119,7 +146,7 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
         )
         for at, stage in enumerate(facts.stages)
     ]
-    return _table("Stages, with times for a micro-batch", [heading for heading, _ in columns], rows)
+    return _table(facts, "Stages, with times for a micro-batch", [heading for heading, _ in columns], rows)
 
 
 def _layers(stage: StageFacts) -> _Cell:
@@ -146,7 +173,7 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
     headings += [
         _text("stages"), _text("utilisation"), _number("busy in a step"), _number("weight update"),
     ]  # fmt: skip
-    headings += [_text("device")] if kinds else []
+    headings += [_text("JAX device")] if kinds else []
     rows = []
     for use in analysis.ipus:
         width = f"{100 * use.utilisation:.1f}%"
@@ -161,7 +188,7 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
         ]
         cells += [_text(kinds.get(use.ipu, ""))] if kinds else []
         rows.append((use.ipu == analysis.limiting_ipu and not analysis.is_even, cells))
-    return _table("IPUs", headings, rows)
+    return _table(facts, "IPUs", headings, rows)
 
 
 def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str:
@@ -193,7 +220,7 @@ def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str
         peak = peaks[plan.ipu]
         cells += [_number(describe_bytes(peak.num_bytes)), _number(describe_time(peak.time))]
         rows.append((False, [_number(plan.ipu), *cells, _text(_describe_peak(peak))]))
-    return _table("Memory of the IPUs by the plan, at most, and over the trace", headings, rows)
+    return _table(facts, "Memory of the IPUs by the plan, at most, and over the trace", headings, rows)
 
 
 def _describe_peak(peak: Peak) -> str:
@@ -214,29 +241,63 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
     knows_memory = predictions.variants[0].num_peak_bytes is not None
     headings += [_number("most memory of an IPU")] if knows_memory else []
     rows = []
-    named = [(row.split or row.change or "nothing", row) for row in predictions.variants]
-    if predictions.advice.even is not None:
-        named.append(("split so that all stages take equally long", predictions.advice.even))
-    present = predictions.variants[0]
-    for words, row in named:
-        gain = row.samples_per_second / present.samples_per_second - 1
+    present, even = predictions.variants[0], predictions.advice.even
+    for row in (*predictions.variants, *([] if even is None else [even])):
         cells = [
-            _text(f"move {words}" if row.split else words),
+            _text(describe_setting(row)),
             _text(row.schedule + (f", programs of {row.chunk_size}" if row.chunk_size > 1 else "")),
             _number(row.num_micro_batches),
             _number(describe_time(row.step_time * 1e6)),
             _number(describe_speed(row.samples_per_second)),
-            _number("" if row is present else f"{100 * gain:+.1f}%"),
+            _number("" if row is present else f"{100 * row.gain:+.1f}%"),
             _number(describe_share(row.utilisation)),
         ]
         if knows_memory:
             size = row.num_peak_bytes
             cells.append(_number("not known" if size is None else describe_bytes(size)))
         rows.append((row is present, cells))
-    return _table("What other settings would give, simulated", headings, rows)
+    return _table(facts, f"All {len(rows)} settings, simulated", headings, rows)
 
 
-def table_of_choices(predictions: Predictions) -> str:
+def find_best(predictions: Predictions) -> list[Variant]:
+    """The settings that gain most, the best first."""
+    return sorted(predictions.variants[1:], key=lambda row: -row.gain)[:_NUM_BEST]
+
+
+def describe_setting(row: Variant) -> str:
+    """Describes what is different about a setting."""
+    if row.split:
+        return f"move {row.split}"
+    if row.change == "even":
+        return "split so that all stages take equally long"
+    parts = [f"schedule {row.schedule}"] * ("schedule" in row.change)
+    parts += [f"gradient accumulation count {row.num_micro_batches}"] * ("count" in row.change)
+    parts += [f"{row.chunk_size} micro-batches per program"] * ("per program" in row.change)
+    return " and ".join(parts) or row.cluster or "nothing"
+
+
+def table_of_best(facts: PipelineFacts, predictions: Predictions) -> str:
+    """The settings that gain most, below the present one, numbered as in the chart."""
+    present = predictions.variants[0]
+    knows_memory = present.num_peak_bytes is not None
+    headings = [_number(""), _text("what changes"), _number("step"), _number("gain")]
+    headings += [_number("most memory of an IPU")] if knows_memory else []
+    rows = []
+    for rank, row in enumerate([present, *find_best(predictions)]):
+        cells = [
+            _number(rank or "now"),
+            _text(describe_setting(row)),
+            _number(describe_time(row.step_time * 1e6)),
+            _number(f"{100 * row.gain:+.1f}%" if rank else ""),
+        ]
+        if knows_memory:
+            size = row.num_peak_bytes
+            cells.append(_number("not known" if size is None else describe_bytes(size)))
+        rows.append((not rank, cells))
+    return _table(facts, "The settings that gain most, simulated", headings, rows)
+
+
+def table_of_choices(facts: PipelineFacts, predictions: Predictions) -> str:
     """The shortest steps that were found, by the memory that micro-batches may take; "" if none were."""
     scenario = predictions.simulation.scenario
     points = find_choices(scenario)
@@ -261,10 +322,10 @@ def table_of_choices(predictions: Predictions) -> str:
             _text(found.name),
         ]
         rows.append((False, cells))
-    return _table("Memory against time: the shortest steps found by a quick search", headings, rows)
+    return _table(facts, "Memory against time: the shortest steps found by a quick search", headings, rows)
 
 
-def table_of_bubble(predictions: Predictions) -> str:
+def table_of_bubble(facts: PipelineFacts, predictions: Predictions) -> str:
     """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
     simulation = predictions.simulation
     number = len(simulation.scenario.ipus_of_replicas)
@@ -285,4 +346,4 @@ def table_of_bubble(predictions: Predictions) -> str:
         ]
         cells += [_number(describe_share(shares[cause] / whole if whole else 0.0)) for cause in causes]
         rows.append((False, cells))
-    return _table("Where the time of the IPUs goes, simulated", headings, rows)
+    return _table(facts, "Where the time of the IPUs goes, simulated", headings, rows)

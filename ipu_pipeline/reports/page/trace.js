@@ -46,11 +46,13 @@ function unpack(columns) {
   return events;
 }
 
+const capitalise = (text) => text[0].toUpperCase() + text.slice(1);
+
 /** A view of a timeline: a row per IPU and one for the host, each with a lane for actions and one below. */
-function makeView(events, pipeline) {
+function makeView(events, pipeline, device) {
   const [transfer, outfeed, span] = ["transfer", "outfeed", "span"].map((kind) => events.kinds.indexOf(kind));
   const ipus = [...new Set(events.ipu)].filter((ipu) => ipu >= 0).sort((a, b) => a - b);
-  const rows = ipus.map((ipu) => ({ ipu, title: `IPU ${ipu}` }));
+  const rows = ipus.map((ipu) => ({ ipu, title: capitalise(`${device} ${ipu}`) }));
   const rowOf = new Map(ipus.map((ipu, row) => [ipu, row]));
   const hosts = [...new Set(events.ipu)].filter((ipu) => ipu < 0).sort((a, b) => b - a);
   for (const ipu of hosts) { // -1 - n is the host of process n
@@ -228,6 +230,10 @@ function formatTime(time) {
   return `${value.toLocaleString("en", { maximumSignificantDigits: 6 })} ${unit}`;
 }
 
+/** The unit of an axis for numbers of bytes: its size and name. */
+const unitOfBytes = (most) =>
+  [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find((one) => most >= one[0]) ?? [1, "bytes"];
+
 /** A number of bytes, in words. */
 function formatBytes(number) {
   const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
@@ -244,7 +250,8 @@ function describeEvent(view, at, names) {
   const events = view.events;
   const kind = events.kinds[events.kind[at]];
   const stage = events.stage[at], pipeline = events.pipeline[at];
-  const lines = [events.names[events.name[at]] || kind[0].toUpperCase() + kind.slice(1)];
+  const device = names[view.pipeline].device;
+  const lines = [events.names[events.name[at]] || capitalise(kind)];
   if (pipeline >= 0 && names.length > 1) lines.push(names[pipeline].name);
   if (stage >= 0) {
     const name = names[pipeline].stages[stage].name;
@@ -252,8 +259,8 @@ function describeEvent(view, at, names) {
   }
   if (events.batch[at] >= 0) lines.push(`micro-batch ${events.batch[at]}`);
   if (events.step[at] >= 0) lines.push(`step ${events.step[at]}`);
-  if (events.source[at] >= 0) lines.push(`from IPU ${events.source[at]} to IPU ${events.ipu[at]}`);
-  else if (events.ipu[at] >= 0) lines.push(`IPU ${events.ipu[at]}`);
+  if (events.source[at] >= 0) lines.push(`from ${device} ${events.source[at]} to ${device} ${events.ipu[at]}`);
+  else if (events.ipu[at] >= 0) lines.push(`${device} ${events.ipu[at]}`);
   lines.push(`begins at ${formatTime(events.begin[at])}`);
   const isBounded = events.flags[at] & BOUNDED;
   lines.push(isBounded ? "its end was not seen" : `takes ${formatTime(events.end[at] - events.begin[at])}`);

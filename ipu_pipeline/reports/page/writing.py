@@ -14,46 +14,45 @@ from ipu_pipeline.reports.page.columns import pack
 from ipu_pipeline.reports.page.escaping import as_html, as_script
 from ipu_pipeline.reports.page.figures import make_tables, summarise
 from ipu_pipeline.reports.page.memory import pack_measured, pack_simulated
+from ipu_pipeline.reports.page.tables import describe_setting, find_best
 from ipu_pipeline.reports.predictions import timeline_events
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.studies import Study, study
+from ipu_pipeline.reports.wording import describe_share, describe_time
 
 __all__ = ["COLOURS", "INKS", "write_page"]
 
 _NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install 'ipu_pipeline[reports]'"
 
-# Green and red as in Graphcore's pictures; the red is dark enough to be told apart without seeing its hue.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, with the meanings that they have in
+# the documentation's figures: blue forwards, orange backwards. They show on a light and on a dark page.
 COLOURS = {
-    EventKind.FORWARD: "#6cc19b",
-    EventKind.BACKWARD: "#b3261e",
-    EventKind.INPUT_GRADIENTS: "#cf4a3c",
-    EventKind.WEIGHT_GRADIENTS: "#f0ab99",
-    EventKind.UPDATE: "#2458a6",
-    EventKind.TRANSFER: "#d99a00",
+    EventKind.FORWARD: "#0072b2",
+    EventKind.BACKWARD: "#f2b84b",
+    EventKind.INPUT_GRADIENTS: "#f6d58b",
+    EventKind.WEIGHT_GRADIENTS: "#e08a5a",
+    EventKind.UPDATE: "#009e73",
+    EventKind.TRANSFER: "#cc79a7",
     EventKind.INFEED_WAIT: "#a678cf",
     EventKind.OUTFEED: "#7a5c3a",
     EventKind.SPAN: "#007c91",
     EventKind.OTHER: "#98a2ae",
 }
-IDLE = "#dfe5ec"
 # The colours of numbers in the bars.
-INKS = dict.fromkeys(EventKind, "#ffffff") | {
-    EventKind.FORWARD: "#0b2117",
-    EventKind.WEIGHT_GRADIENTS: "#3a0d05",
-    EventKind.OTHER: "#111111",
-}
-_TITLES = {EventKind.TRANSFER: "transfer (to this IPU)", EventKind.OTHER: "other programs"}
-_LINES = ("#2458a6", "#b3261e", "#1f7a55", "#a86f00", "#7040a0", "#5b4630", "#007c91", "#4a5561")
+INKS = dict.fromkeys(EventKind, "#111111") | {EventKind.FORWARD: "#ffffff"}
+_TITLES = {EventKind.TRANSFER: "transfer (received)", EventKind.OTHER: "other programs"}
+_LINES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a6d3b", "#7f8c99")
 _PARTS = {
-    "variables": "#2458a6",
-    "optimizer state": "#7fa6d9",
+    "variables": "#0072b2",
+    "optimizer state": "#56b4e9",
     "accumulators": "#a678cf",
-    "activations": "#6cc19b",
-    "micro-batches": "#d9c46c",
-    "temporaries": "#d98f66",
-    "transfers": "#d99a00",
-    "all": "#7fa6d9",
+    "activations": "#009e73",
+    "micro-batches": "#f0e442",
+    "temporaries": "#e69f00",
+    "transfers": "#cc79a7",
+    "all": "#56b4e9",
 }
+_CHANGES = {"": "now", "even": "equal stages"}
 # Nothing may be fetched, whatever a name contains.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
@@ -117,6 +116,9 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
                 "typical": None if typical is None else typical.number,
                 "hasPhases": one.facts.schedule in ("grouped", "interleaved")
                 and len(one.analysis.ipus) > 1,
+                "device": one.facts.device_word,
+                "settings": _make_settings(one),
+                "count": one.analysis.num_micro_batches // one.facts.num_replicas,
                 "simulated": _make_simulated(index, one),
                 "memory": _make_memory(profile, index, one),
             }
@@ -126,7 +128,7 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
         "measured": pack(profile.events),
         "pipelines": pipelines,
         "first": most,
-        "colours": {kind.value: colour for kind, colour in COLOURS.items()} | {"idle": IDLE},
+        "colours": {kind.value: colour for kind, colour in COLOURS.items()},
         "inks": {kind.value: ink for kind, ink in INKS.items()},
         "titles": {kind.value: _TITLES.get(kind, kind.value) for kind in EventKind},
         "lines": _LINES,
@@ -144,6 +146,32 @@ def _make_simulated(index: int, one: Study) -> dict[str, Any]:
     return {
         name: pack(timeline_events(timeline, one.facts, index, links)) for name, timeline in both.items()
     }
+
+
+def _make_settings(one: Study) -> list[dict[str, Any]]:
+    """The points of the chart of what-ifs; empty where memory is not known.
+
+    A step of another number of micro-batches counts as long as it would with the present number.
+    """
+    if one.predictions is None:
+        return []
+    (present, *others), best = one.predictions.variants, find_best(one.predictions)
+    even = one.predictions.advice.even
+    return [
+        {
+            "change": _CHANGES.get(row.change, row.change.replace("gradient accumulation ", "")),
+            "rank": best.index(row) + 1 if row in best else 0,
+            "bytes": row.num_peak_bytes,
+            "time": present.step_time * present.samples_per_second / row.samples_per_second * 1e6,
+            "lines": [
+                describe_setting(row),
+                f"step {describe_time(row.step_time * 1e6)}, {100 * row.gain:+.1f}% samples/s",
+                f"utilisation {describe_share(row.utilisation)}",
+            ],
+        }
+        for row in (*others, *([] if even is None else [even]), present)
+        if row.num_peak_bytes is not None and row.samples_per_second
+    ]
 
 
 def _make_memory(profile: Profile, index: int, one: Study) -> dict[str, Any]:

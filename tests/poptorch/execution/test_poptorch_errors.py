@@ -183,6 +183,8 @@ def test_spans_are_in_the_report(tmp_path, executor, monkeypatch):
         with channel.tracepoint("call"):
             executor(x)
         executor.copyWeightsToDevice()
+    (facts,) = captured.profile.pipelines
+    assert (facts.name, facts.device_word) == ("TwoLayers", "IPU")
     spans = [event for event in captured.profile.events if event.kind == "span"]
     assert [span.name for span in spans] == ["Mine: call", "Mine: copyWeightsToDevice"]
     call, copy = spans
