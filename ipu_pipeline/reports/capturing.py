@@ -82,7 +82,7 @@ class Capture:
             page = write_page(self.profile)
         except RuntimeError as error:  # there is no Plotly
             return as_html(error)
-        return f'<iframe srcdoc="{as_html(page)}" style="width: 100%; height: 45em; border: 0"></iframe>'
+        return f'<iframe srcdoc="{as_html(page)}" style="width: 100%; height: 60em; border: 0"></iframe>'
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
             "did not note them."
         )
     profile = Profile(
-        program=shlex.join(sys.argv),
+        program="a notebook" if sys.argv[0].endswith("ipykernel_launcher.py") else shlex.join(sys.argv),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={name: metadata.version(name) for name in _PACKAGES},
         num_cores=count_cores(),
