@@ -27,6 +27,7 @@ include_patterns = [
     "benchmarks/README.md",
 ]
 exclude_patterns = [".*", "build", "ipu_pipeline", "tests", "**/__pycache__", "docs/design.md"]
+exclude_patterns += ["tutorial/notebooks/*.md"]  # the sources of notebooks
 
 extensions = [
     "graphcore_names",
@@ -38,7 +39,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "html_image"]
 myst_heading_anchors = 4  # named as they are on GitHub
 nb_execution_mode = "off"  # what cells print stands in the notebooks, and is tested
 nitpicky = True

@@ -44,11 +44,11 @@ _observer: contextvars.ContextVar[Callable[[int, int], None] | None] = contextva
 
 
 def is_shown_on(stream: Any) -> bool:
-    """Whether progress is shown on a stream: on terminals, unless TQDM_DISABLE is set to anything."""
+    """Whether bars are shown on a stream: on terminals and in Jupyter, unless TQDM_DISABLE is set."""
     if os.environ.get("TQDM_DISABLE"):
         return False
     try:
-        return bool(stream.isatty())
+        return bool(stream.isatty() or type(stream).__module__ == "ipykernel.iostream")
     except (AttributeError, ValueError):  # there is no stream, or it is closed
         return False
 
@@ -252,7 +252,7 @@ def _showing(counted: Compilation | Initialization) -> Iterator[None]:
 
 
 def _show(counted: Compilation | Initialization, stream: Any, ended: threading.Event) -> None:
-    if ended.wait(_DELAY):
+    if ended.wait(_DELAY) or not stream.isatty():  # Jupyter clears no lines
         return
     width = 0
     with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed

@@ -30,6 +30,7 @@ from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
 from ipu_pipeline.reports.files import PAGE, REPORTS, check_directory, remove_report, write_reports
 from ipu_pipeline.reports.matching import match
 from ipu_pipeline.reports.page import write_page
+from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.recorder import Recorder
 from ipu_pipeline.reports.several_processes import exchange, merge
@@ -45,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Capture:
-    """A trace that is being recorded; see `capture`.
+    """A trace that is being recorded; see `capture`. In Jupyter, a cell that ends with it shows its report.
 
     Example:
       >>> def model(x):
@@ -72,6 +73,16 @@ class Capture:
         self._recorder = Recorder(max_actions, self._profiler.start, self._end_recording)
         self._is_ended = False
         self._lock = threading.RLock()
+
+    def _repr_html_(self) -> str | None:
+        """The report in a frame, as Jupyter shows it; it needs no file and no network."""
+        if self.profile is None:
+            return None
+        try:
+            page = write_page(self.profile)
+        except RuntimeError as error:  # there is no Plotly
+            return as_html(error)
+        return f'<iframe srcdoc="{as_html(page)}" style="width: 100%; height: 60em; border: 0"></iframe>'
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -211,7 +222,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
             "did not note them."
         )
     profile = Profile(
-        program=shlex.join(sys.argv),
+        program="a notebook" if sys.argv[0].endswith("ipykernel_launcher.py") else shlex.join(sys.argv),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={name: metadata.version(name) for name in _PACKAGES},
         num_cores=count_cores(),

@@ -34,7 +34,7 @@ TESTED_BY = {  # other pages than those of test_readme, and of the tutorial
 
 def test_a_program_is_run_by_a_test_or_says_why_not():
     found = {f"docs/{name}" for name in (*test_readme.PAGES, "porting.md")}
-    found |= set(test_notebooks.write_notebooks.PAGES.values())
+    found |= {*test_notebooks.write_notebooks.PAGES.values(), *test_notebooks.WITHOUT}
     untested = set(TESTED_BY)
     for path in PAGES:
         name, text = str(path.relative_to(ROOT)), path.read_text()

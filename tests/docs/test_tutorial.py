@@ -7,24 +7,35 @@ What a fence is, by its language:
 * python: a program that is complete in itself.
 * text: what the python block above it prints.
 
-Its notebooks, which `make thorough` runs as a reader does, are tested in test_notebooks.
+Pages whose blocks are a notebook's cells are run in test_notebooks.
 """
 
 import inspect
 import itertools
 import re
+import shlex
 
 import pytest
 
 from ipu_pipeline import pipelining_ops
-from tests.support.pages import Fence, anchors, apply_change, find_fences, parse_change
-from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4
+from tests.support.pages import (
+    PROGRAM,
+    Fence,
+    anchors,
+    apply_change,
+    assert_printed,
+    find_commands,
+    find_fences,
+    parse_change,
+)
+from tests.support.programs import ROOT, STEP1, STEP2, STEP3, STEP4, run, run_each
 
 FOLDER = ROOT / "tutorial"
 NAMES = [
     *("README", "why", "step1", "step2", "step3", "arguments", "schedules", "step4"),
     *("things_to_try", "further"),
 ]
+WITHOUT_NOTEBOOK = ["step1", "step2", "step3", "step4", "things_to_try"]  # of its own
 PAGES = {name: (FOLDER / f"{name}.md").read_text() for name in NAMES}
 TEXT = "\n".join(PAGES.values())
 PROGRAMS = {1: STEP1, 2: STEP2, 3: STEP3, 4: STEP4}
@@ -52,6 +63,15 @@ def make_program(last_step):
 def test_changes_make_the_answers():
     for step, program in PROGRAMS.items():
         assert make_program(step) == (ROOT / program).read_text(), step
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WITHOUT_NOTEBOOK)
+def test_what_a_page_prints(name, tmp_path):
+    for command, expected in find_commands(find_fences(PAGES[name])):
+        assert_printed(run(*shlex.split(command)[1:], as_tests=True), expected, NUMBERS, MASKED)
+    for _comment, code, text in PROGRAM.findall(PAGES[name]):
+        assert run_each({"page": code}, tmp_path, as_tests=True) == {"page": text}
 
 
 def test_letters_are_in_order():

@@ -150,6 +150,7 @@ def test_where_progress_is_shown(monkeypatch):
         assert not progress.is_shown_on(stream)
     stream.close()
     assert not progress.is_shown_on(stream)
+    assert progress.is_shown_on(type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})())
     monkeypatch.setenv("TQDM_DISABLE", "1")
     assert not progress.is_shown_on(Screen())
     monkeypatch.setenv("TQDM_DISABLE", "")

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import html
 import html.parser
 import json
 import os
@@ -574,6 +575,16 @@ def test_no_older_page_is_left_where_none_can_be_written(monkeypatch, tmp_path, 
     (directory / "report.html").symlink_to(directory / "profile.json")
     captured._write_page(make_profile())
     assert (directory / "report.html").is_symlink()
+
+
+def test_jupyter_shows_the_page_in_a_frame(monkeypatch, tmp_path, page):
+    captured = Capture(tmp_path, 10)
+    assert captured._repr_html_() is None  # nothing ran
+    captured.profile = make_profile(num_steps=2)
+    before, shown, _after = captured._repr_html_().split('"', 2)
+    assert (before, html.unescape(shown)) == ("<iframe srcdoc=", page)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert "ipu_pipeline[reports]" in captured._repr_html_()
 
 
 # --- ipu-pipeline report

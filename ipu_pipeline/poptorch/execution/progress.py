@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-import tqdm
+from tqdm.auto import tqdm
 
 from ipu_pipeline.engine.fronts import watched_by
 
@@ -29,7 +29,7 @@ class CompileProgress:
         self.time: timedelta | None = None
         self._start = time.perf_counter()
         is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))
-        self._bar = tqdm.tqdm(total=_ENDS["compile"], desc=f"Graph compilation{told}", disable=is_disabled)
+        self._bar = tqdm(total=_ENDS["compile"], desc=f"Graph compilation{told}", disable=is_disabled)
 
     def done(self, part: str) -> None:
         """Notes that "capture" or "trace" is done."""

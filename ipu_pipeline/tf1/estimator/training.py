@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
 from ipu_pipeline.checkpointing.together import do_first, is_any, largest
@@ -205,7 +205,7 @@ class Training:
 
     @contextlib.contextmanager
     def _showing(self, final_step: int) -> Iterator[tqdm | None]:
-        """A bar on the standard error, if that is a terminal.
+        """A bar on the standard error, if that is a terminal or Jupyter's.
 
         Elsewhere no bar is created: a process's first bar fixes the start method of multiprocessing.
         """
