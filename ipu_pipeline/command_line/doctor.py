@@ -1,4 +1,4 @@
-"""Tells what of the library works on this machine, and what is missing for the rest."""
+"""`ipu-pipeline doctor`: checks what works on this machine, and what is missing for the rest."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ FEATURES = (
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Tells, in a line each, which versions there are, which devices and how many cores, where compiled "
-        "programs are kept, and what is missing for which feature. It ends with 1 if something is wrong "
-        "that every program needs, else with 0."
+        "Check the versions, devices and cores, the directory of compiled programs, and the packages of "
+        "optional features: one line each. The exit status is 1 if something is wrong that every program "
+        "needs, otherwise 0."
     )
     parser.set_defaults(call=lambda _parsed: _tell())
 
