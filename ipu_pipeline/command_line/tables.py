@@ -8,6 +8,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from ipu_pipeline.ground.tables import align
+
 __all__ = ["format_table", "open_page", "show"]
 
 
@@ -27,15 +29,5 @@ def open_page(page: Path) -> None:
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """A table whose columns are as wide as they need to be."""
-    lines = [headings, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-
-    def format_line(line: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if column < texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(format_line, lines))
+    """Makes a table whose columns after the first `texts` are numbers."""
+    return "\n".join(align([headings, *rows], range(texts, len(headings)), indent=""))
