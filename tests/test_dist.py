@@ -96,6 +96,22 @@ def test_both_are_reproducible(dist, tmp_path, monkeypatch):
     assert [path.read_bytes() for path in again] == [dist[key].read_bytes() for key in ("wheel", "archive")]
 
 
+@pytest.mark.thorough
+def test_an_editable_install_is_a_path_which_type_checkers_follow(tmp_path):
+    """It was a hook that imports, of which mypy and pyright know nothing."""
+    make_dist._copy(tmp_path, "0")
+    run(
+        sys.executable,
+        "-c",
+        "from setuptools import build_meta; build_meta.build_editable('.')",
+        cwd=tmp_path,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert archive.read(path).decode().strip() == str(tmp_path)
+
+
 @pytest.fixture
 def environment(tmp_path):
     """An empty one. It becomes large, and pytest would keep it."""

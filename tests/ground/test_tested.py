@@ -3,6 +3,7 @@
 import pytest
 
 from ipu_pipeline.ground import tested
+from tests.support.programs import ROOT
 
 
 @pytest.mark.parametrize("version", ["0.99.1", "0.11.0.1", "0.8.2"])
@@ -13,6 +14,12 @@ def test_another_version_warns_once(version, nothing_warned):
         tested.warn_of_untested("jax", version)
     assert len(told) == 1
     tested.warn_of_untested("jax", version)  # a second warning would be an error
+
+
+def test_the_page_has_the_versions():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for versions in tested.TESTED.values():
+        assert all(version in page for version in versions)
 
 
 def test_versions_of_torch_have_names():
