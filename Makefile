@@ -23,6 +23,8 @@ ORDER := $(if $(SEED),-p randomly --randomly-seed=$(SEED),-p no:randomly)
 PYTEST := $(BIN)/python -m pytest $(ORDER) --dist worksteal --numprocesses
 # XLA compiles a small program as a whole: in parts, which it would compile at once, takes half as long again.
 QUICK := XLA_FLAGS="$$XLA_FLAGS --xla_cpu_parallel_codegen_split_count=1"
+# A fresh environment of Python 3.11 or 3.12 has an older one.
+PIP_OF_GROUPS := $(BIN)/pip install --quiet --disable-pip-version-check 'pip >=25.1'
 TIMED := bash -c 'TIMEFORMAT="%U s of CPUs and %S in the system, %R s in all"; time "$$@"' timed
 # The tests start many processes: what they import is to be compiled once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -83,19 +85,21 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/installed: $(VENV)/created setup.cfg pyproject.toml
+$(VENV)/installed: $(VENV)/created pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[datasets,reports]'
 	touch $@
 
 # Modules are compiled when they are imported: most never are.
-$(VENV)/installed-dev: $(VENV)/created setup.cfg pyproject.toml
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
+$(VENV)/installed-dev: $(VENV)/created pyproject.toml
+	$(PIP_OF_GROUPS)
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --editable '.[datasets]' --group dev
 	touch $@ $(VENV)/installed $(VENV)/installed-docs
 
-$(VENV)/installed-docs: $(VENV)/created setup.cfg pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
+$(VENV)/installed-docs: $(VENV)/created pyproject.toml
+	$(PIP_OF_GROUPS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable . --group docs
 	touch $@
 
-$(VENV)/installed-bench: $(VENV)/created setup.cfg pyproject.toml benchmarks/requirements.txt
+$(VENV)/installed-bench: $(VENV)/created pyproject.toml benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[datasets,reports]' --requirement benchmarks/requirements.txt
 	touch $@ $(VENV)/installed

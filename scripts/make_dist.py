@@ -2,9 +2,10 @@
 
     python scripts/make_dist.py [--to FOLDER]
 
-They are built by setuptools, of the version that `dev` has, from a copy of what belongs to them. Times
-within them are the day of the newest release in CHANGELOG.md; owners and permissions are the same wherever
-they are built. Setuptools makes wheels so by itself (SOURCE_DATE_EPOCH), and archives by what is done here.
+They are built by setuptools, of the version that `dev` has, from a copy of the files that git knows. PyPI
+shows the README without the files that it links to: the copy's links begin with the repository's address
+(`Repository` of `project.urls` in pyproject.toml), and are plain text while there is none. Times within them
+are the day of the newest release in CHANGELOG.md; owners and permissions are the same wherever it is done. Setuptools makes wheels so by itself (SOURCE_DATE_EPOCH), and archives by what is done here.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg")
 
 
 def newest_release(changelog: str) -> tuple[str, int]:
@@ -30,13 +31,34 @@ def newest_release(changelog: str) -> tuple[str, int]:
     return version, int(datetime.datetime.fromisoformat(f"{day}T00:00:00+00:00").timestamp())
 
 
-def _copy(target: Path) -> None:
+def files() -> list[str]:
+    """What the archive of the sources has: the files that git knows, with the tests and what they need."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def with_absolute_links(readme: str, version: str, address: str | None) -> str:
+    """The README with links to the version's files in the repository; without them if it has no address."""
+
+    def absolute(found: re.Match[str]) -> str:
+        if address is None:
+            return "" if found["picture"] else found["text"]
+        view = "raw" if found["picture"] else "blob"
+        return f"{found['picture']}[{found['text']}]({address}/{view}/v{version}/{found['path']})"
+
+    return re.sub(r"(?P<picture>!?)\[(?P<text>[^]]*)\]\((?!https?:)(?P<path>[^)]+)\)", absolute, readme)
+
+
+def _copy(target: Path, version: str) -> None:
     """Copies the files, with the permissions of plain ones."""
-    shutil.copytree(
-        ROOT / "ipu_pipeline", target / "ipu_pipeline", ignore=shutil.ignore_patterns("__pycache__", ".*")
-    )
-    for name in FILES:
-        shutil.copyfile(ROOT / name, target / name)
+    for name in files():
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, path)
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    readme = target / "README.md"
+    readme.write_text(with_absolute_links(readme.read_text(), version, urls.get("Repository")))
     for path in target.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
@@ -59,11 +81,11 @@ def _settle(path: Path, seconds: int) -> None:
 
 def make(target: Path) -> list[Path]:
     """Makes both in a folder, and returns the path of the wheel and that of the archive."""
-    _version, seconds = newest_release((ROOT / "CHANGELOG.md").read_text())
+    version, seconds = newest_release((ROOT / "CHANGELOG.md").read_text())
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(folder) / "source", Path(folder) / "built"
         source.mkdir()
-        _copy(source)
+        _copy(source, version)
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
         environment = {**os.environ, "SOURCE_DATE_EPOCH": str(seconds)}
         done = subprocess.run(

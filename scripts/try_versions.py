@@ -8,11 +8,10 @@ first time, and stay there. The newest JAX with the oldest Python is what `make 
 
 from __future__ import annotations
 
-import configparser
-import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,20 +44,24 @@ PACKAGES = (
     "pytest-xdist",
     "tensorboardX",
 )
-# With the Python of `make test` alone: torch is large, and of one version.
-TORCH_TESTS = ("tests/poptorch/test_poptorch_small.py",)
+# With the Python of `make test` alone: torch is large.
+TORCH_TESTS = (
+    "tests/poptorch/test_poptorch_small.py",
+    "tests/poptorch/graphs",
+    "tests/poptorch/operations",
+)
 TORCH_PACKAGES = ("expecttest", "safetensors", "torch")
 PASSED, NOT_RUN = "passed", "not run: this Python is not on this machine"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python, packages at other versions than in setup.cfg, and tests of what these versions have not."""
+    """A Python, packages at other versions than in pyproject.toml, and which tests run."""
 
     python: str
     packages: dict[str, str]
-    left_out: tuple[str, ...] = ()
-    has_torch: bool = False
+    tests: tuple[str, ...] = TESTS
+    left_out: tuple[str, ...] = ()  # tests of what these versions have not
 
 
 # On CPUs, XLA of JAX 0.9 has no host memory within a program (docs/versions.md).
@@ -73,9 +76,10 @@ ENVIRONMENTS = {
     "jax-0.9.0": Environment(
         "python3.11",
         {"jax": "0.9.0", "jaxlib": "0.9.0", "flax": "0.12.6"},
+        (*TESTS, TORCH_TESTS[0]),
         _OFFLOADED_ON_ONE_IPU,
-        has_torch=True,
     ),
+    "torch-2.14.1": Environment("python3.11", {"torch": "2.14.1"}, TORCH_TESTS),
     "python-3.12": Environment("python3.12", {}),
     "python-3.13": Environment("python3.13", {}),
 }
@@ -83,9 +87,8 @@ ENVIRONMENTS = {
 
 def pinned() -> dict[str, str]:
     """The versions that `make test` runs with, by package."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    return dict(re.findall(r"^([\w-]+) ==(\S+)$", config["options.extras_require"]["dev"], re.MULTILINE))
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    return dict(entry.split(" ==") for entry in groups["dev"] if isinstance(entry, str))
 
 
 def make(name: str, python: str) -> Path:
@@ -95,7 +98,8 @@ def make(name: str, python: str) -> Path:
     if not found.exists() or subprocess.run([found, "-m", "pip", "--version"], check=False).returncode != 0:
         subprocess.run([python, "-m", "venv", "--clear", FOLDER / name], check=True)
     versions = pinned() | ENVIRONMENTS[name].packages
-    packages = (*PACKAGES, *(TORCH_PACKAGES if ENVIRONMENTS[name].has_torch else ()))
+    has_torch = TORCH_TESTS[0] in ENVIRONMENTS[name].tests
+    packages = (*PACKAGES, *(TORCH_PACKAGES if has_torch else ()))
     wanted = [f"{package}=={versions[package]}" for package in packages]
     pip = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *wanted, "--editable", f"{ROOT}[datasets]"], check=True)
@@ -109,8 +113,8 @@ def run(name: str) -> str:
     if python is None or subprocess.run([python, "-c", ""], check=False).returncode != 0:
         return NOT_RUN
     left_out = [part for test in environment.left_out for part in ("--deselect", test)]
-    options = ["-q", "-m", "not thorough", "-n", "2", "--dist", "worksteal", *left_out, *TESTS]
-    options += TORCH_TESTS if environment.has_torch else ()
+    options = ["-q", "-m", "not thorough", "-n", "2", "--dist", "worksteal", *left_out]
+    options += environment.tests
     try:
         done = subprocess.run([make(name, python), "-m", "pytest", *options], cwd=ROOT, check=False)
     except subprocess.CalledProcessError as error:

@@ -1,7 +1,9 @@
 """The package as files to install: everything is in them, and it works where there is no repository."""
 
 import datetime
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import zipfile
 import pytest
 
 import ipu_pipeline
-from tests.docs.test_readme import assert_is_what_the_example_prints, example
+from tests.docs.test_readme import README, assert_is_what_the_example_prints, example
 from tests.support.programs import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -48,34 +50,71 @@ def wheel(dist):
 
 @pytest.mark.thorough
 def test_the_whole_package_is_in_them_and_nothing_else(dist):
-    files = [path for path in (ROOT / "ipu_pipeline").rglob("*") if path.is_file()]
-    expected = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".pyc"}
+    files = set(make_dist.files())
+    expected = {name for name in files if name.startswith("ipu_pipeline/")}
     assert expected >= {"ipu_pipeline/py.typed", "ipu_pipeline/data/digits.npz"}
     with zipfile.ZipFile(dist["wheel"]) as wheel:
         found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
+    assert files >= {"tests/conftest.py", "Makefile", ".github/workflows/test.yml"}
     with tarfile.open(dist["archive"]) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
     found = {name for name in names if ".egg-info/" not in name}
-    assert found == expected | set(make_dist.FILES) | {"PKG-INFO"}
+    assert found == files | {"PKG-INFO"}
+
+
+@pytest.mark.thorough
+def test_links_of_the_description_work_anywhere(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
+        described = email.message_from_bytes(archive.read(metadata))
+    assert described["Summary"].rstrip(".") in README.replace("**", "")
+    links = re.findall(r"\]\(([^)]+)\)", described.get_payload())
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_links_of_the_readme_in_a_distribution():
+    readme = "[one](docs/a.md#b), [two](https://c.d)\n![three](e.svg)\n"
+    at = "https://example.org/f"
+    assert make_dist.with_absolute_links(readme, "1.2.3", at) == (
+        f"[one]({at}/blob/v1.2.3/docs/a.md#b), [two](https://c.d)\n![three]({at}/raw/v1.2.3/e.svg)\n"
+    )
+    assert make_dist.with_absolute_links(readme, "1.2.3", None) == "one, [two](https://c.d)\n\n"
 
 
 @pytest.mark.thorough
 def test_both_are_reproducible(dist, tmp_path, monkeypatch):
     """From a copy in another folder, with newer files, other permissions and another umask."""
-    for name in ("ipu_pipeline", *make_dist.FILES):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
+    names = make_dist.files()
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
     for path in tmp_path.rglob("*"):
         path.chmod(0o700)
-        os.utime(path)
     monkeypatch.setattr(make_dist, "ROOT", tmp_path)
+    monkeypatch.setattr(make_dist, "files", lambda: names)
     before = os.umask(0o077)
     try:
         again = make_dist.make(tmp_path / "dist")
     finally:
         os.umask(before)
     assert [path.read_bytes() for path in again] == [dist[key].read_bytes() for key in ("wheel", "archive")]
+
+
+@pytest.mark.thorough
+def test_an_editable_install_is_a_path_which_type_checkers_follow(tmp_path):
+    """It was a hook that imports, of which mypy and pyright know nothing."""
+    make_dist._copy(tmp_path, "0")
+    run(
+        sys.executable,
+        "-c",
+        "from setuptools import build_meta; build_meta.build_editable('.')",
+        cwd=tmp_path,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert archive.read(path).decode().strip() == str(tmp_path)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ipu_pipeline.checkpointing.orbax_logs import quiet_orbax
 from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, is_own, to_numpy
 from ipu_pipeline.checkpointing.together import process_index
 from ipu_pipeline.engine import processes
+from ipu_pipeline.ground.tested import warn_of_untested
 
 __all__ = ["ARRAYS", "flatten", "read_arrays", "with_empty_ones", "write_arrays"]
 
@@ -53,6 +54,7 @@ def _open_orbax() -> Any:
     """Returns a checkpointer that writes and reads arrays for this process alone."""
     import orbax.checkpoint as ocp
 
+    warn_of_untested("orbax-checkpoint", ocp.__version__)
     own = process_index()
     options = ocp.options.MultiprocessingOptions()
     if processes.current() is not None:

@@ -1,4 +1,4 @@
-"""Makes a small project with a pipeline, its test, and what to do with them."""
+"""`ipu-pipeline new`: creates a small project with a pipeline, its test, and a page about them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TEMPLATES = ("README.md", "train.py", "test_train.py")
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Makes the folder NAME with a program that trains a model in two stages, a test that compares it "
-        "with plain JAX, and a page that says how to run them and how to get a report."
+        "Create the folder NAME with a program that trains a model in two stages, a test that compares it "
+        "with plain JAX, and a README that says how to run and profile them."
     )
-    parser.add_argument("name", metavar="NAME", help="a folder that is not there yet")
+    parser.add_argument("name", metavar="NAME", help="a folder that does not exist yet")
     parser.set_defaults(call=lambda parsed: _make(Path(parsed.name)))
 
 
 def _make(folder: Path) -> int:
     if folder.exists() or folder.is_symlink():
-        return _refuse(f"{str(folder)!r} is there already; name another folder")
+        return _refuse(f"{str(folder)!r} exists already; give another name")
     if not folder.parent.is_dir():
         return _refuse(f"there is no folder {str(folder.parent)!r}")
     source = importlib.resources.files("ipu_pipeline.command_line") / "project"
@@ -42,8 +42,8 @@ def _make(folder: Path) -> int:
                 (project / name).write_text(text, encoding="utf-8")
             project.rename(folder)
     except OSError as error:
-        return _refuse(f"the folder {str(folder)!r} cannot be made: {error.strerror}")
-    print(f"{folder} is made. Next:\n  cd {folder}\n  python train.py")  # noqa: T201  # a program
+        return _refuse(f"the folder {str(folder)!r} cannot be created: {error.strerror}")
+    print(f"Created {folder}. Next:\n  cd {folder}\n  python train.py")  # noqa: T201  # a program
     return 0
 
 

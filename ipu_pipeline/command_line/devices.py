@@ -1,4 +1,4 @@
-"""Tells which devices JAX has here that can be IPUs."""
+"""`ipu-pipeline devices`: lists the devices that JAX has here, each of which can be an IPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["add"]
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Tells which devices JAX has here, each of which can be an IPU. It starts JAX's "
-        "backend, and leaves the memory of accelerators to other programs."
+        "List JAX's devices on this machine. Each can be an IPU. This starts JAX's backend without "
+        "reserving the memory of accelerators."
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(call=lambda parsed: _tell(parsed.json))
 
 

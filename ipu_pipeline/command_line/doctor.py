@@ -1,4 +1,4 @@
-"""Tells what of the library works on this machine, and what is missing for the rest."""
+"""`ipu-pipeline doctor`: checks what works on this machine, and what is missing for the rest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.tables import align, describe_bytes, printable
+from ipu_pipeline.ground.tested import TESTED, is_tested
 
 __all__ = ["add"]
 
@@ -56,9 +57,9 @@ FEATURES = (
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Tells, in a line each, which versions there are, which devices and how many cores, where compiled "
-        "programs are kept, and what is missing for which feature. It ends with 1 if something is wrong "
-        "that every program needs, else with 0."
+        "Check the versions, devices and cores, the directory of compiled programs, and the packages of "
+        "optional features: one line each. The exit status is 1 if something is wrong that every program "
+        "needs, otherwise 0."
     )
     parser.set_defaults(call=lambda _parsed: _tell())
 
@@ -88,14 +89,11 @@ def _versions() -> Iterator[Finding]:
     try:
         with warnings.catch_warnings(action="ignore"):  # what it warns of, a line says
             import jax
-
-            from ipu_pipeline.ground import jax_compat
     except Exception as error:  # whatever keeps JAX from being imported
         yield Finding(WRONG, "JAX", f"{text}: {_first_line(error)}")
         return
-    tested = f"tested with {jax_compat.OLDEST_TESTED} to {jax_compat.NEWEST_TESTED}"
-    state = OK if jax_compat.is_tested(jax.__version_info__) else NOTE
-    yield Finding(state, "JAX", f"{text}; {tested}")
+    state = OK if is_tested("jax", jax.__version__) else NOTE
+    yield Finding(state, "JAX", f"{text}; tested with {' to '.join(TESTED['jax'])}")
 
 
 def _devices() -> Iterator[Finding]:

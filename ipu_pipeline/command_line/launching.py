@@ -1,4 +1,4 @@
-"""Starts a program several times, as processes that run it together, on this machine or on several."""
+"""`ipu-pipeline launch`: runs a program in several processes, on this machine or on several."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ __all__ = ["add"]
 _DEFAULT_WAIT = 600.0  # seconds
 _LEAST_SECRET = 16  # characters
 _DESCRIPTION = """\
-Starts a Python program several times, as processes that run it together: on this machine, or, with --nodes,
-on several machines on each of which this command is started.
+Run a Python program in several processes: on this machine or, with --nodes, on several machines, on each of
+which you start this command.
 
-The program stays as it is: IPUConfig.configure_ipu_system joins the processes, and the IPUs that it selects
-are spread over them. The processes have the cores of a machine divided among them, and read nothing from
-the terminal. On one machine they listen on the loopback address only.
+The program needs no changes: IPUConfig.configure_ipu_system joins the processes and spreads the selected
+IPUs over them. The processes divide the cores of a machine among themselves and read nothing from the
+terminal. On one machine they listen only on the loopback address.
 
-What the program prints is shown once: from the process that has the results, which is that of the last
-stage of the first pipeline that runs. Output is held back until that process is known. If the program ends
-first, output that is the same in all processes is shown once, and otherwise each line with the number of
-its process. What goes to the standard error is shown at once, with the number.
+The program's output is shown once, from the process that has the results: the one with the last stage of
+the first pipeline that runs. Output is held back until that process is known. If the program ends before,
+lines that are the same in all processes are shown once, and others with the number of their process.
+Standard error is shown immediately, with the number.
 
-When a process fails, a line says which one and how. The others have as long as they need to notice it and
-say how far they had come, and are then ended. With --restarts all are then started again, with the number
-of the restart in IPU_PIPELINE_RESTART. An estimator, and a program that calls Session.resume, goes on with
-the step in which the process failed, from what all have kept in memory; others go on from the last
+If a process fails, a line names it and the failure. The others get the time to notice it and to say how far
+they had come, and are then ended. With --restarts, all processes are then started again, with the number of
+the restart in IPU_PIPELINE_RESTART. Estimators, and programs that call Session.resume, continue with the
+step in which the process failed, from what all have kept in memory; other programs continue from the last
 checkpoint that they load.
 
-Ctrl-C, SIGTERM and SIGHUP are sent on to all processes, and end the job. The status is that of the process
-that failed first, or 128 more than the signal that ended it; 0 if none did.
+Ctrl-C, SIGTERM and SIGHUP are passed on to all processes and end the job. The exit status is that of the
+first process that failed, or 128 plus the signal that ended it; 0 if none failed.
 
-With several nodes, Ctrl-C on one ends the job on all. SIGTERM and SIGHUP end one node, and the others wait
-for another one in its place, as they do when a node is lost.
+With several nodes, Ctrl-C on one node ends the job on all. SIGTERM and SIGHUP end one node; the others wait
+for a replacement, as they do when a node is lost.
 """
 
 
@@ -61,91 +61,90 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="N",
-        help="how many processes on this node",
+        help="number of processes on this node",
     )
     parser.add_argument(
         "--nodes",
         type=int,
         default=1,
         metavar="N",
-        help="on how many nodes this is started; 1 by default, with which the next four have no effect",
+        help="number of nodes on which you start this; 1 by default. Then the next four have no effect",
     )
     parser.add_argument(
         "--node-rank",
         type=int,
         metavar="K",
-        help="the number of this node, from 0; a new one takes a lost one's",
+        help="the number of this node, from 0; a replacement takes the number of the lost node",
     )
     parser.add_argument(
         "--meet-at",
         metavar="HOST:PORT",
-        help="an address of node 0 and a free port, where the nodes meet. They know each other by the "
-        f"secret in {SECRET_VARIABLE}",
+        help="an address of node 0 with a free port, where the nodes meet. They recognize each other by "
+        f"the secret in {SECRET_VARIABLE}",
     )
     parser.add_argument(
         "--wait",
         type=float,
         metavar="SECONDS",
-        help="how long the others are waited for, at the beginning and when a node is lost; "
+        help="how long to wait for other nodes at the start and after a loss; "
         f"{_DEFAULT_WAIT:g} by default",
     )
     parser.add_argument(
         "--shrink",
         action="store_true",
-        help="go on without a node that was lost if no other one has come in its place after --wait, with "
-        "its IPUs on the others, which replicas and stages share if these have too few; a node that comes "
-        "later is taken in at once. Node 0 is always waited for",
+        help="continue without a lost node if there is no replacement after --wait. Its IPUs move to the "
+        "other nodes, where replicas and stages share devices if there are too few. A node that comes "
+        "later joins at once. Node 0 cannot be given up",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="R",
-        help="after how many failures of one cause the job is started again, 0 by default. A run of ten "
-        "minutes or more begins to count anew",
+        help="how many times to restart the job after failures of one cause; 0 by default. The count "
+        "begins again after a run of ten minutes or more",
     )
     parser.add_argument(
         "--standby",
         action="store_true",
-        help="start the processes for the next start in advance, when training has begun: they import what "
-        "the program imports, run it up to the point where the processes join, and wait there",
+        help="once training has begun, start the processes for the next restart in advance: they run the "
+        "program up to the point where the processes join, and wait there",
     )
     parser.add_argument(
         "--all",
         action="store_true",
         dest="shows_all",
-        help="show what all processes print, each line with the number",
+        help="show the output of all processes, each line with the number of its process",
     )
     parser.add_argument(
         "--death-timeout",
         type=float,
         default=os.environ.get("IPU_PIPELINE_DEATH_TIMEOUT") or 60.0,  # a text is checked like an argument
         metavar="SECONDS",
-        help="within how many seconds of the death of a process the others end; 60 by default",
+        help="how soon the others end after the death of a process; 60 by default",
     )
     parser.add_argument(
         "--grace",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long the processes have to end, and to write a checkpoint, after a signal that was sent "
-        "on to them; 600 by default",
+        help="how long processes may take to write a checkpoint and end after a signal; 600 by default",
     )
     parser.add_argument(
         "--memory-dir",
         type=Path,
         default=None,
         metavar="DIR",
-        help="a directory of a file system in memory, in which processes keep their state if they are to "
-        f"be started again; {DEFAULT_DIRECTORY} by default",
+        help="a directory on a file system in memory, where processes keep their state for a restart; "
+        f"{DEFAULT_DIRECTORY} by default",
     )
     parser.add_argument(
         "--memory-every",
         type=int,
         default=1,
         metavar="N",
-        help="keep the state before each N-th run of a training; 1 by default. With more, less is written, "
-        "and more runs are done again after a failure",
+        help="keep the state before every N-th run of training; 1 by default. A larger N writes less and "
+        "repeats more runs after a failure",
     )
     add_script(parser)
     parser.set_defaults(call=lambda parsed: _launch(parser, parsed))

@@ -1,4 +1,4 @@
-"""Tells what is running on this machine: programs of the user's, their IPUs, speed and memory."""
+"""`ipu-pipeline monitor`: lists the user's running pipelines, with their IPUs, speed and memory."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ _MAX_NAME = 32
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Tells which of your programs run pipelines on this machine: their IPUs, the weight "
-        "updates that they have done (executions, in inference), samples or micro-batches per second, the "
-        "most memory that is planned for one IPU, and the memory of the process. Programs that run with "
-        "IPU_PIPELINE_ANNOUNCE=0 are not shown."
+        "List your running pipelines on this machine, with their IPUs, the number of weight updates "
+        "(executions in inference), samples or micro-batches per second, the largest planned memory of "
+        "an IPU, and the memory of the process. Programs with IPU_PIPELINE_ANNOUNCE=0 are not shown."
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="as JSON: `programs`, each with `pid`, `program`, `started`, `resident_bytes`, `job` (null, "
-        "or `begun`, `restarts`, `failures`, `goodput`) and `runs`, each with `name`, `state`, `since`, "
-        "`trains`, `unit`, `count` (updates), `handled` and `rate` (units in total and per second), "
-        "`batch_size`, `samples_per_second`, `process`, `num_processes` and `ipus`, each with `ipu`, "
+        help="print JSON: `programs`, each with `pid`, `program`, `started`, `resident_bytes`, `job` "
+        "(null, or `begun`, `restarts`, `failures`, `goodput`) and `runs`, each with `name`, `state`, "
+        "`since`, `trains`, `unit`, `count` (updates), `handled` and `rate` (units in total and per second)"
+        ", `batch_size`, `samples_per_second`, `process`, `num_processes` and `ipus`, each with `ipu`, "
         "`device`, `platform`, `kind` and `planned_bytes`. Unknown values are null",
     )
     parser.add_argument(
@@ -95,7 +94,7 @@ def _describe(as_json: bool) -> str:
     if as_json:
         return json.dumps({"programs": programs})
     if not programs:
-        return "No programs are running."
+        return "No pipelines are running."
     rows = [row for program in programs for row in _make_rows(program)]
     lines, headings = [_HEADINGS, *rows], list(_HEADINGS)
     if not any(run["num_processes"] > 1 for program in programs for run in program["runs"]):

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
+from ipu_pipeline.command_line.tables import open_page
 from ipu_pipeline.ground.tables import printable
 from ipu_pipeline.reports.analysis import analyse
-from ipu_pipeline.reports.files import REPORTS, check_directory, read_manifest, remove_reports
+from ipu_pipeline.reports.files import PAGE, REPORTS, check_directory, read_manifest, remove_reports
 from ipu_pipeline.reports.host_time import find_host_time
 from ipu_pipeline.reports.profile import read_profile
 from ipu_pipeline.reports.wording import say_device
@@ -33,23 +34,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     flags = " ".join(map(" ".join, _FLAGS))
     parser.description = (
-        f"Runs SCRIPT with {flags} (flags that its --help lacks, and those that ARGS have, "
-        "are left out) and writes report.html, trace.json and profile.json to "
-        "./profile_SCRIPT. Older reports there are removed first."
+        f"Run SCRIPT with the short settings {flags}, and write report.html, trace.json and profile.json "
+        "to ./profile_SCRIPT. Flags that SCRIPT's --help does not list, or that ARGS has, are not added. "
+        "Older reports in the folder are removed first."
     )
-    parser.usage = "ipu-pipeline profile [-h] [-m] [--synthetic] [--directory DIRECTORY] SCRIPT [ARGS ...]"
+    parser.usage = (
+        "ipu-pipeline profile [-h] [-m] [--synthetic] [--open] [--directory DIRECTORY] SCRIPT [ARGS ...]"
+    )
     parser.add_argument(
         "--synthetic",
         action="store_true",
-        help="synthetic data in place of the program's own: zeros that are on the devices already",
+        help="replace the program's data by zeros that are already on the devices",
     )
-    parser.add_argument("--directory", help="where the reports go; by default ./profile_SCRIPT")
+    parser.add_argument("--open", action="store_true", help="open the report in a browser")
+    parser.add_argument("--directory", help="the folder of the reports; ./profile_SCRIPT by default")
     add_script(parser)
     parser.set_defaults(call=_run)
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    return profile(parsed.script, parsed.arguments, parsed.is_module, parsed.synthetic, parsed.directory)
+    return profile(
+        parsed.script, parsed.arguments, parsed.is_module, parsed.synthetic, parsed.directory, parsed.open
+    )
 
 
 def profile(
@@ -58,6 +64,7 @@ def profile(
     is_module: bool = False,
     is_synthetic: bool = False,
     directory: str | None = None,
+    opens: bool = False,
 ) -> int:
     """Runs a program and writes its reports."""
     if not is_module and not Path(program).exists():
@@ -94,6 +101,8 @@ def profile(
     for name in written:
         _say(str(where / name))
     _tell_of_host(where / "profile.json")
+    if opens and PAGE in written:
+        open_page(where / PAGE)
     return 128 - status if status < 0 else status
 
 

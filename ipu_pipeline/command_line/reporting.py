@@ -1,4 +1,4 @@
-"""`ipu-pipeline report`: rebuilds the page of a trace, and prints what a first look at it would tell."""
+"""`ipu-pipeline report`: summarizes a profile and rebuilds its page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import json
 import sys
-import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ipu_pipeline.command_line.tables import open_page
 from ipu_pipeline.ground.tables import printable
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
@@ -28,12 +28,12 @@ _PROFILE, _TRACE, _PAGE = "profile.json", "trace.json", "report.html"
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Rebuilds report.html, which needs the extra `reports`, and trace.json from DIR/profile.json, and "
-        "prints a summary."
+        "Print a summary of DIR/profile.json, and rebuild report.html and trace.json from it. The page "
+        "needs the extra `reports`."
     )
-    parser.add_argument("directory", metavar="DIR", help="a directory with the reports of a trace")
+    parser.add_argument("directory", metavar="DIR", help="a directory that `ipu-pipeline profile` wrote")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument("--open", action="store_true", help="open the report in a browser")
     parser.set_defaults(call=lambda parsed: report(parsed.directory, parsed.json, parsed.open))
 
 
@@ -59,7 +59,7 @@ def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
         found = [f"The page is {page.absolute()}", *notes, *lines]
         print("\n".join(map(printable, found)))  # noqa: T201
     if opens:
-        webbrowser.open(page.absolute().as_uri())
+        open_page(page)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Runs scripts written for PopTorch, unchanged."""
+"""`ipu-pipeline run`: runs scripts written for PopTorch, unchanged."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _MISSING = {
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Runs a Python script. `import poptorch` finds ipu_pipeline.poptorch there, and in the "
-        "processes that it starts; `import popdist` and `popdist.poptorch` are found, too."
+        "Run a Python script written for PopTorch. In it, and in processes that it starts, `import "
+        "poptorch` imports ipu_pipeline.poptorch. popdist and popdist.poptorch can be imported too."
     )
     parser.usage = "ipu-pipeline run [-h] [-m] SCRIPT [ARGS ...]"
     add_script(parser)
@@ -43,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a script. Everything after the script's name belongs to the script."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="a file; its arguments follow")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, followed by its own arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

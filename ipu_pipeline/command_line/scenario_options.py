@@ -14,8 +14,20 @@ from ipu_pipeline.engine.schedules import (
     schedule_name,
 )
 
-__all__ = ["add_pipeline", "at_least_one", "check_size", "find_mapping", "number", "numbers", "spread"]
+__all__ = [
+    "DEFAULT_MICRO_BATCHES",
+    "DEFAULT_STAGES",
+    "add_pipeline",
+    "at_least_one",
+    "check_size",
+    "find_mapping",
+    "number",
+    "numbers",
+    "spread",
+    "tell_example",
+]
 
+DEFAULT_STAGES, DEFAULT_MICRO_BATCHES = 4, 8
 # Schedules with two stages on each IPU: stages go around the IPUs, or down and up again.
 _AROUND = {"looped", "looped_zero_bubble"}
 _DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
@@ -23,33 +35,46 @@ _DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
     """Adds the options that a schedule and its simulation share. None means not given."""
-    parser.add_argument("--stages", type=at_least_one, metavar="N", help="how many stages there are")
+    parser.add_argument(
+        "--stages", type=at_least_one, metavar="N", help=f"number of stages; {DEFAULT_STAGES} by default"
+    )
     parser.add_argument(
         "--micro-batches",
         type=at_least_one,
         metavar="N",
-        help="per weight update (gradient accumulation count)",
+        help="micro-batches per weight update (gradient accumulation count); "
+        f"{DEFAULT_MICRO_BATCHES} by default",
     )
     parser.add_argument(
         "--schedule",
         type=_schedule,
         metavar="NAME",
-        help=f"one of {', '.join(named_schedules())}, another library's name, or searched, the best order "
-        "for these costs; by default grouped",
+        help=f"one of {', '.join(named_schedules())}, a name that another library uses, or searched (the "
+        "shortest order for these costs); grouped by default",
     )
     parser.add_argument(
         "--device-mapping",
         type=_mapping,
         metavar="LIST",
-        help="the IPU of each stage, from 0, as in 0,1,1,0; by default each has its own, or where a "
-        "schedule needs two stages on an IPU, each IPU has two",
+        help="the IPU of each stage, from 0, such as 0,1,1,0. By default each stage has its own IPU, or "
+        "two stages share one if the schedule needs that",
     )
     parser.add_argument(
         "--inference",
         action="store_true",
-        help="forwards only: no backwards, no weight update",
+        help="forward passes only",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def tell_example(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str:
+    """The command of the example that is shown if no option was given; empty if one was."""
+    if vars(parsed) != {"command": parsed.command, **vars(parser.parse_args([]))}:
+        return ""
+    return (
+        f"\n\nThis is ipu-pipeline {parsed.command} --stages {DEFAULT_STAGES} --micro-batches "
+        f"{DEFAULT_MICRO_BATCHES}; --help lists more options."
+    )
 
 
 def _schedule(text: str) -> str:

@@ -7,7 +7,14 @@ import json
 import shutil
 from typing import Any
 
-from ipu_pipeline.command_line.scenario_options import add_pipeline, check_size, find_mapping
+from ipu_pipeline.command_line.scenario_options import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_STAGES,
+    add_pipeline,
+    check_size,
+    find_mapping,
+    tell_example,
+)
 from ipu_pipeline.command_line.tables import show
 from ipu_pipeline.engine.schedules import (
     SCHEDULES,
@@ -28,17 +35,18 @@ __all__ = ["add"]
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Prints the staircase of a schedule: an IPU per line, a time-step per column. F3 is "
-        "the forward of micro-batch 3, B3 its backward, I3 and W3 are the halves of that (input and weight "
-        "gradients); with several stages on an IPU, F2.3 is the forward in stage 2. A dot is a time-step "
-        "of waiting. The schedule searched is for actions that all take equally long."
+        "Print the staircase of a schedule, with a line for each IPU and a column for each time-step. F3 "
+        "is the forward pass of micro-batch 3 and B3 its backward pass; I3 and W3 are a split backward "
+        "pass (input and weight gradients). If an IPU has several stages, F2.3 is the forward pass in "
+        "stage 2. A dot is an idle time-step. The schedule searched assumes that forward, input and weight "
+        "gradients take equally long."
     )
     add_pipeline(parser)
     parser.add_argument(
         "--width",
         type=_width,
         metavar="N",
-        help="characters per line, 0 for no limit; by default the terminal's width",
+        help="characters per line, 0 for no limit; the terminal's width by default",
     )
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 
@@ -50,10 +58,8 @@ def _width(text: str) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    for option in ("stages", "micro_batches"):
-        if getattr(parsed, option) is None:
-            parser.error(f"argument --{option.replace('_', '-')}: must be given")
-    num_stages, count, training = parsed.stages, parsed.micro_batches, not parsed.inference
+    num_stages = parsed.stages or DEFAULT_STAGES
+    count, training = parsed.micro_batches or DEFAULT_MICRO_BATCHES, not parsed.inference
     schedule = parsed.schedule or "grouped"
     mapping = find_mapping(parser, parsed.device_mapping, num_stages, schedule)
     check_size(parser, num_stages, count, training)
@@ -86,9 +92,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     purpose = next((f"\n{known.purpose}" for known in SCHEDULES if known.name == schedule), "")
     show(
         f"{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, "
-        f"{table.num_time_steps} time-steps, in {waits:.0%} of which an IPU waits\n\n"
+        f"{table.num_time_steps} time-steps, IPUs idle for {waits:.0%} of them\n\n"
         f"{format_staircase(table, mapping, width or None)}\n"
         f"in flight at most, by stage: {' '.join(map(str, table.in_flight))}{purpose}"
+        f"{tell_example(parser, parsed)}"
     )
     return 0
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ipu_pipeline.command_line.scenario_options import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_STAGES,
     add_pipeline,
     at_least_one,
     check_size,
@@ -17,6 +19,7 @@ from ipu_pipeline.command_line.scenario_options import (
     number,
     numbers,
     spread,
+    tell_example,
 )
 from ipu_pipeline.command_line.tables import format_table, show
 from ipu_pipeline.engine.schedules import (
@@ -31,6 +34,7 @@ from ipu_pipeline.engine.schedules import (
     Timeline,
     Variant,
     find_frontier,
+    format_staircase,
     schedule_name,
     simulate,
 )
@@ -49,109 +53,110 @@ _BAR = 24  # characters of the longest bar
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Simulates a step of a pipeline from what its parts cost, in any unit of time: with "
-        "IPUs that wait for data only, as this library runs them, and in lock-step. Costs are one number, "
-        "or a list per stage, as in 1,2,1."
+        "Simulate a step of a pipeline from the costs of its parts, in any unit of time. Two modes are "
+        "compared: IPUs that wait only for data, as in this library, and IPUs in lock-step. A cost is one "
+        "number, or a list with one number per stage, such as 1,2,1."
     )
     add_pipeline(parser)
     parser.add_argument(
-        "--forward-cost", type=numbers, metavar="LIST", help="cost of a micro-batch's forward; by default 1"
+        "--forward-cost", type=numbers, metavar="LIST", help="forward pass of a micro-batch; 1 by default"
     )
     parser.add_argument(
         "--backward-cost",
         type=numbers,
         metavar="LIST",
-        help="cost of a micro-batch's backward; by default 2",
+        help="backward pass of a micro-batch; 2 by default",
     )
     parser.add_argument(
         "--weight-gradients-cost",
         type=numbers,
         metavar="LIST",
-        help="how much of a stage's backward is its weight gradients, which some schedules do by "
-        "themselves; by default a half of it",
+        help="the part of the backward pass that computes weight gradients, which some schedules run "
+        "separately; half of it by default",
     )
     parser.add_argument(
-        "--update-cost", type=numbers, metavar="LIST", help="cost of a stage's update; by default 0"
+        "--update-cost", type=numbers, metavar="LIST", help="weight update of a stage; 0 by default"
     )
     parser.add_argument(
         "--transfer-cost",
         type=numbers,
         metavar="LIST",
-        help="cost of what a micro-batch sends; a list is per pair of neighbouring stages; by default 0",
+        help="transfer of a micro-batch to the next stage; a list has one number per pair of neighbouring "
+        "stages; 0 by default",
     )
     parser.add_argument(
-        "--host-cost", type=number, metavar="T", help="cost of starting a program; by default 0"
+        "--host-cost", type=number, metavar="T", help="dispatch of a program by the host; 0 by default"
     )
     parser.add_argument(
         "--sent-bytes",
         type=numbers,
         metavar="LIST",
-        help="what a micro-batch sends, given as --transfer-cost is; takes the links' time; by default 0",
+        help="bytes that a micro-batch sends, like --transfer-cost; links give its time; 0 by default",
     )
     parser.add_argument(
         "--gradient-bytes",
         type=numbers,
         metavar="LIST",
-        help="gradients of a stage, which replicas average once a step; by default 0",
+        help="bytes of a stage's gradients, which replicas average once per step; 0 by default",
     )
     parser.add_argument(
-        "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; by default 1"
+        "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; 1 by default"
     )
     parser.add_argument(
         "--processes",
         type=at_least_one,
         metavar="N",
-        help="processes that the devices of all replicas are divided among evenly, in order; by default 1",
+        help="processes, which have equal shares of all replicas' devices, in order; 1 by default",
     )
     parser.add_argument(
         "--latency",
         type=numbers,
         metavar="LIST",
-        help="latency of the links: one number, or within a process and between processes; by default 0",
+        help="latency of links: one number, or two (within a process, between processes); 0 by default",
     )
     parser.add_argument(
         "--bandwidth",
         type=_bandwidths,
         metavar="LIST",
-        help="bandwidth of the links, in bytes per unit of time, as for --latency; by default infinite",
+        help="bandwidth of links in bytes per unit of time, like --latency; infinite by default",
     )
     parser.add_argument(
         "--share-optimizer-state",
         action="store_true",
-        help="each replica keeps and updates its share of the optimizer's state",
+        help="each replica holds and updates only its share of the optimizer state",
     )
     parser.add_argument(
-        "--cores", type=_cores, metavar="N", help="cores that the IPUs share; by default none"
+        "--cores", type=_cores, metavar="N", help="cores that all IPUs share; none by default"
     )
     parser.add_argument(
-        "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; by default 1"
+        "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; 1 by default"
     )
     parser.add_argument(
         "--costs-from",
         type=Path,
         metavar="FILE",
-        help="take everything that is not given from a profile.json, or from a file of Scenario.as_dict",
+        help="read whatever is not given from a profile.json, or from a file of Scenario.as_dict",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page about it, which also opens offline"
+        "--html", type=Path, metavar="FILE", help="also write a page, which opens without a network"
     )
     parser.add_argument(
         "--bytes-per-ipu",
         type=at_least_one,
         metavar="N",
-        help="with the schedule searched: the most that an IPU may take, of what --costs-from says; by "
-        "default anything",
+        help="with --schedule searched: the memory limit of an IPU, for the sizes in --costs-from; none by "
+        "default",
     )
     parser.add_argument(
         "--frontier",
         action="store_true",
-        help="show the shortest step for each amount of memory, from a third of what interleaved holds of "
-        "micro-batches to twice that; this may take a minute",
+        help="show the shortest step for each amount of activation memory, from a third to twice that of "
+        "the schedule interleaved; takes up to a minute",
     )
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help=f"show what other schedules, counts and splits give, also above {_MOST_ACTIONS:,} actions",
+        help=f"try other schedules, counts and splits also for more than {_MOST_ACTIONS:,} actions",
     )
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 
@@ -198,7 +203,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parts.append(f"More than {_MOST_ACTIONS:,} actions: --what-if simulates other schedules as well.")
     else:
         parts += [_what_if_table(variants), told]
-    show("\n\n".join(parts))
+    example = tell_example(parser, parsed)
+    if example:
+        parts.insert(1, format_staircase(scenario.timetable(), scenario.device_mapping))
+    show("\n\n".join(parts) + example)
     return 0
 
 
@@ -215,12 +223,9 @@ def _make_scenario(
 ) -> Scenario:
     """Makes the scenario of the file, changed by the options; ends the program if they do not fit."""
     if base is None:
-        for option in ("stages", "micro_batches"):
-            if getattr(parsed, option) is None:
-                option = option.replace("_", "-")
-                parser.error(f"argument --{option}: must be given, or be in the file of --costs-from")
-        num_stages = parsed.stages
-        base = Scenario(Costs.of(num_stages, forward=1.0, backward=2.0))
+        num_stages = parsed.stages or DEFAULT_STAGES
+        costs = Costs.of(num_stages, forward=1.0, backward=2.0)
+        base = Scenario(costs, num_micro_batches=DEFAULT_MICRO_BATCHES)
     else:
         num_stages = base.costs.num_stages
         if parsed.stages not in (None, num_stages):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import flatbuffers
 import jax
 import jax.export
 import numpy as np
@@ -21,6 +22,7 @@ from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.ground.tested import warn_of_untested
 
 __all__ = ["ExportedStages", "StageRunner", "export_stages"]
 
@@ -44,6 +46,7 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
       platform: JAX's name of the platform that it will run on.
     """
     traced, data, implementation = pipeline.traced, jax.random.key_data(key), str(jax.random.key_impl(key))
+    warn_of_untested("flatbuffers", flatbuffers.__version__)
     bindings = Bindings(traced, {})
     files: dict[str, bytes] = {}
     stages = []

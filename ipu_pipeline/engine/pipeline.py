@@ -77,7 +77,7 @@ from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.progress import initializing
+from ipu_pipeline.engine.progress import initializing, tracing
 from ipu_pipeline.engine.rehearsing import choose_by_steps
 from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
@@ -701,7 +701,8 @@ class Pipeline:
         with self._building:
             if self._built is None:
                 around = Surroundings.now(self.options.program_names)
-                with jax.disable_jit(False):  # else JAX writes loops out while it traces
+                # Else JAX writes loops out while it traces.
+                with jax.disable_jit(False), tracing():
                     built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
                 self._built, self._programs, self._surroundings = built, built.programs, around
                 self._trace_named()

@@ -1,8 +1,8 @@
-"""Shows progress on a terminal while initial values are made and programs compile, and logs the latter.
+"""Shows progress on a terminal while stages are traced, initial values made and programs compiled.
 
-On a terminal, one line on the standard error counts variables or programs, and seconds; it is cleared when
-all are there, so that later output takes its place. The logger "ipu_pipeline" gets one line for programs,
-of level INFO. No line is shown if the standard error is not a terminal, or if the environment variable
+On a terminal, one line on the standard error counts variables or programs, and seconds; it is cleared at
+the end, so that later output takes its place. The logger "ipu_pipeline" gets one line for programs, of
+level INFO. No line is shown if the standard error is not a terminal, or if the environment variable
 TQDM_DISABLE is set to anything, as for all bars of tqdm.
 """
 
@@ -30,6 +30,7 @@ __all__ = [
     "initializing",
     "is_compiling",
     "is_shown_on",
+    "tracing",
     "watched_by",
 ]
 
@@ -197,7 +198,7 @@ def compiling(total: int, note: str = "") -> Iterator[Compilation]:
     try:
         with peers.occupied("compiling"), watching.spanning("compiling"):
             if observer is None and is_shown_on(sys.stderr):
-                with _showing(compilation):
+                with _showing(compilation.line):
                     yield compilation
             else:
                 yield compilation
@@ -217,14 +218,21 @@ def initializing(total: int) -> Iterator[Initialization]:
       total: the number of variables.
     """
     initialization = Initialization(total)
-    is_shown = _observer.get() is None and _current.get() is None and is_shown_on(sys.stderr)
-    with _showing(initialization) if is_shown else contextlib.nullcontext():
+    with _showing_alone(initialization.line):
         yield initialization
 
 
 @contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Surrounds the tracing of stages. However the block ends, the terminal's line is gone afterwards."""
+    begin = time.perf_counter()
+    with _showing_alone(lambda: f"Tracing: {time.perf_counter() - begin:.1f} s"):
+        yield
+
+
+@contextlib.contextmanager
 def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
-    """Compilations in the block show no line, because an observer shows them.
+    """No line is shown in the block, because an observer shows what compiles.
 
     Args:
       observer: called with the numbers of compiled programs and of all programs, from any thread.
@@ -236,12 +244,18 @@ def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
         _observer.reset(token)
 
 
+def _showing_alone(line: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+    """Shows the line while a block lasts, unless an observer or a compilation around it shows another."""
+    is_shown = _observer.get() is None and _current.get() is None and is_shown_on(sys.stderr)
+    return _showing(line) if is_shown else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _showing(counted: Compilation | Initialization) -> Iterator[None]:
+def _showing(line: Callable[[], str]) -> Iterator[None]:
     """Shows the line while the block lasts, from a thread, as the block's own may be busy in XLA."""
     ended = threading.Event()
     thread = threading.Thread(
-        target=_show, args=(counted, sys.stderr, ended), name="ipu-progress", daemon=True
+        target=_show, args=(line, sys.stderr, ended), name="ipu-progress", daemon=True
     )
     thread.start()
     try:
@@ -251,16 +265,16 @@ def _showing(counted: Compilation | Initialization) -> Iterator[None]:
         thread.join()
 
 
-def _show(counted: Compilation | Initialization, stream: Any, ended: threading.Event) -> None:
+def _show(line: Callable[[], str], stream: Any, ended: threading.Event) -> None:
     if ended.wait(_DELAY) or not stream.isatty():  # Jupyter clears no lines
         return
     width = 0
     with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed
         while True:
-            line = counted.line()
-            stream.write(f"\r{line:{width}}")
+            text = line()
+            stream.write(f"\r{text:{width}}")
             stream.flush()
-            width = len(line)
+            width = len(text)
             if ended.wait(_INTERVAL):
                 break
         stream.write(f"\r{'':{width}}\r")

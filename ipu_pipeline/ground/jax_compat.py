@@ -29,12 +29,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.ground import jax_core
-from ipu_pipeline.ground.warned import warn_once
+from ipu_pipeline.ground.tested import warn_of_untested
 
 __all__ = [
     "NAMES",
-    "NEWEST_TESTED",
-    "OLDEST_TESTED",
     "WrittenExecutable",
     "array_without_mesh",
     "as_operand",
@@ -52,7 +50,6 @@ __all__ = [
     "has_checks",
     "is_device_array",
     "is_outside_of_traces",
-    "is_tested",
     "is_traced",
     "kept_arguments",
     "lines_of",
@@ -68,36 +65,16 @@ __all__ = [
     "reset_persistent_cache",
     "scope_names",
     "shaped_array",
-    "warn_of_untested",
     "with_errors_of_checks",
     "within_scopes",
     "without_mesh",
     "write_executable",
 ]
 
-OLDEST_TESTED, NEWEST_TESTED = "0.9.0", "0.10.2"  # of JAX
-
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
 
-def is_tested(version: tuple[int, ...]) -> bool:
-    """Whether a version of JAX is between those that are tested, or mends the newest one."""
-    oldest, newest = (tuple(map(int, text.split("."))) for text in (OLDEST_TESTED, NEWEST_TESTED))
-    return version >= oldest and version[:2] <= newest[:2]
-
-
-def warn_of_untested(version: tuple[int, ...]) -> None:
-    """Warns once if a version of JAX is not tested."""
-    if not is_tested(version):
-        warn_once(
-            "a JAX that is not tested",
-            f"ipu_pipeline is tested with JAX {OLDEST_TESTED} to {NEWEST_TESTED}, and this is "
-            f"{'.'.join(map(str, version))}. It goes on, but stages may fail to be traced. If one does, or "
-            f"numbers look wrong, install 'jax=={NEWEST_TESTED}'.",
-        )
-
-
-warn_of_untested(jax.__version_info__)
+warn_of_untested("jax", jax.__version__)
 
 
 def explain_compilation(error: Exception) -> str | None:

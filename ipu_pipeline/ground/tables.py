@@ -7,14 +7,14 @@ from collections.abc import Sequence
 __all__ = ["align", "describe_bytes", "describe_flop", "printable", "shorten"]
 
 
-def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> list[str]:
-    """Makes the lines of a table, indented by two spaces."""
+def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = (), indent: str = "  ") -> list[str]:
+    """Makes the lines of a table; the columns `numbers` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def pad(cell: str, place: int) -> str:
         return cell.rjust(widths[place]) if place in numbers else cell.ljust(widths[place])
 
-    return ["  " + "  ".join(pad(cell, place) for place, cell in enumerate(row)).rstrip() for row in rows]
+    return [indent + "  ".join(pad(cell, place) for place, cell in enumerate(row)).rstrip() for row in rows]
 
 
 def describe_bytes(number: float) -> str:

@@ -12,14 +12,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ipu_pipeline.ground.tested import warn_of_untested
+
 try:
     import safetensors  # noqa: F401  # checked to name what is missing
-    import torch  # noqa: F401
+    import torch
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"ipu_pipeline.poptorch needs {error.name}, which is not installed. Install the extra: "
-        "pip install 'ipu_pipeline[torch]', which takes torch 2.13."
+        "pip install 'ipu_pipeline[torch]'."
     ) from error
+
+warn_of_untested("torch", torch.__version__)
 
 if TYPE_CHECKING:
     from ipu_pipeline.poptorch import autocasting, enums, ops, optim, options, profiling

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import ipu_pipeline
 from ipu_pipeline.command_line import main
 from tests.support import forked
 from tests.support.programs import environment, start
@@ -102,8 +103,11 @@ def test_commands_are_listed(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
     assert "run a script that imports poptorch" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main.main([])
+    assert main.main([]) == 0
+    assert "Create, run, profile and inspect pipelines." in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"ipu_pipeline {ipu_pipeline.__version__}\n")
     with pytest.raises(SystemExit):
         main.main(["trian"])
     assert "invalid choice: 'trian' (choose from " in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_what_a_session_runs(announcer, announced, capsys):
     announcer._end()
     wait_for(lambda: not list(announced.iterdir()))
     assert main.main(["monitor"]) == 0
-    assert capsys.readouterr().out == "No programs are running.\n"
+    assert capsys.readouterr().out == "No pipelines are running.\n"
 
 
 def test_several_sessions_of_a_process_and_loops(announcer, capsys):
@@ -488,7 +488,7 @@ def test_watching(announced, capsys, monkeypatch):
 
     monkeypatch.setattr(monitoring, "time", types.SimpleNamespace(sleep=sleep))
     assert main.main(["monitor", "--watch", "0.5"]) == 130
-    assert capsys.readouterr().out == "No programs are running.\n" * 3
+    assert capsys.readouterr().out == "No pipelines are running.\n" * 3
     assert slept == [0.5] * 3
     slept.clear()
     assert main.main(["monitor", "--json", "--watch"]) == 130

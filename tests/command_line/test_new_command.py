@@ -14,7 +14,7 @@ from tests.support.programs import environment
 def project(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main.main(["new", "digits"]) == 0
-    assert capsys.readouterr().out == "digits is made. Next:\n  cd digits\n  python train.py\n"
+    assert capsys.readouterr().out == "Created digits. Next:\n  cd digits\n  python train.py\n"
     return tmp_path / "digits"
 
 
@@ -51,7 +51,7 @@ def test_it_trains_and_passes_its_test(project):
 def test_what_is_there_is_left(project, capsys):
     before = (project / "train.py").stat()
     assert main.main(["new", "digits"]) == 2
-    assert "'digits' is there already; name another folder." in capsys.readouterr().err
+    assert "'digits' exists already; give another name." in capsys.readouterr().err
     assert main.main(["new", "nowhere/digits"]) == 2
     assert "there is no folder 'nowhere'." in capsys.readouterr().err
     assert (project / "train.py").stat() == before
@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("tempfile.TemporaryDirectory", fails)
     assert main.main(["new", str(tmp_path / "digits")]) == 2
-    assert "cannot be made: Permission denied." in capsys.readouterr().err
+    assert "cannot be created: Permission denied." in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

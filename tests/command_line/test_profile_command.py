@@ -81,6 +81,19 @@ def test_which_data(tmp_path, monkeypatch, capfd, given, variables, seen):
     assert ("Running hello.py on synthetic data" in told.out) == bool(given)
 
 
+def test_its_report_is_opened(tmp_path, monkeypatch, capfd):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address))
+    monkeypatch.chdir(tmp_path)
+    written = "write_reports(Path('profile_hello'), {'report.html': '', 'profile.json': ''})"
+    (tmp_path / "hello.py").write_text(
+        f"from pathlib import Path\nfrom ipu_pipeline.reports.files import write_reports\n{written}"
+    )
+    assert main(["profile", "--open", "hello.py"]) == 0
+    assert opened == [(tmp_path / "profile_hello" / "report.html").as_uri()]
+    assert capfd.readouterr().err.startswith(f"There is no browser to open {opened[0]}: ")
+
+
 @pytest.mark.thorough
 def test_a_users_program(tmp_path):
     elsewhere = tmp_path / "a folder with spaces"

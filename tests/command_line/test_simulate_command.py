@@ -167,8 +167,6 @@ def test_what_if_of_many_actions_is_asked_for(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--micro-batches 4", "--stages: must be given, or be in the file of --costs-from"),
-        ("--stages 4", "--micro-batches: must be given, or be in the file of --costs-from"),
         ("--stages 0", "--stages: must be an integer of at least 1; got '0'"),
         ("--stages 4 --micro-batches 2.5", "--micro-batches: must be an integer of at least 1; got '2.5'"),
         ("--stages 4 --micro-batches 4 --forward-cost 1,2",
@@ -342,6 +340,15 @@ def test_a_limit_of_bytes(capsys, tmp_path):
     assert "only the schedule searched has a limit; got interleaved" in said
 
 
+@pytest.mark.parametrize("command", ["simulate", "schedule"])
+def test_an_example_with_its_command(capsys, command):
+    text = run(capsys, command)
+    given = "--stages 4 --micro-batches 8"
+    assert "\nIPU 3     .  .  .  | F0 B0 F1" in text
+    assert text.endswith(f"\n\nThis is ipu-pipeline {command} {given}; --help lists more options.\n")
+    assert "This is" not in run(capsys, command, *given.split())
+
+
 # `schedule`.
 
 
@@ -355,7 +362,7 @@ def test_the_best_staircase_of_equal_actions(capsys):
 def test_a_staircase_with_its_phases(capsys):
     text = run(capsys, "schedule", "--stages", "4", "--micro-batches", "8", "--width", "0")
     expected = """\
-grouped: 4 stages on 4 IPUs, 8 micro-batches, 22 time-steps, in 27% of which an IPU waits
+grouped: 4 stages on 4 IPUs, 8 micro-batches, 22 time-steps, IPUs idle for 27% of them
 
 time-step 1  2  3  | 4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 | 20 21 22
 IPU 0     F0 F1 F2 | F3 .  F4 .  F5 .  F6 B0 F7 B1 .  B2 .  B3 .  B4 | B5 B6 B7
@@ -441,7 +448,6 @@ def test_a_reader_that_stops_reading():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--stages 4", "argument --micro-batches: must be given"),
         ("--stages 4 --micro-batches 4 --width x", "argument --width: must be a number from 0; got 'x'"),
         ("--stages 9999 --micro-batches 9999", "schedule has up to 4194304. Give fewer."),
         ("--stages 2 --micro-batches 1 --schedule fastest", "argument --schedule: schedule must be one of"),

@@ -69,7 +69,7 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
     rows = section("How fast it is")
     assert len(rows) == 3
     for what, figure, spread, target in rows:
-        (question,) = re.findall(r"\]\(benchmarks/(\w+)\)", what)
+        (question,) = re.findall(r"benchmarks/(\w+)\)", what)
         bound, _, verdict = target.partition(", ")
         given = (question, figure, spread, bound, {"met": True, "missed": False}[verdict])
         on = [machine for row, machine in machines.values() if row == given]

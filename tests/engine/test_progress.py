@@ -101,6 +101,17 @@ def test_an_error_leaves_no_line(error, screen, caplog):
     assert compilation.num_done == compilation.total == 1
 
 
+def test_a_line_while_stages_are_traced(screen):
+    def stage(x):
+        wait_for(screen, "Tracing: ")
+        return x
+
+    engine.Pipeline([stage], num_micro_batches=1).trace(np.ones(2, np.float32))
+    assert re.search(r"\rTracing: \d+\.\d s", screen.getvalue())
+    assert shown(screen.getvalue()) == [""]
+    assert no_thread_is_left()
+
+
 @pytest.mark.parametrize("fault", [None, ValueError, KeyboardInterrupt])
 def test_initial_values_are_counted(fault, screen):
     def initializer(key, shape, dtype):
@@ -212,8 +223,9 @@ def test_what_the_cache_has_is_told(caplog, capfd):
 
 def test_poptorchs_bar_counts_the_programs_in_place_of_the_line(screen, capsys, monkeypatch):
     with CompileProgress(shows_bar=True) as told:
+        assert "capturing the model" in capsys.readouterr().err
         told.done("trace")
-        with told.compiling(), progress.compiling(4) as compilation:
+        with progress.compiling(4) as compilation:
             for _ in range(3):
                 with compilation.program():
                     pass

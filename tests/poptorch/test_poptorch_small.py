@@ -85,10 +85,10 @@ def test_there_is_no_ipu():
 
 def test_the_progress_bar(capsys):
     for shows in (True, False):
-        progress = CompileProgress(shows)
-        for part in ("capture", "trace", "compile"):
-            progress.done(part)
-        assert progress.time is None
-        progress.end()
+        with CompileProgress(shows) as progress:
+            for part in ("capture", "trace"):
+                progress.done(part)
+            assert progress.time is None
+            progress.end()
         assert progress.time is not None
     assert capsys.readouterr().err.count("100%") == 1

@@ -139,8 +139,7 @@ def compile_shapes(
 
     program, _training = _make_program(wrapped, arguments, go_on, progress, groupings)
     progress.done("trace")
-    with progress.compiling():
-        compiled.add(program, num_compiled(wrapped))
+    compiled.add(program, num_compiled(wrapped))
     _tell_of_sections(program.stages)
 
 

@@ -310,8 +310,7 @@ class PoplarExecutor:
         if training is not None:
             assert compiled.state is not None
             self._put_optimizer_state(compiled, training, compiled.state.optimizer_state)
-        with progress.compiling():
-            compiled.compile(num_compiled(self._wrapped))
+        compiled.compile(num_compiled(self._wrapped))
         is_resumed = self._resumption is not None and self._resumption.is_pending
         if self._resumption is not None and is_resumed:
             assert training is not None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 from tqdm.auto import tqdm
@@ -15,6 +13,7 @@ from ipu_pipeline.engine.fronts import watched_by
 __all__ = ["CompileProgress"]
 
 _ENDS = {"capture": 30, "trace": 60, "compile": 100}  # of 100, roughly in proportion to their times
+_NEXT = {"capture": "tracing", "trace": "compiling"}
 
 
 class CompileProgress:
@@ -29,23 +28,24 @@ class CompileProgress:
         self.time: timedelta | None = None
         self._start = time.perf_counter()
         is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))
-        self._bar = tqdm(total=_ENDS["compile"], desc=f"Graph compilation{told}", disable=is_disabled)
+        self._bar = tqdm(
+            total=_ENDS["compile"],
+            desc=f"Graph compilation{told}",
+            disable=is_disabled,
+            postfix="capturing the model",
+        )
+        self._watched = watched_by(self._show)
 
     def done(self, part: str) -> None:
         """Notes that "capture" or "trace" is done."""
+        self._bar.set_postfix_str(_NEXT[part], refresh=False)
         self._move_to(_ENDS[part])
 
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Counts the programs that the engine compiles in the block, instead of the engine's own line."""
+    def _show(self, num_done: int, total: int) -> None:
+        """Counts the programs that the engine compiles, instead of the engine's own line."""
         begin, end = _ENDS["trace"], _ENDS["compile"]
-
-        def show(num_done: int, total: int) -> None:
-            self._bar.set_postfix_str(f"{num_done} of {total} programs", refresh=False)
-            self._move_to(begin + (end - begin) * num_done // total)
-
-        with watched_by(show):
-            yield
+        self._bar.set_postfix_str(f"{num_done} of {total} programs", refresh=False)
+        self._move_to(begin + (end - begin) * num_done // total)
 
     def _move_to(self, place: int) -> None:
         self._bar.update(max(0, place - self._bar.n))
@@ -57,8 +57,10 @@ class CompileProgress:
 
     def __enter__(self) -> CompileProgress:
         """Shows the bar for a block."""
+        self._watched.__enter__()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Ends the bar, even after an error."""
+        self._watched.__exit__(None, None, None)
         self._bar.close()

@@ -7,6 +7,7 @@ inputs. In the graph, each of these values then goes through `recomputationCheck
 from __future__ import annotations
 
 import contextlib
+import inspect
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from ipu_pipeline.poptorch.logs import warn_once
 
 __all__ = ["keep_inputs_of_checkpoints", "marking_checkpoints"]
 
-_NAME = "_checkpoint_without_reentrant_generator"
+_GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 @contextlib.contextmanager
@@ -31,26 +32,20 @@ def marking_checkpoints() -> Iterator[None]:
 
     utils: Any = torch.utils.checkpoint
     within_body: Any = TagActivationCheckpoint.__call__
-    generator, apply = getattr(utils, _NAME), utils.CheckpointFunction.apply
+    name = f"{_GENERATOR}_impl" if hasattr(utils, f"{_GENERATOR}_impl") else _GENERATOR  # since torch 2.14
+    generator, apply = getattr(utils, name), utils.CheckpointFunction.apply
 
-    def not_reentrant(
-        function: Any,
-        preserve: bool,
-        context_fn: Any,
-        determinism: str,
-        debug: bool,
-        early: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Iterator[None]:
+    def not_reentrant(*given: Any, **named: Any) -> Iterator[None]:
         if markers.current_capture() is None:
-            return generator(function, preserve, context_fn, determinism, debug, early, *args, **kwargs)
-        if context_fn is not utils.noop_context_fn:
+            return generator(*given, **named)
+        bound = inspect.signature(generator).bind(*given, **named)
+        bound.apply_defaults()
+        if bound.arguments["context_fn"] is not utils.noop_context_fn:
             warn_once(
                 "The context_fn of torch.utils.checkpoint has no effect: the backward keeps only those "
                 "values of the region that go through poptorch.recomputationCheckpoint."
             )
-        _mark((args, kwargs))
+        _mark((bound.arguments["args"], bound.arguments["kwargs"]))
         return _one_step()
 
     def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
@@ -66,7 +61,7 @@ def marking_checkpoints() -> Iterator[None]:
 
     with (
         unittest.mock.patch.object(TagActivationCheckpoint, "__call__", call_within_body),
-        unittest.mock.patch.object(utils, _NAME, not_reentrant),
+        unittest.mock.patch.object(utils, name, not_reentrant),
         unittest.mock.patch.object(utils.CheckpointFunction, "apply", reentrant),
     ):
         yield

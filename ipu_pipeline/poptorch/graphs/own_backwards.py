@@ -24,11 +24,11 @@ def keeping_own_backwards() -> Iterator[None]:
 
     Functions of torch itself are not changed.
     """
-    plain: Any = vars(torch.autograd.Function)["apply"].__func__
+    plain: Any = vars(torch.autograd.Function)["apply"]  # a classmethod; written in C since torch 2.14
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if markers.current_capture() is None or function.__module__.split(".")[0] == "torch":
-            return plain(function, *args, **kwargs)
+            return plain.__get__(None, function)(*args, **kwargs)
         return own_backwards.apply(function, args, kwargs)
 
     def refuse(traced: Any, *args: Any) -> Any:

@@ -320,11 +320,11 @@ def _without_backward(operation: Any) -> Iterator[None]:
     """
     differentiate = operation.py_kernels[_AUTOGRAD]
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: Any, **options: Any) -> Any:  # torch 2.14 gives options
         if not markers.is_captured():
-            return differentiate(*operands)
+            return differentiate(*operands, **options)
         with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001
-            return operation(*operands)
+            return operation(*operands, **options)
 
     def use(kernel: Any) -> None:
         operation.py_kernels[_AUTOGRAD] = kernel

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flatbuffers
 import jax
 import jax.export
 import numpy as np
@@ -23,6 +24,7 @@ from ipu_pipeline.engine.fronts import StageRunner
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.ground.errors import CheckpointError
 from ipu_pipeline.ground.shapes import check_like
+from ipu_pipeline.ground.tested import warn_of_untested
 from ipu_pipeline.ground.values import cast_exactly
 from ipu_pipeline.processes import executable_cache, selection
 from ipu_pipeline.tf1.session.exporting import FORMAT_VERSION, PROGRAM, input_name
@@ -78,6 +80,7 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
         )
     selection.select_automatically([(0, program["num_ipus"])])  # Orbax starts JAX's backend
     snapshot = checkpoints.read_checkpoint(directory)
+    warn_of_untested("flatbuffers", flatbuffers.__version__)
     functions = []
     for stage in program["stages"]:
         try:

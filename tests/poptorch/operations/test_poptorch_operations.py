@@ -544,7 +544,7 @@ def test_an_error_in_a_body_is_told_first(caplog):
     """Torch tells it after a page of its own frames."""
     for body, line, message in [
         (multiplies_wrong_shapes, "return [x @ x]", "RuntimeError: a and b must have same reduction dim"),
-        (raises_key_error, 'return [{"other": x}["mine"]]', "KeyError: 'mine'"),
+        (raises_key_error, 'return [{"other": x}["mine"]]', "KeyError"),
         (asks_for_a_value, "if x.sum() > 0", "Data-dependent branching"),
         (names_a_device, "torch.ones(3", 'The device "ipu" cannot be named within a branch or a body'),
         (returns_another_shape, "", "the body must return tensors of the shapes and dtypes that it takes"),
