@@ -4,8 +4,11 @@
 
 They are built by setuptools, of the version that `dev` has, from a copy of the files that git knows. PyPI
 shows the README without the files that it links to: the copy's links begin with the repository's address
-(`Repository` of `project.urls` in pyproject.toml), and are plain text while there is none. Times within them
-are the day of the newest release in CHANGELOG.md; owners and permissions are the same wherever it is done. Setuptools makes wheels so by itself (SOURCE_DATE_EPOCH), and archives by what is done here.
+(`Repository` of `project.urls` in pyproject.toml), and are plain text while there is none.
+
+Times within them are the day of the newest release in CHANGELOG.md; owners and permissions are the same
+wherever they are built. Setuptools makes wheels so by itself (SOURCE_DATE_EPOCH), and archives by what is
+done here.
 """
 
 import argparse
