@@ -73,7 +73,8 @@ __all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages",
 _WIDTH = 60  # of a stage's layers in the table
 _PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
 _OWN = ("parameters", "device_mapping", "program_names")  # that layers have of their own
-_NOT_FOR_LAYERS = (  # options of pipelines that say something of each stage, or do not go with several IPUs
+# options of pipelines that say something of each stage, or do not go with several devices
+_NOT_FOR_LAYERS = (
     "forward_options",
     "backward_options",
     "execution_phases",
@@ -91,13 +92,13 @@ class SplitRow:
       groups: the names of each stage's layers.
       forward_seconds: what a micro-batch takes of each stage forward; of the last one forward and backward.
       backward_seconds: what it takes of each backward.
-      step_seconds: what a step is predicted to take, with a device for each IPU.
+      step_seconds: what a step is predicted to take if each device has its own cores.
       shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
         devices of a CPU do, and other replicas share them, too; None where they do not.
       chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline
         may choose from.
-      num_bytes: what each IPU is estimated to hold at most, whatever number of micro-batches per program
-        the pipeline chooses; nothing with all stages on one IPU.
+      num_bytes: what each device is estimated to hold at most, whatever number of micro-batches per program
+        the pipeline chooses; nothing with all stages on one device.
       fits: whether that is within the limit.
     """
 
@@ -128,14 +129,14 @@ class SplitTable:
       >>> stages = engine.auto_stages(parts, 2, x, num_micro_batches=4, measure=False)
       >>> print(stages.table.cuts)
       cut by layers, counted, all 3 simulated:
-        stage  IPU  layers                takes  crosses the cut before it
+        stage  device  layers                takes  crosses the cut before it
         0      0    <lambda>              60 us
         1      1    tanh.0 to tanh.2 (3)  60 us                      128 B
-        a step takes 325 us, and stage 1 most of it; even by layers 325 us; best other 325 us
+        a step takes 325 us, stage 1 is the longest; even by layers 325 us; best other 325 us
 
     Attributes:
-      rows: the chosen split, the even one by the number of layers, and of the others the best one with a
-        device for each IPU; those that are the same are there once.
+      rows: the chosen split, the even one by the number of layers, and the best of the others if each
+        device has its own cores; equal ones are listed once.
       layers: the names of the layers.
       forward_seconds: what a micro-batch takes of each layer forward, as a program of its own. The last
         one's includes its backward, or the first half of that, which is one program with it.
@@ -144,7 +145,7 @@ class SplitTable:
       sent_bytes: what crosses the cut before each layer, there and back, per micro-batch.
       source: the source of the times: "measured on ..." or "counted".
       search: how splits were searched, in words.
-      device_mapping: the IPU of each stage.
+      device_mapping: the device of each stage.
       unit: what layers are called, "layer" or "part".
     """
 
@@ -175,7 +176,7 @@ class SplitTable:
         lines.append(f"Splits ({self.search}):")
         is_shared = self.rows[0].shared_seconds is not None
         on_cores = [f"on {count_cores()} shared cores"] * is_shared
-        table = [["", "stages", "longest stage", "step", *on_cores, "per program", "fullest IPU"]]
+        table = [["", "stages", "longest stage", "step", *on_cores, "per program", "fullest device"]]
         for row in self.rows:
             longest = max(row.stage_seconds)
             cells_of_row = [
@@ -213,7 +214,7 @@ class SplitTable:
     def cuts(self) -> str:
         """The chosen stages, what crosses where they begin, and what other splits would take, in lines."""
         chosen, *others = self.rows
-        rows = [["stage", "IPU", f"{self.unit}s", "takes", "crosses the cut before it"]]
+        rows = [["stage", "device", f"{self.unit}s", "takes", "crosses the cut before it"]]
         first = 0
         for stage, group in enumerate(chosen.groups):
             names = [shorten(name, _WIDTH // 2) for name in (group[0], group[-1])]
@@ -223,7 +224,7 @@ class SplitTable:
             rows.append([str(stage), str(self.device_mapping[stage]), named, seconds, sent])
             first += len(group)
         longest = chosen.stage_seconds.index(max(chosen.stage_seconds))
-        told = [f"a step takes {describe_seconds(chosen.step_seconds)}, and stage {longest} most of it"]
+        told = [f"a step takes {describe_seconds(chosen.step_seconds)}, stage {longest} is the longest"]
         told += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in others]
         lines = [f"cut by {self.unit}s, {self.source}, {self.search}:"]
         return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(told)}"])
@@ -274,12 +275,12 @@ def auto_stages(
       num_stages: the number of stages, from 1 to the number of layers.
       micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
       *inputs: the inputs that are constant during a step, or their shapes and dtypes.
-      bytes_per_ipu: the most that an IPU may hold, by the estimate for each split: variables, optimizer
+      bytes_per_ipu: the most that a device may hold, by the estimate for each split: variables, optimizer
         state, accumulators, micro-batches in flight and temporaries. None: anything.
       measure: False counts, and runs nothing.
       **options: of the pipeline that is to be made of the stages, the fields of `PipelineOptions`.
         `num_micro_batches` must be given. `parameters` are those of the layers; the stages that are
-        returned have them. `device_mapping` has the IPU of each stage; by default each has its own.
+        returned have them. `device_mapping` has the device of each stage; by default each has its own.
 
     Returns:
       The stages. Variables of layers with a pytree of parameters have names of their layers, `layer3/...`,
@@ -478,8 +479,8 @@ class _Task:
     Attributes:
       num_stages: the number of stages.
       options: of the pipeline.
-      mapping: the IPU of each stage.
-      bytes_per_ipu: the most that an IPU may hold; None: anything.
+      mapping: the device of each stage.
+      bytes_per_ipu: the most that a device may hold; None: anything.
       unit: what layers are called in tables.
       caller: what errors call the function that was called.
     """
@@ -528,7 +529,7 @@ class _Task:
         bytes_per_ipu = _find_limit(caller, given.schedule, bytes_per_ipu)
         if bytes_per_ipu is not None and len(set(mapping)) == given.num_devices_per_ipu == 1:
             raise ValueError(
-                f"{caller}: bytes_per_ipu goes with several IPUs; on one, everything is one program. Leave "
+                f"{caller}: bytes_per_ipu needs several devices; on one, everything is one program. Leave "
                 "it out."
             )
         return cls(num_stages, given, mapping, bytes_per_ipu, units.removesuffix("s"), caller)
@@ -541,12 +542,12 @@ def _find_mapping(caller: str, options: PipelineOptions, num_stages: int) -> tup
     mapping: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else ()
     if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
         raise ValueError(
-            f"{caller}: device_mapping must have the number of an IPU for each of the {num_stages} "
+            f"{caller}: device_mapping must have the number of a device for each of the {num_stages} "
             f"stages; got {given!r}."
         )
     if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
         raise ValueError(
-            f"{caller}: device_mapping must have several IPUs; got {list(mapping)}. With all stages on "
+            f"{caller}: device_mapping must have several devices; got {list(mapping)}. With all stages on "
             "one, everything is one program, and a step takes as long wherever it is cut."
         )
     return tuple(map(int, mapping))
@@ -695,7 +696,7 @@ class _Layers:
         self._homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
         if not self._homes:
             raise ValueError(
-                f"{self._task.caller}: an IPU is {each} devices, and there are {len(found)}. "
+                f"{self._task.caller}: a stage takes {each} devices, and there are {len(found)}. "
                 "ipu_pipeline.set_num_devices makes more on a CPU."
             )
         self._platform = self._homes[0][0].platform
@@ -883,7 +884,7 @@ class _Judged(NamedTuple):
 
 
 def _edge(crossing: Crossing) -> Edge:
-    """The layers that a crossing goes from and to, where each layer has an IPU of its own."""
+    """The layers that a crossing goes from and to, where each layer has a device of its own."""
     assert crossing.stage is not None
     return crossing.stage, crossing.target
 

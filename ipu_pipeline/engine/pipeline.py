@@ -195,7 +195,7 @@ class Pipeline:
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
             raise ValueError(
-                'num_serialized above 1 needs the schedule "sequential" and all stages on one IPU; got '
+                'num_serialized above 1 needs the schedule "sequential" and all stages on one device; got '
                 f"{options.num_serialized} with the schedule {schedule!r} and device_mapping "
                 f"{list(mapping)}."
             )
@@ -291,7 +291,7 @@ class Pipeline:
         Returns:
           The rows, the time of a step by the costs that were measured, without updates, a time that no
           order can be faster than, and the gap between them. None if the schedule is not searched: it is
-          another one, there is no training, or all stages are on one IPU. Then, and as long as `prepare`
+          another one, there is no training, or all stages are on one device. Then, and as long as `prepare`
           has not been called, the timetable is that of "interleaved", with all backwards in halves.
         """
         if self._searched is None:
@@ -302,7 +302,7 @@ class Pipeline:
 
     @property
     def num_ipus(self) -> int:
-        """The number of IPUs that each replica needs."""
+        """The number of devices that each replica needs."""
         return max(self.device_mapping) + 1
 
     @property
@@ -327,7 +327,7 @@ class Pipeline:
 
     @property
     def device_mapping(self) -> tuple[int, ...]:
-        """The IPU of each stage."""
+        """The device of each stage."""
         return self._recipe.mapping
 
     @property
@@ -431,7 +431,7 @@ class Pipeline:
         return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
-        """Plans what each IPU needs while steps run: state, accumulators, micro-batches and programs.
+        """Plans what each device needs while steps run: state, accumulators, micro-batches and programs.
 
         What the programs take is known once they have been compiled, in the first step. On one device this
         includes the micro-batches.
@@ -440,7 +440,7 @@ class Pipeline:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
 
         Returns:
-          One entry per IPU, in their order.
+          One entry per device, in their order.
 
         Raises:
           ValueError: the number of micro-batches is given neither here nor to the pipeline; or see
@@ -454,7 +454,7 @@ class Pipeline:
         """What execution phases bring to the devices and take away, for `Scenario.host_memory`.
 
         Args:
-          link: the link between each IPU and host memory, with the same speed in either direction.
+          link: the link between each device and host memory, with the same speed in either direction.
 
         Returns:
           The bytes of each program; None if there are no phases, or nothing leaves the devices.
@@ -484,8 +484,8 @@ class Pipeline:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
 
         Raises:
-          ValueError: all stages are on one IPU; or they cannot be run on zeros: they print, call back into
-            Python or loop by data; or there are several processes, or execution phases.
+          ValueError: all stages are on one device; or they cannot be run on zeros: they print, call back
+            into Python or loop by data; or there are several processes, or execution phases.
         """
         count = self._count(num_micro_batches) * self.num_serialized
         runner, measured = self._measure_stages("Pipeline.scenario")
@@ -517,7 +517,7 @@ class Pipeline:
     def _measure_stages(self, caller: str) -> tuple[ColumnRunner, Measured]:
         runner = self.prepare()
         reasons = {
-            "all stages are on one IPU, in one program": not isinstance(runner, ColumnRunner),
+            "all stages are on one device, in one program": not isinstance(runner, ColumnRunner),
             "there are execution phases": self.options.execution_phases is not None,
             "there are several processes": runner.placement.has_peers,
             why_not_timed(self._programs): bool(why_not_timed(self._programs)),
@@ -587,7 +587,7 @@ class Pipeline:
         )
 
     def _find_sends(self) -> tuple[Sent, ...]:
-        """What crosses from IPU to IPU per weight update."""
+        """What crosses from device to device per weight update."""
         traced, ipus = self.traced, self.device_mapping
         extra = self.plan_accumulators().extra
         shared = find_shared_sends(traced, ipus, extra, self.built.accumulator_dtypes)
@@ -596,7 +596,7 @@ class Pipeline:
     def summary(
         self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
     ) -> PipelineSummary:
-        """What each stage will need and do, and how long IPUs will wait, before anything is compiled.
+        """What each stage will need and do, and how long devices will wait, before anything is compiled.
 
         Does not start JAX's backend. `print` shows it as a table.
 
@@ -692,7 +692,8 @@ class Pipeline:
             another structure or other dtypes, or with too many shapes; or it cannot have one state for
             these and the first ones.
           ValueError: an accumulator's dtype is not usable, or something cannot be summed.
-          ValueError: there is a gradient map, and parallel stages on several IPUs share a trained variable.
+          ValueError: there is a gradient map, and parallel stages on several devices share a trained
+            variable.
           Others: see `stages.trace`, whose faults are raised together with those of `trained`;
             `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
         """
@@ -820,8 +821,8 @@ class Pipeline:
         """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
 
         Args:
-          devices: the JAX device of each IPU; by default those of the previous call, or those given to the
-            pipeline. For other devices than before, everything is compiled again.
+          devices: the JAX devices to use, see `PipelineOptions`; by default those of the previous call, or
+            of the options. For other devices than before, everything is compiled again.
 
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
@@ -855,7 +856,7 @@ class Pipeline:
         if len(devices) < needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per IPU of "
+                f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per number in "
                 f"device_mapping{of_replicas}, but "
                 f"there are {len(devices)}. On a CPU, before the first use of JAX, "
                 f"ipu_pipeline.set_num_devices({needed}) makes more."
@@ -885,7 +886,9 @@ class Pipeline:
         post_validates = self._post_validates(placement)
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
-                warnings.warn("A searched schedule has no effect: all stages are on one IPU.", stacklevel=3)
+                warnings.warn(
+                    "A searched schedule has no effect: all stages are on one device.", stacklevel=3
+                )
             return self._make_block_runner(placement)
         runner = self._make_column_runner(devices, placement, post_validates)
         if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
@@ -1031,8 +1034,8 @@ class Pipeline:
         if not self.options.post_validation or self.updates is None:
             return False
         reasons = {
-            "all stages are on one IPU": self.is_one_program,
-            "no choice that joins the IPUs is late, or knowing it would not do": not self.updates.guessing,
+            "all stages are on one device": self.is_one_program,
+            "no value that joins the devices can be guessed": not self.updates.guessing,
             "replicas are in several processes": placement.has_peers,
             "replicas take turns": self._num_turns > 1,
             "optimizer state or variables are offloaded or shared out": bool(self._offload or self._shard),

@@ -284,7 +284,7 @@ class PipelineOptions:
             )
         if self.num_devices_per_ipu > 1 and self.num_serialized > 1:
             raise ValueError(
-                "num_serialized must be 1 with several devices for each IPU; got "
+                "num_serialized must be 1 with several devices for each stage; got "
                 f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
             )
         _check_optimizer(self.optimizer)

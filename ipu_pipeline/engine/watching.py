@@ -35,7 +35,7 @@ class Launch:
     Attributes:
       runner: the runner that it belongs to.
       kind: one of `LaunchKind`.
-      stage: its stage; for an update, the first stage of its IPU; 0 for a block.
+      stage: its stage; for an update, the first stage of its device; 0 for a block.
       step: the number of the weight update, or execution in inference, that it belongs to; for a block, the
         first one.
       first: the number of its first micro-batch within the step; in a loop, the iteration; 0 for updates.

@@ -14,8 +14,8 @@ _PER_TRAINED = 10.0  # operations of a weight update per element
 def count_costs(details: PipelineDetails) -> Costs:
     """Counts what the stages of a pipeline take, in seconds.
 
-    What stages on one IPU send is not told apart from what others there do, so transfers are counted where
-    each stage has its own.
+    What stages on one device send is not told apart from what others there do, so transfers are counted
+    where each stage has its own.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(4)], num_micro_batches=2)

@@ -76,12 +76,12 @@ class Layer(LayerFacts):
 
 @dataclass(frozen=True)
 class Edge:
-    """What goes from one IPU to another per micro-batch, in bytes.
+    """What goes from one device to another per micro-batch, in bytes.
 
     Attributes:
-      source: the IPU that sends; None for the host's feed. What a loop carries into the next iteration
-        comes from the last stage's IPU.
-      target: the IPU that receives.
+      source: the device that sends; None for the host's feed. What a loop carries into the next iteration
+        comes from the last stage's device.
+      target: the device that receives.
       num_forward_bytes: values for later stages.
       num_backward_bytes: gradients for earlier ones.
     """
@@ -94,7 +94,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a weight update sends from one IPU to another.
+    """What a weight update sends from one device to another.
 
     Example:
       >>> shared = engine.Shared("w", np.ones([4, 4], np.float32))
@@ -110,8 +110,8 @@ class Sent:
        Sent(source=1, target=0, what='gradient of w', num_bytes=64, primitive='the sum at its owner'))
 
     Attributes:
-      source: the IPU that sends.
-      target: the IPU that receives.
+      source: the device that sends.
+      target: the device that receives.
       what: in words: the variable, gradient or leaf of the optimizer's state; dtype and shape of a value
         that the update makes. Scalars are counted together.
       num_bytes: its size in bytes.
@@ -144,7 +144,7 @@ class Part:
 
     Attributes:
       index: the stage's number.
-      ipu: the IPU that it runs on.
+      ipu: the device that it runs on.
       num_operations: JAX operations of its forward, those inside loops and conditionals not counted.
       variables: full names of the variables that live there, and of shared ones that are copied there.
       num_variable_bytes: the bytes that these take.
@@ -164,7 +164,7 @@ class StageFacts:
     Attributes:
       index: its number.
       name: what errors call it, with the name of its function.
-      ipu: the IPU that it runs on.
+      ipu: the device that it runs on.
       level: its level; stages of the same level are parallel.
       layers: its layers in the order in which it runs them, with its variables, but for those that it
         shares with an earlier stage.
@@ -219,13 +219,13 @@ class PipelineFacts:
       is_one_program: whether all stages are on one device.
       micro_batch_size: samples in a micro-batch; None if its arrays have no first axis in common.
       stages: its stages.
-      edges: what goes from IPU to IPU, without empty edges.
-      flows: what goes from stage to stage, also on one IPU.
-      memory: what the IPUs of each replica take by the plan; empty if not asked for, or if it could not be
-        found.
-      num_replicas: the number of replicas; a file without it has one. The IPUs here are those of the first
-        replica. In events, IPU i of replica r is r times `num_ipus_each` plus i, and micro-batches are the
-        elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
+      edges: what goes from device to device, without empty edges.
+      flows: what goes from stage to stage, also on one device.
+      memory: what the devices of each replica take by the plan; empty if not asked for, or if it could not
+        be found.
+      num_replicas: the number of replicas; a file without it has one. The devices here are those of the
+        first replica. In events, device i of replica r is r times `num_ipus_each` plus i, and micro-batches
+        are the elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
       cuts: where its stages begin, and why, in lines, if the engine cut it; else empty.
       costs: what programs, transfers and updates take alone, in seconds, as splits and dispatch plans are
         chosen by, with an assumption about the host; None where that was not measured.
@@ -249,21 +249,21 @@ class PipelineFacts:
 
     @functools.cached_property
     def num_ipus_each(self) -> int:
-        """The number of IPUs of a replica, including those without a stage."""
+        """The number of devices of a replica, including those without a stage."""
         return max(stage.ipu for stage in self.stages) + 1
 
     @property
     def ipus(self) -> tuple[int, ...]:
-        """The IPUs with stages, in all replicas."""
+        """The devices with stages, in all replicas."""
         own, size = sorted({stage.ipu for stage in self.stages}), self.num_ipus_each
         return tuple(replica * size + ipu for replica in range(self.num_replicas) for ipu in own)
 
     def stages_on(self, ipu: int) -> list[int]:
-        """The stages on an IPU of any replica."""
+        """The stages on a device of any replica."""
         return [stage.index for stage in self.stages if stage.ipu == ipu % self.num_ipus_each]
 
     def element(self, number: int, ipu: int) -> int:
-        """The number of a replica's micro-batch among all replicas', given an IPU of the replica."""
+        """The number of a replica's micro-batch among all replicas', given a device of the replica."""
         return number * self.num_replicas + ipu // self.num_ipus_each
 
     @property
@@ -290,8 +290,8 @@ class StageDetails(StageFacts):
       num_live_bytes: what it holds of all micro-batches in flight, at most.
       num_trained: the number of elements of its trained variables.
       part: what lies where it runs.
-      num_sent_bytes: the bytes that it sends forwards to other IPUs per micro-batch.
-      num_returned_bytes: the bytes of gradients that it sends backwards to other IPUs per micro-batch.
+      num_sent_bytes: the bytes that it sends forwards to other devices per micro-batch.
+      num_returned_bytes: the bytes of gradients that it sends backwards to other devices per micro-batch.
       num_forward_flop: estimated operations of its forward program per micro-batch. If the pipeline
         trains, the last stage's includes its backward.
       num_backward_flop: estimated operations of its backward program per micro-batch; 0 where the forward
@@ -343,8 +343,8 @@ class PipelineDetails(PipelineFacts):
     Attributes:
       stages: its stages.
       shared: variables that several stages have.
-      sent: what crosses from IPU to IPU per weight update.
-      dispatch: over several IPUs, the number of micro-batches that a program handles, and why.
+      sent: what crosses from device to device per weight update.
+      dispatch: over several devices, the number of micro-batches that a program handles, and why.
       num_devices_per_ipu: the number of devices that compute a stage together.
       divided: full names of the variables of which each of these devices has a part.
     """
@@ -368,7 +368,7 @@ class PipelineDetails(PipelineFacts):
 
     @property
     def num_ipus(self) -> int:
-        """The number of IPUs that its stages are on."""
+        """The number of devices that its stages are on."""
         return len({stage.ipu for stage in self.stages})
 
     @property

@@ -29,8 +29,8 @@ def find_layer_costs(
       layers: the layers of each stage, in order.
       costs: what stages take.
       held_bytes: what each stage holds of a micro-batch.
-      device_mapping: the IPU of each stage.
-      memory: what IPUs take by the plan: a variable has its optimizer's state and accumulators with it.
+      device_mapping: the device of each stage.
+      memory: what devices take by the plan: a variable has its optimizer's state and accumulators with it.
 
     Returns:
       The layers of each stage; nothing if the operations of a layer are not known, as in older profiles, or

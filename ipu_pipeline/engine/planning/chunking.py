@@ -56,10 +56,10 @@ def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_pr
         raise TypeError(f"dispatch_plan must be a Chunking, or None to have it chosen; got {plan!r}.")
     if is_one_program:
         raise ValueError(
-            "dispatch_plan: all stages are on one IPU, where everything is one program. Leave it out."
+            "dispatch_plan: all stages are on one device, where everything is one program. Leave it out."
         )
     if plan.chunk_size > 1 and (num_micro_batches is None or num_micro_batches % plan.chunk_size):
-        known = "is known at run only" if num_micro_batches is None else f"is {num_micro_batches}"
+        known = "is only known at run time" if num_micro_batches is None else f"is {num_micro_batches}"
         raise ValueError(
             f"dispatch_plan: chunk_size must divide the number of micro-batches per weight update, which "
             f"{known}; got {plan.chunk_size}."

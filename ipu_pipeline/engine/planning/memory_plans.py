@@ -1,4 +1,4 @@
-"""What is known of the memory of stages, IPUs and values in transit, as data. Imports no JAX.
+"""What is known of the memory of stages, devices and values in transit, as data. Imports no JAX.
 
 `memory` and `crossings` fill it in.
 """
@@ -19,12 +19,12 @@ class StageMemory:
 
     Attributes:
       stage: the stage's number.
-      ipu: the IPU that it runs on.
+      ipu: the device that it runs on.
       in_flight: the largest number of micro-batches that have gone forward and not come back.
       num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
         compute a stage together, each device's part once that has been compiled; before, the whole.
       num_input_bytes: per micro-batch, the inputs that the backward takes. A value that several stages on
-        the IPU take counts in each.
+        the device take counts in each.
       num_between_bytes: per micro-batch, where the backward is done in halves, what is held between these.
       fullest: the moments at which it may hold most, as the numbers of micro-batches (before the first half
         of the backward, between the halves); empty where there are no halves.
@@ -52,7 +52,7 @@ class StageMemory:
 
 
 class Brought(NamedTuple):
-    """What execution phases have on an IPU at the fullest moment, besides what stays there, in bytes."""
+    """What execution phases have on a device at the fullest moment, besides what stays there, in bytes."""
 
     num_variable_bytes: int
     num_optimizer_bytes: int
@@ -62,7 +62,7 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True)
 class IpuMemory:
-    """What an IPU takes while steps run. All sizes are in bytes.
+    """What a device takes while steps run. All sizes are in bytes.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
@@ -133,12 +133,12 @@ class IpuMemory:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a stage's forward or backward makes for other stages on an IPU, once per micro-batch.
+    """What a stage's forward or backward makes for other stages on a device, once per micro-batch.
 
     Attributes:
       stage: the stage that makes it.
       is_backward: whether it consists of gradients, on their way back.
-      target: the IPU where it is read, which may be the stage's own.
+      target: the device where it is read, which may be the stage's own.
       readers: the stages there that read it, in the same direction, and do not hold it any longer.
       holders: the stages there that hold it from their forward to their backward: from then on it is
         counted with what they hold (`StageMemory.num_input_bytes`).

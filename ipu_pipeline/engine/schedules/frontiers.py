@@ -16,8 +16,8 @@ _LEAST_GAIN = 1e-3  # of the step time; for less nobody gives memory
 def find_frontier(scenario: Scenario, effort: Effort | None = None) -> tuple[Point, ...]:
     """Finds the points of memory and step time to choose from.
 
-    Limits go from a third of what micro-batches take with Interleaved, on the fullest IPU, to twice that. A
-    limit that gains less than a thousandth of the step time is left out.
+    Limits go from a third of what micro-batches take with Interleaved, on the fullest device, to twice
+    that. A limit that gains less than a thousandth of the step time is left out.
 
     Example:
       >>> scenario = engine.Scenario(engine.Costs.of(3, forward=1.0, backward=2.0), num_micro_batches=6)

@@ -15,7 +15,7 @@ class SearchedSchedule:
 
     A pipeline measures its stages on its devices before its first step, and searches (see `search`). A
     `Scenario` has the costs already. The backward of every stage is done in halves. Needs one process, and
-    stages one after another on several IPUs.
+    stages one after another on several devices.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -24,7 +24,7 @@ class SearchedSchedule:
       25.0
 
     Attributes:
-      bytes_per_ipu: the most bytes that an IPU may take: variables, optimizer state, accumulators,
+      bytes_per_ipu: the most bytes that a device may take: variables, optimizer state, accumulators,
         micro-batches and the largest program, as in `plan_ipu_memory`. None: anything.
     """
 

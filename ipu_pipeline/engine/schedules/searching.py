@@ -82,7 +82,7 @@ class Searched:
       bound: a time that no order under the limit can be faster than.
       reason: what the bound is, in words.
       name: the schedule that it is, if that has a name; otherwise "searched".
-      num_peak_bytes: the most that each IPU holds.
+      num_peak_bytes: the most that each device holds.
     """
 
     rows: Rows = field(repr=False)
@@ -119,7 +119,7 @@ class Point:
       num_bytes_per_ipu: the limit.
       searched: what was found.
       share: what the limit leaves for micro-batches, as a share of what they take with Interleaved on the
-        IPU that holds most.
+        device that holds most.
     """
 
     num_bytes_per_ipu: int
@@ -175,8 +175,8 @@ def frontier(
 
     Args:
       problem: the stages; its own limit does not count.
-      limits: bytes per IPU. None: eight from a third of what activations take with Interleaved, on the IPU
-        that holds most, to twice that, on top of what IPUs hold all the time.
+      limits: bytes per device. None: eight from a third of what activations take with Interleaved, on the
+        device that holds most, to twice that, on top of what devices hold all the time.
       effort: as for `search`, at each point.
 
     Returns:
@@ -206,7 +206,7 @@ def frontier(
 
 
 def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
-    """What the fullest IPU always holds; what micro-batches take with Interleaved; the least limit."""
+    """What the fullest device always holds; what micro-batches take with Interleaved; the least limit."""
     problem = dataclasses.replace(problem, num_bytes_per_ipu=None)
     rows = interleaved(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
     peaks = find_peaks(problem, as_order(rows))

@@ -1,4 +1,4 @@
-"""A timetable as text: an IPU per line, a time-step per column, and the phases."""
+"""A timetable as text: a device per line, a time-step per column, and the phases."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Ramp(NamedTuple):
 def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ramp, Ramp, Ramp]:
     """Finds the phases of a timetable.
 
-    Main lasts from the time-step in which the last IPU begins its first action to the one in which the
-    first IPU to finish does its last action, both included. What comes before is ramp-up (some IPU has not
-    begun), what comes after is ramp-down (some IPU has finished). With only a few forwards there may be no
-    main phase.
+    Main lasts from the time-step in which the last device begins its first action to the one in which the
+    first device to finish does its last action, both included. What comes before is ramp-up (some device
+    has not begun), what comes after is ramp-down (some device has finished). With only a few forwards there
+    may be no main phase.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 4, (0, 1), training=True)
@@ -42,7 +42,7 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 
     Args:
       timetable: the timetable of a schedule.
-      device_mapping: the IPU of each stage.
+      device_mapping: the device of each stage.
     """
     firsts: dict[int, int] = {}
     lasts: dict[int, int] = {}
@@ -62,7 +62,7 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 def find_slots(
     timetable: Timetable, device_mapping: Sequence[int], time_steps: Sequence[int]
 ) -> list[list[Action | None]]:
-    """Finds what each IPU does in some time-steps; None where it waits.
+    """Finds what each device does in some time-steps; None where it waits.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 2, (0, 1), training=True)
@@ -83,7 +83,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     """Formats a timetable as lines of text.
 
     `F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` are its halves (input and weight
-    gradients); where an IPU has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
+    gradients); where a device has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
     waiting, and a bar separates the phases. What does not fit is left out in the middle, and the last line
     says so.
 
@@ -91,13 +91,13 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
       >>> timetable = schedules.timetable("grouped", 2, 3, (0, 1), training=True)
       >>> print(schedules.format_staircase(timetable, [0, 1]))
       time-step 1  | 2  3  4  5  6  7  | 8
-      IPU 0     F0 | F1 .  F2 B0 .  B1 | B2
-      IPU 1     .  | F0 B0 F1 B1 F2 B2 | .
+      device 0  F0 | F1 .  F2 B0 .  B1 | B2
+      device 1  .  | F0 B0 F1 B1 F2 B2 | .
       phases: ramp-up 1, main 2..7, ramp-down 8
 
     Args:
       timetable: the timetable of a schedule.
-      device_mapping: the IPU of each stage.
+      device_mapping: the device of each stage.
       width: the most characters of a line; None: no limit. At least the first and the last time-step are
         there.
     """
@@ -107,7 +107,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     most = max(action.micro_batch for action in timetable.order)
     longest = f"F{len(device_mapping) - 1}.{most}" if has_stages else f"F{most}"
     cell = max(len(longest), len(str(total)))
-    head = max(len("time-step"), len(f"IPU {len(timetable.rows) - 1}"))
+    head = max(len("time-step"), len(f"device {len(timetable.rows) - 1}"))
     shown = list(range(1, total + 1))
     if width is not None:
         # Two bars, a space before each cell, and the gap with its space.
@@ -135,7 +135,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
 
     lines = [line("time-step", [str(time_step) for time_step in shown], _GAP)]
     for ipu, row in enumerate(slots):
-        lines.append(line(f"IPU {ipu}", [name(action) for action in row], _GAP))
+        lines.append(line(f"device {ipu}", [name(action) for action in row], _GAP))
     spans = [
         f"{phase.name} {phase.first}" + (f"..{phase.last}" if phase.last > phase.first else "")
         for phase in phases

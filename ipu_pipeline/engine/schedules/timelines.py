@@ -35,12 +35,12 @@ class Interval(NamedTuple):
 
     Attributes:
       kind: "forward", "backward", "input gradients", "weight gradients" or "update"; or what replicas do
-        together, in which no IPU computes: "reduce" (average gradients) and "gather" (exchange what they
+        together, in which no device computes: "reduce" (average gradients) and "gather" (exchange what they
         have updated).
-      stage: the stage; for what replicas do together, the first one on the IPU.
+      stage: the stage; for what replicas do together, the first one on the device.
       micro_batch: the number of the micro-batch; with several replicas, of the infeed's element, as their
         micro-batches alternate. None for what ends the step.
-      ipu: the IPU; with several replicas counted through all of them.
+      ipu: the device; with several replicas counted through all of them.
       begin: when it begins, in the unit of the costs; the step begins at 0.
       end: when it ends.
     """
@@ -78,14 +78,14 @@ class Sending(NamedTuple):
 
 @dataclass(frozen=True)
 class Bubble:
-    """How long IPUs are idle, by cause: summed over the IPUs, in the unit of the costs.
+    """How long devices are idle, by cause: summed over the devices, in the unit of the costs.
 
-    The causes add up to `total`: the number of IPUs times the step's time, less the time of their programs.
-    In a free-running timeline a cause is the time by which the step would be shorter without it, times the
-    number of IPUs, after those below it in the list of attributes have been removed. In lock-step, shared
-    cores are the excess of time-steps over their slowest action, host and transfers the time between
-    time-steps, imbalance the rest of a time-step after the IPU's own action, and ramps time-steps without
-    an action.
+    The causes add up to `total`: the number of devices times the step's time, less the time of their
+    programs. In a free-running timeline a cause is the time by which the step would be shorter without it,
+    times the number of devices, after those below it in the list of attributes have been removed. In
+    lock-step, shared cores are the excess of time-steps over their slowest action, host and transfers the
+    time between time-steps, imbalance the rest of a time-step after the device's own action, and ramps
+    time-steps without an action.
 
     Example:
       >>> costs = engine.Costs.of(3, forward=1.0, backward=2.0)
@@ -96,7 +96,7 @@ class Bubble:
     Attributes:
       ramp_up: until the pipeline is full.
       ramp_down: until it is empty.
-      imbalance: because IPUs have unequal work.
+      imbalance: because devices have unequal work.
       transfers: because results or gradients are on their way.
       host: because the host has not started a program yet.
       shared_cores: because programs take cores from each other.
@@ -120,7 +120,7 @@ class Bubble:
 
 
 class Peak(NamedTuple):
-    """The most that an IPU holds.
+    """The most that a device holds.
 
     Example:
       >>> memory = schedules.Memory(num_constant_bytes=(1000, 1000), num_held_bytes=(100, 50))
@@ -130,7 +130,7 @@ class Peak(NamedTuple):
       1300
 
     Attributes:
-      ipu: the IPU.
+      ipu: the device.
       num_bytes: the bytes that it holds.
       time: when it first holds them.
     """
@@ -142,7 +142,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A simulated step. Arrays have an entry per action, by begin and then by IPU.
+    """A simulated step. Arrays have an entry per action, by begin and then by device.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
@@ -156,14 +156,14 @@ class Timeline:
       kinds: places in `KINDS`, int8.
       stages: the stage of the action.
       micro_batches: the micro-batch; -1 for what ends the step.
-      ipus: the IPU where it runs.
+      ipus: the device where it runs.
       begins: when it begins, in the unit of the costs. Actions that take no time are included.
       ends: when it ends.
       sendings: arrays with an entry per transfer that takes time, by the names of `Sending`'s attributes.
       step_time: the time when all is done.
-      work: how long the programs of each IPU that has stages take alone, by its number.
-      bubble: the idle time of all IPUs together, by cause.
-      memory: the bytes that each IPU holds, as (times, bytes from then on); empty if not known.
+      work: how long the programs of each device that has stages take alone, by its number.
+      bubble: the idle time of all devices together, by cause.
+      memory: the bytes that each device holds, as (times, bytes from then on); empty if not known.
       num_samples: samples of a step.
     """
 
@@ -182,12 +182,12 @@ class Timeline:
 
     @property
     def utilisation(self) -> float:
-        """The share of the step in which IPUs compute, over all IPUs; 0 to 1."""
+        """The share of the step in which devices compute, over all devices; 0 to 1."""
         return sum(self.work.values()) / (len(self.work) * self.step_time) if self.step_time else 0.0
 
     @property
     def utilisation_of_ipus(self) -> dict[int, float]:
-        """The share of the step in which each IPU computes."""
+        """The share of the step in which each device computes."""
         return {ipu: work / self.step_time if self.step_time else 0.0 for ipu, work in self.work.items()}
 
     @property
@@ -197,7 +197,7 @@ class Timeline:
 
     @property
     def peaks(self) -> tuple[Peak, ...]:
-        """The most that each IPU holds, and when; empty if not known."""
+        """The most that each device holds, and when; empty if not known."""
         found = []
         for ipu, (times, sizes) in self.memory.items():
             place = int(np.argmax(sizes))
@@ -205,7 +205,7 @@ class Timeline:
         return tuple(found)
 
     def intervals(self) -> list[Interval]:
-        """The actions, by begin and then by IPU."""
+        """The actions, by begin and then by device."""
         columns = (self.kinds, self.stages, self.micro_batches, self.ipus, self.begins, self.ends)
         return [
             Interval(KINDS[kind], stage, micro_batch if micro_batch >= 0 else None, ipu, begin, end)
@@ -220,7 +220,7 @@ class Timeline:
         return [Sending(*entry) for entry in zip(*columns, strict=True)]
 
     def num_bytes_at(self, ipu: int, time: float) -> int:
-        """What an IPU holds at a time.
+        """What a device holds at a time.
 
         Raises:
           KeyError: it is not known.
@@ -245,7 +245,7 @@ def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *b
 
 
 def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
-    """Finds what an IPU holds over time.
+    """Finds what a device holds over time.
 
     Args:
       constant: bytes that it always holds.
