@@ -428,7 +428,7 @@ def test_initial_values_of_slices_are_those_of_the_whole():
         ({"bytes_per_ipu": 1000}, "bytes_per_ipu must be enough for the fullest device"),
         ({"bytes_per_ipu": True}, "split: bytes_per_ipu must be an integer"),
         ({"device_mapping": [0]}, "split: device_mapping must have the number of a device for each"),
-        ({"tensor_parallel": engine.TensorParallel(2)}, "split: tensor_parallel is not taken into account"),
+        ({"tensor_parallel": engine.TensorParallel(2)}, "split: tensor_parallel is not supported"),
     ],
 )
 def test_arguments_that_cannot_be(options, message):

@@ -35,10 +35,10 @@ class PipelineSummary(PipelineDetails):
     Layers are variable scopes; equal ones share a line, such as `block_{3..8}`, as do equal stages of a
     long pipeline. A variable of several stages is listed with the first, and below the table. Per
     micro-batch, a stage sends values to other devices, returns gradients to them, and holds values from its
-    forward to its backward, less with recomputation; times the micro-batches in flight, that is what it
-    keeps. Operations are counted from the equations, ten per element except for products of matrices and
-    convolutions: they compare stages, and give no time. The bubble is the share of a step in which devices
-    wait for each other, simulated with these operations, without transfers and the host's part.
+    forward to its backward, fewer with recomputation; "keeps" is this size times the micro-batches in
+    flight. Operations are counted from the equations, ten per element except for matrix products and
+    convolutions: use them to compare stages, not as times. The bubble is the share of a step in which
+    devices wait for each other, simulated with these operations, without transfers and the host's time.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
@@ -47,8 +47,8 @@ class PipelineSummary(PipelineDetails):
       Pipeline: 2 stages on 2 devices, schedule grouped, 2 micro-batches per execution, no training
         46 parameters, 184 B
         stage  device  layers   parameters   size  sends   forward
-        0      0    dense            36  144 B   32 B  248 flop
-        1      1    dense_1          10   40 B          92 flop
+        0      0       dense            36  144 B   32 B  248 flop
+        1      1       dense_1          10   40 B          92 flop
       per micro-batch: sends to other devices
       forward: estimated operations
       bubble: 42.2% of a step, estimated from these operations (33.3% if all actions took equally long)
@@ -66,7 +66,7 @@ class PipelineSummary(PipelineDetails):
     device_word: str = "device"
 
     def __str__(self) -> str:
-        """Makes the table."""
+        """Formats the table."""
         ending = [*self._describe_shared(), *self._describe_rest()]
         rows = _describe_stages(self.stages, _MAX_LINES - len(ending) - 3)
         columns = [
@@ -80,7 +80,7 @@ class PipelineSummary(PipelineDetails):
         return "\n".join([self.describe_run(), self.describe_total(), *align(table, numbers), *ending])
 
     def describe_run(self) -> str:
-        """Describes how it runs: stages, devices, the schedule, and the number of micro-batches."""
+        """Describes stages, devices, the schedule, and the number of micro-batches."""
         stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
         where = _counted(self.num_ipus, self.device_word)
         if self.num_devices_per_ipu > 1:
@@ -107,7 +107,7 @@ class PipelineSummary(PipelineDetails):
         return f"{printable(self.name)}: {', '.join(parts)}"
 
     def describe_total(self) -> str:
-        """Describes the number of parameters and the memory that they take."""
+        """Describes the number of parameters and their size."""
         total, trained = self.num_parameters, self.num_trained
         text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
         if not self.trains:
@@ -171,7 +171,7 @@ class PipelineSummary(PipelineDetails):
         return ["forward: estimated operations"] * has_work
 
     def describe_waiting(self) -> list[str]:
-        """Describes in lines how long devices wait for each other, and which operations that leaves out."""
+        """Describes the bubble in lines, and operations that are not counted."""
         lines = []
         uncounted = sorted(frozenset[str]().union(*(stage.uncounted for stage in self.stages)))
         if uncounted:

@@ -24,14 +24,14 @@ _MAX_SIMULATED = 2**15  # actions; with more, those in the middle are taken to b
 
 @dataclass(frozen=True)
 class Bubble:
-    """The share of their time in which devices wait for each other, within a step.
+    """The share of a step in which devices wait for each other.
 
     Attributes:
-      share: the share, simulated from the stages' operations, on devices of their own; None if there are no
-        operations.
-      lock_step_share: the share of the schedule's time-steps, as if every forward and backward took equally
+      share: the share, simulated from the stages' operations, if each device has its own cores; None if
+        there are no operations.
+      lock_step_share: the share of the schedule's time-steps, as if all forwards and backwards took equally
         long.
-      longest_ipu: the device that has most to do.
+      longest_ipu: the busiest device.
       longest_share: its share of all operations; None if there are no operations.
     """
 

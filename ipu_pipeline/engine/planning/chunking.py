@@ -1,4 +1,4 @@
-"""How actions become dispatches: how many micro-batches a program handles."""
+"""The dispatch plan: the number of micro-batches that a program handles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ONE_BY_ONE", "Chunking", "check_dispatch_plan"]
 
 @dataclass(frozen=True)
 class Chunking:
-    """How actions become dispatches; `dataclasses.asdict` and `Chunking(**...)` store and restore it.
+    """A dispatch plan. `dataclasses.asdict` and `Chunking(**...)` store and restore it.
 
     Example:
       >>> plan = engine.Chunking(2)
@@ -20,8 +20,8 @@ class Chunking:
       2 micro-batches per program: given
 
     Attributes:
-      chunk_size: micro-batches that one program handles, one after another; a divisor of a step's number.
-        A stage then has `chunk_size` times as many of them in flight.
+      chunk_size: the number of micro-batches that a program handles, one after another; a divisor of a
+        step's number. A stage then has `chunk_size` times as many in flight.
       reason: the reason for this size, for people.
     """
 

@@ -1,4 +1,4 @@
-"""The parts of a schedule: actions, rows of actions, and the grid that shows them."""
+"""The parts of a schedule: actions, rows of actions, and grids that show them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 class ActionKind(enum.IntEnum):
     """The kinds of actions.
 
-    A backward may be done in two halves: input gradients, for which the stages before wait, and weight
+    A backward may be split in two: input gradients, for which the previous stages wait, and weight
     gradients, for which only the weight update waits.
 
     Example:
@@ -40,7 +40,7 @@ class ActionKind(enum.IntEnum):
 
     @property
     def letter(self) -> str:
-        """The letter that stands for it in grids: F, B, I or W."""
+        """The letter in grids: F, B, I or W."""
         return "FBIW"[self]
 
     @property
@@ -58,7 +58,7 @@ GATHER = UPDATE + 2  # replicas that share the optimizer's state gather what the
 
 
 class Action(NamedTuple):
-    """One stage handling one micro-batch in one direction, or doing half of its backward.
+    """One stage's forward, backward, input gradients or weight gradients for one micro-batch.
 
     Example:
       >>> engine.Action(engine.ActionKind.FORWARD, stage=1, micro_batch=2)
@@ -85,8 +85,8 @@ class ScheduleError(ValueError):
 def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
     """Formats a schedule as a grid: a device per line, a slot per column.
 
-    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` and `W` are its halves (input
-    and weight gradients), `.` is a time-step of waiting.
+    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` input gradients, `W` weight
+    gradients, and `.` a time-step of waiting.
 
     Example:
       >>> rows = schedules.grouped(2, 2, device_mapping=[0, 1], training=False)

@@ -3,8 +3,8 @@
 `check` follows the rows and returns a `Timetable`: when every action runs, how many micro-batches each
 stage holds at most, and one global order of the actions.
 
-A stage whose backwards are done in halves is called halved. It is for all of its micro-batches: where its
-row has a whole backward, that becomes both halves, one after the other.
+A stage with a split backward is called halved. All of its micro-batches are split: a whole backward in its
+row becomes input gradients and weight gradients, one after the other.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Timetable:
       (2, 1)
 
     Attributes:
-      rows: one row of slots per device, as given but for the turns of parallel stages, and whole backwards
-        of halved stages.
-      order: all actions in the order of their time-steps; within one time-step by device. No action comes
-        before one that it depends on.
+      rows: one row of slots per device, as given except for the order of parallel stages and for whole
+        backwards of halved stages.
+      order: all actions, sorted by time-step and then by device. No action comes before one that it depends
+        on.
       time_steps: the time-step (from 1) of the action at the same position in `order`.
-      in_flight: for each stage, the largest number of micro-batches that have gone forward and not yet
-        come back, with their weight gradients. 1 without training.
-      fullest: for each stage, the moments at which it may hold most, as the numbers of micro-batches
-        (before the backward or its first half, between the halves).
-      num_time_steps: the last time-step in which anything runs.
-      halved: the stages whose backwards are done in halves.
+      in_flight: for each stage, the largest number of micro-batches that have gone forward and whose
+        backward, with weight gradients, is not done. 1 without training.
+      fullest: for each stage, the moments at which it may hold most, as pairs of numbers of micro-batches:
+        those before their backward or input gradients, and those before their weight gradients.
+      num_time_steps: the last time-step with an action.
+      halved: the stages with a split backward.
     """
 
     rows: Rows
@@ -89,14 +89,13 @@ def check(
     levels: Sequence[int] | None = None,
     halved: frozenset[int] | None = None,
 ) -> Timetable:
-    """Proves that a schedule is complete, ordered and free of deadlock.
+    """Checks that a schedule is complete, in order and free of deadlock.
 
-    Each device follows its own row, one slot per time-step, and waits at an action whose inputs are not
-    there yet: a forward needs the stages of the level before to have gone forward, a backward or its input
-    gradients need the stage's own forward and the same of the level after, and weight gradients need the
-    stage's input gradients, all in earlier time-steps. Parallel stages of one device take their places in
-    its row in turn, forwards by their numbers and backwards the other way round, so that every micro-batch
-    has the same last reader of a value.
+    Each device follows its own row, one slot per time-step, and waits at an action whose inputs are
+    missing: a forward needs the forwards of the previous level, a backward or its input gradients need the
+    stage's own forward and the same action of the next level, and weight gradients need the stage's input
+    gradients, all in earlier time-steps. Parallel stages on one device are put in a fixed order, forwards
+    by number and backwards in reverse, so that every micro-batch has the same last reader of a value.
 
     Example:
       >>> rows = schedules.grouped(2, 3, device_mapping=[0, 1])
@@ -111,16 +110,16 @@ def check(
       device_mapping: the device of each stage.
       training: whether there are backwards.
       levels: as in `grouped`.
-      halved: the stages whose backwards are done in halves, whatever the rows have. None: those of which
-        the rows have halves.
+      halved: the stages with a split backward, whatever the rows have. None: the stages whose input or
+        weight gradients are in the rows.
 
     Returns:
       The timetable.
 
     Raises:
       ScheduleError: an action is missing, unknown, doubled, on another device than its stage, or before an
-        earlier micro-batch of the same stage and kind. Or the devices wait for each other; then the message
-        has the grid up to there.
+        earlier micro-batch of the same stage and kind. Or the devices deadlock; the message then has the
+        grid up to this point.
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_slots(frozen)

@@ -1,4 +1,4 @@
-"""What a search of the best order is asked: times, bytes and a limit; and what an order takes. No JAX.
+"""The problem of the best order: times, bytes and a limit; and the cost of an order. No JAX.
 
 A device follows its row, and waits at an action until its inputs are there: a forward needs the stage
 before to have gone forward, input gradients need the stage's own forward and the input gradients of the
@@ -42,27 +42,27 @@ Order: TypeAlias = "tuple[tuple[Step, ...], ...]"  # a row per device
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """Stages one after another, and what their actions take for a micro-batch. Times have any one unit.
+    """Stages one after another, with their costs for a micro-batch. All times are in one unit.
 
     Attributes:
       num_micro_batches: micro-batches per weight update.
       forward: the time of each stage's forward.
-      input_gradients: the time of each stage's input gradients; 0 where there is nothing to do.
-      weight_gradients: the same of the weight gradients.
+      input_gradients: the time of each stage's input gradients; 0 if it has none.
+      weight_gradients: the time of each stage's weight gradients.
       device_mapping: the device of each stage, from 0; by default each stage has its own.
-      forward_transfers: the time to send what each stage but the last one sends forward; by default 0.
-      backward_transfers: the time to send what each stage but the first one sends back; by default 0.
+      forward_transfers: the time of each stage's transfer forward, except the last stage's; by default 0.
+      backward_transfers: the time of each stage's transfer back, except the first stage's; by default 0.
       updates: the time of each stage's update, after the last action of its device; by default 0.
       is_fused: whether the last stage's forward and input gradients are one program, where the forward is.
-      num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
-        input gradients; by default nothing.
-      num_between_bytes: what it holds from there to the end of its weight gradients; by default nothing.
-      num_constant_bytes: what each device holds all the time; by default nothing.
-      num_bytes_per_ipu: the most that a device may hold; None: anything.
+      num_held_bytes: the bytes that each stage holds per micro-batch from the start of its forward to the
+        end of its input gradients; by default 0.
+      num_between_bytes: the bytes that it holds from then to the end of its weight gradients; by default 0.
+      num_constant_bytes: the bytes that each device always holds; by default 0.
+      num_bytes_per_ipu: the most bytes that a device may hold; None: no limit.
 
     Raises:
-      ValueError: a tuple has another length than there are stages or devices, a number is negative or not
-        finite, or the bytes per device are too few for one micro-batch.
+      ValueError: a tuple does not have one entry per stage or device, a number is negative or not finite,
+        or the bytes per device are too few for one micro-batch.
     """
 
     num_micro_batches: int

@@ -29,12 +29,10 @@ class Ramp(NamedTuple):
 
 
 def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ramp, Ramp, Ramp]:
-    """Finds the phases of a timetable.
+    """Finds the phases of a timetable: ramp-up, main and ramp-down.
 
-    Main lasts from the time-step in which the last device begins its first action to the one in which the
-    first device to finish does its last action, both included. What comes before is ramp-up (some device
-    has not begun), what comes after is ramp-down (some device has finished). With only a few forwards there
-    may be no main phase.
+    Ramp-up ends when the last device begins its first action. Ramp-down begins after the first device has
+    finished its last action. With only a few forwards there may be no main phase between them.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 4, (0, 1), training=True)
@@ -62,7 +60,7 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 def find_slots(
     timetable: Timetable, device_mapping: Sequence[int], time_steps: Sequence[int]
 ) -> list[list[Action | None]]:
-    """Finds what each device does in some time-steps; None where it waits.
+    """Returns the actions of each device in some time-steps; None if it waits.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 2, (0, 1), training=True)
@@ -82,10 +80,10 @@ def find_slots(
 def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width: int | None = None) -> str:
     """Formats a timetable as lines of text.
 
-    `F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` are its halves (input and weight
-    gradients); where a device has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
-    waiting, and a bar separates the phases. What does not fit is left out in the middle, and the last line
-    says so.
+    `F3` is the forward of micro-batch 3, `B3` its backward, `I3` its input gradients and `W3` its weight
+    gradients. If a device has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
+    waiting, and a bar separates the phases. If the lines are too long, time-steps in the middle are left
+    out, and the last line says so.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 3, (0, 1), training=True)
@@ -98,8 +96,8 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     Args:
       timetable: the timetable of a schedule.
       device_mapping: the device of each stage.
-      width: the most characters of a line; None: no limit. At least the first and the last time-step are
-        there.
+      width: the most characters per line; None: no limit. The first and the last time-step are always
+        shown.
     """
     has_stages = len(set(device_mapping)) < len(device_mapping)
     phases = find_ramps(timetable, device_mapping)

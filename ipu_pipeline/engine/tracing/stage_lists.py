@@ -48,7 +48,7 @@ Mapping: TypeAlias = "Sequence[int | Sequence[int]]"
 
 
 class Stage:
-    """A stage that is a plain function of parameters and inputs, without named variables.
+    """A stage as a plain function of parameters and inputs, without `get_variable`.
 
     Example:
       >>> stage = engine.Stage(lambda w, x: x @ w, np.ones([4, 2], np.float32), name="project")
@@ -63,8 +63,8 @@ class Stage:
 
         Args:
           function: `function(parameters, *inputs) -> outputs`.
-          parameters: a pytree of arrays, the values at the start, in which parts may be `Shared` with other
-            stages, or all of it; or a function from a random key to such a pytree; or its shapes
+          parameters: a pytree of arrays, the initial values; parts or all of it may be `Shared` with other
+            stages. Or a function from a random key to such a pytree; or its shapes
             (`jax.ShapeDtypeStruct`), with which `Pipeline.init` is not possible. Integers and booleans are
             not trained.
           name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
