@@ -128,9 +128,9 @@ def check(
         halved = found
     elif found - halved:
         raise ScheduleError(
-            f"Schedule: with {num_micro_batches} micro-batches, stage {min(found - halved)} does its "
-            "backward in halves, but not with the number that the programs were made for. Use halves with "
-            f"any number.\n{format_rows(frozen)}"
+            f"Schedule: with {num_micro_batches} micro-batches, stage {min(found - halved)} splits its "
+            "backward, but not with the number that the programs were made for. Split it with any "
+            f"number.\n{format_rows(frozen)}"
         )
     if halved:
         frozen = _in_halves(frozen, halved)

@@ -226,7 +226,7 @@ def test_stages_that_are_halved_with_other_counts_are_so_with_any():
     found = check(rows, 1, 1, (0,), True, halved=frozenset({0}))
     assert [action.kind for action in found.order] == [F, INPUTS, W]
     rows = [[Action(F, 0, 0), Action(INPUTS, 0, 0), Action(W, 0, 0)]]
-    with pytest.raises(ScheduleError, match="with 1 micro-batches, stage 0 does its backward in halves"):
+    with pytest.raises(ScheduleError, match="with 1 micro-batches, stage 0 splits its backward"):
         check(rows, 1, 1, (0,), True, halved=frozenset())
 
 
