@@ -219,7 +219,7 @@ class IncompleteCheckpointError(CheckpointError):
 
 
 class CheckpointSeries:
-    """The checkpoints of one training run, numbered by its steps, in a directory.
+    """The checkpoints of a training run in a directory, numbered by step.
 
     Example:
       series = CheckpointSeries(directory, max_to_keep=5)

@@ -21,11 +21,11 @@ _EXTRA = "engine_extra"  # in `Snapshot.extra`: what a program adds
 
 
 class InMemoryCheckpoints:
-    """Checkpoints in the machines' memory, for programs that `ipu-pipeline launch` starts again.
+    """Checkpoints in the machines' memory, for programs that `ipu-pipeline launch` restarts.
 
-    Losses and variables are then, to the last bit, those of a job in which nothing failed. Without this
-    launcher, nothing is kept and `restore` returns what it gets. Several in one program are known by their
-    order, in which all processes make them.
+    Losses and variables are then exactly those of a job without failures. Without this launcher, nothing is
+    kept, and `restore` returns its argument. If a program makes several, all processes must make them in
+    the same order.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
@@ -39,17 +39,18 @@ class InMemoryCheckpoints:
       3
 
     Attributes:
-      extra: what was saved as `extra` with the state that `restore` returned; {} if that was another one.
+      extra: the `extra` that was saved with the state returned by `restore`; {} if that state is its
+        argument.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Looks for nothing yet. A process on standby waits here, if it has not joined others before.
+        """Does not look for checkpoints yet. A standby process that has not joined others waits here.
 
         Args:
-          pipeline: whose states they are; `restore` needs it traced.
+          pipeline: the pipeline of the states; `restore` needs it traced.
 
         Raises:
-          TypeError: it is none.
+          TypeError: it is not a pipeline.
         """
         check_pipeline("engine.InMemoryCheckpoints", pipeline)
         wait_on_standby()
@@ -61,22 +62,21 @@ class InMemoryCheckpoints:
 
     @processes.one_thread("restoring a state")
     def restore(self, state: PipelineState) -> PipelineState:
-        """Returns the newest state, once, before the first step; all processes call it.
+        """Returns the newest state. All processes call it once, before the first step.
 
         Args:
           state: from `init`, or from a checkpoint on disk.
 
         Returns:
-          The newest state in memory of which all parts are there, on the pipeline's devices, or `state`
-          if that is of more steps.
+          The newest complete state in memory, on the pipeline's devices, or `state` if that has more steps.
 
         Raises:
-          TypeError: it is called within a transformation such as `jax.jit`, or the state is none.
-          ValueError: a step with `donate` has destroyed the state; the state in memory is of another model
-            or optimizer; or processes have been given different directories by their launchers.
+          TypeError: it is called within a transformation such as `jax.jit`, or `state` is not a state.
+          ValueError: a step with `donate` has destroyed the state; the state in memory belongs to another
+            model or optimizer; or launchers gave processes different directories.
           OSError: the launcher's directory cannot be made, or another user may write to it.
           RuntimeError: it was called before; the pipeline has not been traced; or JAX has joined several
-            processes, and this library has not.
+            processes, but this library has not.
         """
         check_state("InMemoryCheckpoints.restore", state)
         processes.check_joined("InMemoryCheckpoints.restore")
@@ -98,20 +98,21 @@ class InMemoryCheckpoints:
 
     @processes.one_thread("keeping a state")
     def save(self, state: PipelineState, extra: Mapping[str, Any] | None = None) -> None:
-        """Keeps a state, before the step that it is given to. All processes call it before each step.
+        """Keeps a state. All processes call it before each step, with the argument of the step.
 
-        It is written while that step runs. If memory is full, a warning says so, and training goes on.
+        The state is written while the step runs. If memory is full, a warning says so, and training
+        continues.
 
         Args:
-          state: of the pipeline; the step may be one with `donate`.
-          extra: what else belongs to it, as JSON, such as the position of the data; of process 0.
+          state: the state; the step may use `donate`.
+          extra: further JSON data of process 0, such as the position in the data.
 
         Raises:
-          TypeError: it is called within a transformation such as `jax.jit`, the state is none, or `extra`
-            is no dict that can be written as JSON.
+          TypeError: it is called within a transformation such as `jax.jit`, `state` is not a state, or
+            `extra` is not a dict that can be written as JSON.
           ValueError: a step with `donate` has destroyed the state.
-          RuntimeError: `restore` has not been called, or has failed, so what is there would be lost.
-          ProcessError: another process has ended, or does not go on.
+          RuntimeError: `restore` has not been called, or has failed, so kept states would be lost.
+          ProcessError: another process has ended, or does not continue.
         """
         check_state("InMemoryCheckpoints.save", state)
         if not self._has_restored:

@@ -14,12 +14,12 @@ __all__ = ["restore", "save"]
 
 @processes.one_thread("saving a state")
 def save(path: str | os.PathLike[str], state: PipelineState) -> None:
-    """Saves a state of a pipeline, to the last bit. In several processes, all call it with the same path.
+    """Saves a state of a pipeline exactly. With several processes, all call it with the same path.
 
-    Arrays are written by Orbax, each by a process that has it; of values that differ between replicas, the
-    first one's. It returns when the checkpoint is complete; one that was there is then replaced, and stays
-    if this ends in an error, or the process is killed. (Orbax's own `StandardCheckpointer` takes a state,
-    too, in one process only.)
+    Orbax writes the arrays, each from a process that has it. If values differ between replicas, the first
+    replica's are written. The function returns when the checkpoint is complete. It then replaces an
+    existing one, which is kept if saving fails or the process is killed. (Orbax's own
+    `StandardCheckpointer` can also save a state, in one process only.)
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
@@ -30,15 +30,15 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
       True
 
     Args:
-      path: a directory, which all processes reach; its parents are made.
+      path: a directory that all processes can reach; its parents are created.
       state: from `init` or a step.
 
     Raises:
-      TypeError: an argument is of another type, or it is called within a transformation such as `jax.jit`.
-      ValueError: a step with `donate` has destroyed the state. Or there is something else at the path, or
-        processes name different paths.
-      OSError: it cannot be written.
-      RuntimeError: JAX has joined several processes, and this library has not.
+      TypeError: an argument has a wrong type, or it is called within a transformation such as `jax.jit`.
+      ValueError: a step with `donate` has destroyed the state. Or something else is at the path, or
+        processes give different paths.
+      OSError: the checkpoint cannot be written.
+      RuntimeError: JAX has joined several processes, but this library has not.
     """
     check_state("engine.save", state)
     _check_path("save", path)
@@ -50,22 +50,23 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
 
 @processes.one_thread("restoring a state")
 def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
-    """Restores a state that `save` saved, for a pipeline that cuts the same layers in any way.
+    """Restores a saved state, for a pipeline with any split of the same layers.
 
-    In several processes, all call it; their number, the devices and the replicas may be others than when it
-    was saved. Where stages are others, parameters move as by `resplit`. A checkpoint of a `Session` with
-    one pipeline can be restored, too, with the random key of its seed.
+    With several processes, all call it. The numbers of processes, devices and replicas may differ from
+    those of the saved run. If the stages differ, parameters are moved as by `resplit`. A checkpoint of a
+    `Session` with one pipeline can be restored, too, with the random key of its seed.
 
     Args:
       path: the directory.
-      pipeline: traced, by `trace` or `init`.
+      pipeline: a pipeline traced by `trace` or `init`.
 
     Returns:
       The state, on the pipeline's devices.
 
     Raises:
-      TypeError: an argument is of another type.
-      CheckpointError: there is none, it is damaged, or it is of a session with several pipelines.
+      TypeError: an argument has a wrong type.
+      CheckpointError: there is no checkpoint, it is damaged, or it belongs to a session with several
+        pipelines.
       ValueError: the pipeline has other variables, or another optimizer.
       RuntimeError: the pipeline has not been traced, or as for `save`.
     """

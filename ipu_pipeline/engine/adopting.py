@@ -1,4 +1,4 @@
-"""Takes what a pipeline has in common with another one's state, and begins the rest anew."""
+"""Makes a state from another pipeline's: common variables are kept, others start from initial values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_NAMES = 300  # characters
 
 @dataclass(frozen=True)
 class Adoption:
-    """What `Pipeline.adopt` took from another state; `print` shows it.
+    """The result of comparing two states in `Pipeline.adopt`; `print` shows it.
 
     Example:
       >>> old = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
@@ -33,10 +33,10 @@ class Adoption:
       (('dense/kernel', 'dense/bias'), ('head/kernel', 'head/bias'))
 
     Attributes:
-      taken: full names of the variables that were taken, in the pipeline's order.
-      new: full names of those that the state lacked, which start with their initial values.
+      taken: full names of the variables that were kept, in the pipeline's order.
+      new: full names of the variables that the state lacked, which have their initial values.
       left: full names of the state's variables that the pipeline does not have.
-      takes_optimizer_state: whether the optimizer's state was taken; False: it begins anew. None without an
+      takes_optimizer_state: whether the optimizer's state was kept; False: it is a new one. None without an
         optimizer.
     """
 
@@ -46,7 +46,7 @@ class Adoption:
     takes_optimizer_state: bool | None = None
 
     def __str__(self) -> str:
-        """Shows the names."""
+        """Formats the names."""
         lists = {"taken": self.taken, "new": self.new, "left in the state": self.left}
         lines = [
             f"{what}: {len(names)} variable{'s' * (len(names) != 1)}"

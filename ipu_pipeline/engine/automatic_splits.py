@@ -73,7 +73,8 @@ __all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages",
 _WIDTH = 60  # of a stage's layers in the table
 _PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
 _OWN = ("parameters", "device_mapping", "program_names")  # that layers have of their own
-_NOT_FOR_LAYERS = (  # options of pipelines that say something of each stage, or do not go with several IPUs
+# options of pipelines that say something of each stage, or do not go with several devices
+_NOT_FOR_LAYERS = (
     "forward_options",
     "backward_options",
     "execution_phases",
@@ -84,21 +85,22 @@ _NOT_FOR_LAYERS = (  # options of pipelines that say something of each stage, or
 
 @dataclass(frozen=True)
 class SplitRow:
-    """A split in the table.
+    """A split of a `SplitTable`.
 
     Attributes:
-      what: what it is: "chosen", "even by layers" (or "even by parts") or "best other".
+      what: "chosen", "even by layers" (or "even by parts") or "best other".
       groups: the names of each stage's layers.
-      forward_seconds: what a micro-batch takes of each stage forward; of the last one forward and backward.
-      backward_seconds: what it takes of each backward.
-      step_seconds: what a step is predicted to take, with a device for each IPU.
-      shared_seconds: what it is predicted to take where the devices share this machine's cores, as virtual
-        devices of a CPU do, and other replicas share them, too; None where they do not.
-      chunk_size: the micro-batches per program with which these are shortest, of those that the pipeline
-        may choose from.
-      num_bytes: what each IPU is estimated to hold at most, whatever number of micro-batches per program
-        the pipeline chooses; nothing with all stages on one IPU.
-      fits: whether that is within the limit.
+      forward_seconds: the time of a micro-batch in each stage's forward; for the last stage, forward and
+        backward.
+      backward_seconds: the time of a micro-batch in each stage's backward.
+      step_seconds: the predicted time of a step if each device has its own cores.
+      shared_seconds: the predicted time of a step if the devices share this machine's cores with each
+        other and with other replicas, as virtual devices of a CPU do; None if they do not.
+      chunk_size: the number of micro-batches per program with the shortest times, among the pipeline's
+        choices.
+      num_bytes: the estimated most bytes on each device, for any number of micro-batches per program that
+        the pipeline may choose; empty with all stages on one device.
+      fits: whether these are within the limit.
     """
 
     what: str
@@ -113,14 +115,14 @@ class SplitRow:
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
-        """What a micro-batch takes of each stage, forward and backward."""
+        """The time of a micro-batch in each stage, forward and backward."""
         pairs = zip(self.forward_seconds, self.backward_seconds, strict=True)
         return tuple(one + other for one, other in pairs)
 
 
 @dataclass(frozen=True)
 class SplitTable:
-    """What a split was decided by; `print` shows it.
+    """The reasons for a split: costs of layers and predictions. `print` shows it.
 
     Example:
       >>> parts = [lambda x: jnp.tanh(x @ ipu.get_variable("w", [8, 8]))] + [jnp.tanh] * 3
@@ -128,24 +130,24 @@ class SplitTable:
       >>> stages = engine.auto_stages(parts, 2, x, num_micro_batches=4, measure=False)
       >>> print(stages.table.cuts)
       cut by layers, counted, all 3 simulated:
-        stage  IPU  layers                takes  crosses the cut before it
+        stage  device  layers                takes  crosses the cut before it
         0      0    <lambda>              60 us
         1      1    tanh.0 to tanh.2 (3)  60 us                      128 B
-        a step takes 325 us, and stage 1 most of it; even by layers 325 us; best other 325 us
+        a step takes 325 us, stage 1 is the longest; even by layers 325 us; best other 325 us
 
     Attributes:
-      rows: the chosen split, the even one by the number of layers, and of the others the best one with a
-        device for each IPU; those that are the same are there once.
+      rows: the chosen split, the even one by the number of layers, and the best of the others if each
+        device has its own cores; equal ones are listed once.
       layers: the names of the layers.
-      forward_seconds: what a micro-batch takes of each layer forward, as a program of its own. The last
-        one's includes its backward, or the first half of that, which is one program with it.
-      backward_seconds: the same for the backwards.
-      update_seconds: what a weight update takes of each.
-      sent_bytes: what crosses the cut before each layer, there and back, per micro-batch.
+      forward_seconds: the time of a micro-batch in each layer's forward, as a separate program. The last
+        layer's program includes its backward, or the input gradients if the backward is split.
+      backward_seconds: the time of a micro-batch in each layer's backward.
+      update_seconds: the time of each layer's weight update.
+      sent_bytes: the bytes that cross the cut before each layer, there and back, per micro-batch.
       source: the source of the times: "measured on ..." or "counted".
       search: how splits were searched, in words.
-      device_mapping: the IPU of each stage.
-      unit: what layers are called, "layer" or "part".
+      device_mapping: the device of each stage.
+      unit: the word for a layer: "layer" or "part".
     """
 
     rows: tuple[SplitRow, ...]
@@ -160,7 +162,7 @@ class SplitTable:
     unit: str = "layer"
 
     def __str__(self) -> str:
-        """Shows the layers, and the splits with their stages."""
+        """Formats the layers, and the splits with their stages, as tables."""
         lines = [f"{self.unit.capitalize()}s ({self.source}):"]
         columns = [self.unit, "forward", "backward", "update", "crosses the cut before it"]
         cells = zip(
@@ -175,7 +177,7 @@ class SplitTable:
         lines.append(f"Splits ({self.search}):")
         is_shared = self.rows[0].shared_seconds is not None
         on_cores = [f"on {count_cores()} shared cores"] * is_shared
-        table = [["", "stages", "longest stage", "step", *on_cores, "per program", "fullest IPU"]]
+        table = [["", "stages", "longest stage", "step", *on_cores, "per program", "fullest device"]]
         for row in self.rows:
             longest = max(row.stage_seconds)
             cells_of_row = [
@@ -194,7 +196,7 @@ class SplitTable:
 
     @property
     def costs(self) -> Costs | None:
-        """What the chosen stages take alone; None if it was counted. What is sent is left out."""
+        """The measured costs of the chosen stages, without transfers; None if they were counted."""
         if not self.source.startswith("measured"):
             return None
         chosen, first, update = self.rows[0], 0, []
@@ -211,9 +213,9 @@ class SplitTable:
 
     @property
     def cuts(self) -> str:
-        """The chosen stages, what crosses where they begin, and what other splits would take, in lines."""
+        """The chosen stages, the bytes that cross between them, and the times of other splits, in lines."""
         chosen, *others = self.rows
-        rows = [["stage", "IPU", f"{self.unit}s", "takes", "crosses the cut before it"]]
+        rows = [["stage", "device", f"{self.unit}s", "takes", "crosses the cut before it"]]
         first = 0
         for stage, group in enumerate(chosen.groups):
             names = [shorten(name, _WIDTH // 2) for name in (group[0], group[-1])]
@@ -223,7 +225,7 @@ class SplitTable:
             rows.append([str(stage), str(self.device_mapping[stage]), named, seconds, sent])
             first += len(group)
         longest = chosen.stage_seconds.index(max(chosen.stage_seconds))
-        told = [f"a step takes {describe_seconds(chosen.step_seconds)}, and stage {longest} most of it"]
+        told = [f"a step takes {describe_seconds(chosen.step_seconds)}, stage {longest} is the longest"]
         told += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in others]
         lines = [f"cut by {self.unit}s, {self.source}, {self.search}:"]
         return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(told)}"])
@@ -234,7 +236,7 @@ class AutoStages(list[Any]):
 
     Attributes:
       groups: the numbers of each stage's layers.
-      table: what the split was decided by.
+      table: the reasons for the split.
     """
 
     def __init__(self, stages: Iterable[Any], groups: Sequence[Sequence[int]], table: SplitTable) -> None:
@@ -253,14 +255,14 @@ def auto_stages(
     measure: bool = True,
     **options: Any,
 ) -> AutoStages:
-    """Makes stages of layers: the contiguous groups of them with which a step takes least.
+    """Groups layers into stages so that the predicted step time is shortest.
 
-    The step is simulated under the schedule and the device mapping, with what each layer's programs, its
-    part of the weight update and the transfers between layers take. These are measured on this machine's
-    devices, once for equal programs, and kept beside JAX's compiled programs, or in ~/.cache/ipu_pipeline:
-    so the next run decides the same. They are counted from the operations where nothing may run: stages
-    print or call back into Python, or have a `while_loop`; or the program runs in several processes, each
-    of which would measure differently.
+    A step is simulated with the schedule, the device mapping, and the times of each layer's programs, its
+    part of the weight update and the transfers between layers. These times are measured on this machine's
+    devices, once for equal programs, and stored beside JAX's compiled programs, or in
+    ~/.cache/ipu_pipeline, so that the next run makes the same choice. They are estimated from counted
+    operations if layers print, call back into Python or have a `while_loop`, or if the program runs in
+    several processes, each of which would measure differently.
 
     Example:
       >>> parts = [lambda x: jnp.tanh(x @ ipu.get_variable("w", [8, 8]))] + [jnp.tanh] * 3
@@ -270,24 +272,26 @@ def auto_stages(
       ((0,), (1, 2, 3))
 
     Args:
-      layers: like stages, without parallel ones: each takes what the one before returns.
+      layers: functions or `Stage`s like stages, without parallel ones: each takes the previous one's
+        result.
       num_stages: the number of stages, from 1 to the number of layers.
       micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
       *inputs: the inputs that are constant during a step, or their shapes and dtypes.
-      bytes_per_ipu: the most that an IPU may hold, by the estimate for each split: variables, optimizer
-        state, accumulators, micro-batches in flight and temporaries. None: anything.
-      measure: False counts, and runs nothing.
-      **options: of the pipeline that is to be made of the stages, the fields of `PipelineOptions`.
-        `num_micro_batches` must be given. `parameters` are those of the layers; the stages that are
-        returned have them. `device_mapping` has the IPU of each stage; by default each has its own.
+      bytes_per_ipu: the most bytes that a device may hold, by the estimate for each split: variables,
+        optimizer state, accumulators, micro-batches in flight and temporaries. None: no limit.
+      measure: False: times are estimated from counted operations, and nothing is run.
+      **options: the options of the pipeline that you will make from the stages, fields of
+        `PipelineOptions`. `num_micro_batches` must be given. `parameters` are the layers' parameters, which
+        the returned stages have. `device_mapping` has the device of each stage; by default each has its
+        own.
 
     Returns:
-      The stages. Variables of layers with a pytree of parameters have names of their layers, `layer3/...`,
-      not of stages, so they do not depend on the split.
+      The stages. Variables of layers with a pytree of parameters are named after layers, `layer3/...`, not
+      after stages, so that names do not depend on the split.
 
     Raises:
       TypeError: there is no such option.
-      ValueError: an argument is not usable, something is wrong with a layer, or the layers do not fit.
+      ValueError: an argument has a wrong value, a layer has a fault, or the layers do not fit.
     """
     if not isinstance(layers, (list, tuple)) or not layers:
         raise ValueError(f"auto_stages: layers must be a list of at least one function; got {layers!r}.")
@@ -310,7 +314,7 @@ def auto_stages(
 
 
 class ModelStages(AutoStages):
-    """The stages of a model that was one function, as a list, for a pipeline.
+    """The stages into which `split` cuts a model, as a list, for a pipeline.
 
     Example:
       >>> def model(w, x):
@@ -330,8 +334,8 @@ class ModelStages(AutoStages):
 
     Attributes:
       groups: the numbers of each stage's parts.
-      table: what the split was decided by.
-      scopes: the names of the scopes (`jax.named_scope`) around what each stage computes.
+      table: the reasons for the split.
+      scopes: the names of the scopes (`jax.named_scope`) of each stage's operations.
     """
 
     def __init__(
@@ -356,12 +360,12 @@ class ModelStages(AutoStages):
         self.scopes = tuple(parts.find_scopes(group) for group in groups)
 
     def parameters(self, state: PipelineState) -> Any:
-        """The model's pytree of parameters, from a state of a pipeline of these stages.
+        """Returns the model's pytree of parameters from a state of a pipeline of these stages.
 
-        Layers' parts of stacked parameters are stacked again, on the first one's device.
+        Stacked parameters of layers are stacked again, on the first layer's device.
 
         Raises:
-          ValueError: the model has no `parameters`, or the state is of another pipeline.
+          ValueError: the model has no `parameters`, or the state belongs to another pipeline.
         """
         own = self._graph.parameters
         if own is None:
@@ -383,16 +387,16 @@ def split(
     cut_scans: bool = True,
     **options: Any,
 ) -> ModelStages:
-    """Makes stages of a model that is one function: cuts what it computes where a step takes least.
+    """Splits a model that is one function into stages so that the predicted step time is shortest.
 
-    The model is traced, and cut into parts where little is alive between them: skips go from the stage that
-    has a value to the one that reads it, a scan over layers with stacked parameters is cut between its
-    iterations, and masks, random keys and variables in other dtypes are computed in each stage that reads
-    them. Parts are measured, and split like layers: see `auto_stages`. Where branches allow several orders
-    of the parts, the best of several is taken.
+    The model is traced, and cut into parts where few values are live. Skip connections go directly from the
+    stage that computes a value to the stage that reads it. A scan over layers with stacked parameters is
+    cut between its iterations. Masks, random keys and variables cast to other dtypes are computed in each
+    stage that reads them. Parts are measured and grouped like layers, see `auto_stages`. If branches allow
+    several orders of the parts, several are tried and the best is taken.
 
-    What `jax.checkpoint`, a conditional, another loop or a function with custom derivatives computes is in
-    one stage.
+    The operations inside `jax.checkpoint`, a conditional, another loop or a function with custom
+    derivatives stay in one stage.
 
     Args:
       model: `model(*inputs, *micro_batch)`, with variables by `get_variable`; with `parameters` these come
@@ -400,23 +404,23 @@ def split(
       num_stages: the number of stages, at least 1.
       micro_batch: a micro-batch, or the same pytree of `jax.ShapeDtypeStruct`s; None for no feed.
       *inputs: the inputs that are constant during a step, or their shapes and dtypes.
-      parameters: the pytree of parameters, as for `Stage`. Their variables are called `model/` and then the
-        path. None: the model has `get_variable`, or none.
+      parameters: the pytree of parameters, as for `Stage`. Their variables are named `model/` and the path.
+        None: the model uses `get_variable`, or has no variables.
       bytes_per_ipu: see `auto_stages`.
       measure: see `auto_stages`.
-      cut_scans: False leaves scans over layers whole, each in one stage, and their parameters stacked.
+      cut_scans: False keeps each scan over layers in one stage, and its parameters stacked.
       **options: see `auto_stages`. `trained` has names of the stages' variables.
 
     Returns:
-      The stages. Where micro-batches have other shapes, the model is cut in the same places. The names of
-      variables and random numbers do not depend on where it is cut: a state of one split is one of all. A
-      parameter that a scan over layers takes apart is a variable for each layer, `model/blocks/w/0` and so
-      on, which optimizers see one by one.
+      The stages. For micro-batches of other shapes, the model is cut in the same places. Names of variables
+      and random numbers do not depend on the cuts: a state of one split fits all splits. A stacked
+      parameter of a scan that is cut becomes a variable for each layer, `model/blocks/w/0` and so on, which
+      optimizers see one by one.
 
     Raises:
       TypeError: there is no such option.
-      ValueError: an argument is not usable, the model has too few parts, or they do not fit.
-      Others: what the model raises.
+      ValueError: an argument has a wrong value, the model has too few parts, or they do not fit.
+      Others: errors that the model raises.
     """
     if not callable(model) and not isinstance(model, Stage):
         raise ValueError(f"split: model must be a function or a Stage; got {model!r}.")
@@ -424,7 +428,7 @@ def split(
         raise ValueError("split: parameters must be None if the model is a Stage, which has its own.")
     if options.get("tensor_parallel") is not None:
         raise ValueError(
-            "split: tensor_parallel is not taken into account; leave it out, or write the stages yourself."
+            "split: tensor_parallel is not supported; leave it out, or write the stages yourself."
         )
     task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
     if parameters is not None:
@@ -478,8 +482,8 @@ class _Task:
     Attributes:
       num_stages: the number of stages.
       options: of the pipeline.
-      mapping: the IPU of each stage.
-      bytes_per_ipu: the most that an IPU may hold; None: anything.
+      mapping: the device of each stage.
+      bytes_per_ipu: the most that a device may hold; None: anything.
       unit: what layers are called in tables.
       caller: what errors call the function that was called.
     """
@@ -521,14 +525,14 @@ class _Task:
         for name in _NOT_FOR_LAYERS:
             if name in options and options[name] not in (None, 1):
                 raise ValueError(
-                    f"{caller}: {name} is not taken into account; got {options[name]!r}. Leave it out "
-                    "here, and give it to the pipeline."
+                    f"{caller}: {name} is not supported here; got {options[name]!r}. Pass it to the "
+                    "pipeline only."
                 )
         mapping = _find_mapping(caller, given, num_stages)
         bytes_per_ipu = _find_limit(caller, given.schedule, bytes_per_ipu)
         if bytes_per_ipu is not None and len(set(mapping)) == given.num_devices_per_ipu == 1:
             raise ValueError(
-                f"{caller}: bytes_per_ipu goes with several IPUs; on one, everything is one program. Leave "
+                f"{caller}: bytes_per_ipu needs several devices; on one, everything is one program. Leave "
                 "it out."
             )
         return cls(num_stages, given, mapping, bytes_per_ipu, units.removesuffix("s"), caller)
@@ -541,12 +545,12 @@ def _find_mapping(caller: str, options: PipelineOptions, num_stages: int) -> tup
     mapping: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else ()
     if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
         raise ValueError(
-            f"{caller}: device_mapping must have the number of an IPU for each of the {num_stages} "
+            f"{caller}: device_mapping must have the number of a device for each of the {num_stages} "
             f"stages; got {given!r}."
         )
     if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
         raise ValueError(
-            f"{caller}: device_mapping must have several IPUs; got {list(mapping)}. With all stages on "
+            f"{caller}: device_mapping must have several devices; got {list(mapping)}. With all stages on "
             "one, everything is one program, and a step takes as long wherever it is cut."
         )
     return tuple(map(int, mapping))
@@ -695,7 +699,7 @@ class _Layers:
         self._homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
         if not self._homes:
             raise ValueError(
-                f"{self._task.caller}: an IPU is {each} devices, and there are {len(found)}. "
+                f"{self._task.caller}: a stage takes {each} devices, and there are {len(found)}. "
                 "ipu_pipeline.set_num_devices makes more on a CPU."
             )
         self._platform = self._homes[0][0].platform
@@ -883,7 +887,7 @@ class _Judged(NamedTuple):
 
 
 def _edge(crossing: Crossing) -> Edge:
-    """The layers that a crossing goes from and to, where each layer has an IPU of its own."""
+    """The layers that a crossing goes from and to, where each layer has a device of its own."""
     assert crossing.stage is not None
     return crossing.stage, crossing.target
 

@@ -38,7 +38,7 @@ class Recipe:
 
     Attributes:
       functions: the stages, level by level.
-      mapping: the IPU of each stage.
+      mapping: the device of each stage.
       options: the other arguments of the pipeline.
     """
 
@@ -64,7 +64,7 @@ class Built:
       programs: the programs of the stages.
       make_programs: makes the programs for another choice of what stages keep for their backward.
       metrics: what stages and the optimizer report.
-      partitions: how variables are divided over the devices of an IPU.
+      partitions: how variables are divided over the devices of their stage.
     """
 
     traced: TracedPipeline
@@ -127,8 +127,8 @@ def build(
         )
         if parallel.size > 1 and not partitions and not divides:
             warnings.warn(
-                f"tensor_parallel: each IPU has {parallel.size} devices, but nothing is divided over them, "
-                "so all of them compute the same. Say in TensorParallel.variables what is divided.",
+                f"tensor_parallel: each stage has {parallel.size} devices, but nothing is divided over "
+                "them, so all of them compute the same. Say in TensorParallel.variables what is divided.",
                 stacklevel=2,
             )
         collecting = make_collecting(
@@ -204,8 +204,8 @@ def _make_updates(
 
     optimizer = optimizer_tracing.lift_captures(optimizer, find_position)
     extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), read)
-    # All variables of one IPU are updated together, by its first stage, except in execution phases, whose
-    # memory does not hold them all.
+    # All variables of one device are updated together, by its first stage, except in execution phases,
+    # whose memory does not hold them all.
     mapping = recipe.mapping
     homes = {name: mapping.index(mapping[stage]) for name, stage in traced.owners.items()}
     if recipe.options.execution_phases is not None:
@@ -284,5 +284,5 @@ def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str
                     "which are parallel, and gradients are mapped or enqueued: its whole gradient of a "
                     "micro-batch would be known after both, while each is to run without waiting for the "
                     "other. Return the variable from an earlier stage and pass it to both, or put all "
-                    "stages on one IPU."
+                    "stages on one device."
                 )

@@ -62,17 +62,17 @@ class _CallFrame(ctypes.Structure):
 
 
 def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -> jax.Array:
-    """Returns a value unchanged, after a time in which its device does nothing else and no core is used.
+    """Returns a value unchanged, after a time in which its device is busy and no core is used.
 
-    Virtual devices of a CPU share its cores, so that a pipeline is no faster there than one device. With
-    this in each stage they overlap as devices of their own do, and speed, bubbles and reports are those of
-    such devices. Values and gradients stay the same.
+    Virtual devices of a CPU share its cores, so that a pipeline there is no faster than one device. With
+    this function in each stage they overlap like separate devices, and speed, bubbles and reports are as on
+    separate devices. Values and gradients stay the same.
 
     Args:
       x: an array of floating-point numbers of any shape, computed in a stage or in any function that is
         compiled.
-      forward_ms: how long it takes, in milliseconds; 0 for no time.
-      backward_ms: likewise for its gradient; by default twice as long.
+      forward_ms: the time in milliseconds; 0 for no time.
+      backward_ms: the time of its gradient; by default twice as long.
 
     Returns:
       The array, of the same shape and dtype.

@@ -32,7 +32,7 @@ class ExportedStages:
     """An exported pipeline, in inference."""
 
     files: Mapping[str, bytes]  # the files' contents, by name
-    stages: Sequence[Mapping[str, Any]]  # each with its file, place, IPU, arguments and results
+    stages: Sequence[Mapping[str, Any]]  # each with its file, place, device, arguments and results
     outputs: Sequence[Mapping[str, Any]]  # where each leaf of what is collected comes from
 
 
@@ -163,7 +163,7 @@ class StageRunner:
         """
         self._stages, self._outputs, self._functions = stages, outputs, functions
         self._variables = dict(variables)
-        self._placed: dict[tuple[str, int], Any] = {}  # by full name and IPU
+        self._placed: dict[tuple[str, int], Any] = {}  # by full name and device
         self._devices: list[Any] = []
         self._groups: Sequence[DeviceGroup] = ()
         self._key, self._update_count = jax.random.key_data(key), update_count
@@ -181,7 +181,7 @@ class StageRunner:
         Args:
           leaves: the leaves of the micro-batch.
           inputs: the leaves of the inputs.
-          devices: the devices of the IPUs.
+          devices: the JAX devices, by number.
           execution: the number of times that the pipeline has run.
           micro_batch: the number of the micro-batch in this run.
 

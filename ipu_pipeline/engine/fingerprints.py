@@ -31,10 +31,10 @@ def agree(
     Args:
       built: its stages and optimizer.
       options: the other arguments of the pipeline.
-      mapping: the IPU of each stage.
+      mapping: the device of each stage.
       timetable: the timetable of a step.
       plan: how actions become dispatches; None where everything is one program.
-      devices: the devices of the IPUs of all replicas.
+      devices: the devices of all replicas.
 
     Raises:
       ValueError: it is not the same in all processes.

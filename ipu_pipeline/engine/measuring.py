@@ -20,11 +20,10 @@ __all__ = ["measure_dispatch_plan"]
 def measure_dispatch_plan(
     pipeline: Pipeline, state: PipelineState, micro_batches: Sequence[Any], *inputs: Any, num_steps: int = 5
 ) -> Chunking:
-    """Finds the dispatch plan with which a pipeline's steps are fastest, on this machine and now.
+    """Measures the dispatch plan with the fastest steps of a pipeline on this machine.
 
     It compiles and runs every possible plan, each on a copy of the state, which takes long. The result can
-    be kept, and given to a pipeline as `dispatch_plan`. Chunks are tried without regard to the memory that
-    they take.
+    be stored, and passed to a pipeline as `dispatch_plan`. Plans are tried without a limit on memory.
 
     Example:
       >>> pipeline = engine.Pipeline(
@@ -40,12 +39,12 @@ def measure_dispatch_plan(
       True
 
     Args:
-      pipeline: a pipeline with a fixed number of micro-batches, over several devices.
-      state: as for `Pipeline.step`; it stays as it is.
+      pipeline: a pipeline on several devices with a fixed number of micro-batches.
+      state: as for `Pipeline.step`; it is not changed.
       micro_batches: the micro-batches of one step.
       *inputs: as for `Pipeline.step`.
-      num_steps: how often two steps of each plan are timed, in turns, after one that compiles; the
-        medians count.
+      num_steps: how often two steps of each plan are timed, the plans in turn, after a step that compiles;
+        the medians are compared.
 
     Raises:
       ValueError: all stages are on one device.

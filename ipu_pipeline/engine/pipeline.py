@@ -1,6 +1,6 @@
-"""The engine's public call: a pipeline of stage functions, with the state going in and coming out.
+"""The engine's public class: a pipeline of stage functions, whose steps take a state and return the next.
 
-It offers building, running and questions, and delegates all of them.
+It builds, runs and describes pipelines, and delegates all of this.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _with_options(
 
 
 class Pipeline:
-    """A model cut into stages, each on a device of its own, with gradient accumulation.
+    """A model in stages, each on its own device, trained with gradient accumulation.
 
     Example:
       >>> def first(w, x, targets):
@@ -174,16 +174,16 @@ class Pipeline:
         """Checks the arguments; nothing is traced or compiled yet.
 
         Args:
-          stages: functions that take what the one before returns (a tuple or list as positional
-            arguments, a dict as keyword arguments), with variables by `get_variable`, or with a pytree of
-            `parameters` as their first argument; or `Stage`s. The first one takes the inputs of `step` and
-            then the micro-batch. A list of them in place of one: parallel stages, which run at the same
-            time on the same values; what they return is concatenated.
-          options: given by name: the fields of `PipelineOptions`, which describes them.
+          stages: functions, or `Stage`s. Each takes the previous stage's result (a tuple or list as
+            positional arguments, a dict as keyword arguments); the first one takes the inputs of `step` and
+            then the micro-batch. Variables come from `get_variable`, or from a pytree of `parameters` as
+            the first argument. A list in place of a stage: parallel stages, which run at the same time on
+            the same values; their results are concatenated.
+          options: keyword arguments: the fields of `PipelineOptions`, which describes them.
 
         Raises:
-          TypeError: a compiler option's type is not usable, or there is no such argument.
-          ValueError: an argument is not usable.
+          TypeError: a compiler option has a wrong type, or an argument is unknown.
+          ValueError: an argument has a wrong value.
         """
         functions, mapping, self._parameters = flatten_stages(
             stages, options.device_mapping, options.parameters
@@ -195,7 +195,7 @@ class Pipeline:
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
             raise ValueError(
-                'num_serialized above 1 needs the schedule "sequential" and all stages on one IPU; got '
+                'num_serialized above 1 needs the schedule "sequential" and all stages on one device; got '
                 f"{options.num_serialized} with the schedule {schedule!r} and device_mapping "
                 f"{list(mapping)}."
             )
@@ -268,9 +268,12 @@ class Pipeline:
         )
 
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
-        """The checked timetable of a step with this many micro-batches, or groups of `num_serialized`.
+        """Returns the checked timetable of a step.
 
-        Of a schedule that is searched, see `searched`.
+        For a schedule that is searched, see `searched`.
+
+        Args:
+          num_micro_batches: micro-batches of a step, or groups of `num_serialized`.
         """
         return (self._searched or self._make_timetable)(num_micro_batches)
 
@@ -283,16 +286,16 @@ class Pipeline:
         return halved
 
     def searched(self, num_micro_batches: int | None = None) -> schedules.Searched | None:
-        """What the search of the schedule found, with its proof.
+        """Returns the result of the schedule's search, with its proof.
 
         Args:
           num_micro_batches: as for `step`.
 
         Returns:
-          The rows, the time of a step by the costs that were measured, without updates, a time that no
-          order can be faster than, and the gap between them. None if the schedule is not searched: it is
-          another one, there is no training, or all stages are on one IPU. Then, and as long as `prepare`
-          has not been called, the timetable is that of "interleaved", with all backwards in halves.
+          The rows, the step time by the measured costs, without updates, a lower bound for any order, and
+          the gap between them. None if nothing is searched: the schedule is another one, there is no
+          training, or all stages are on one device. Then, and until `prepare` is called, the timetable is
+          "interleaved" with a split backward.
         """
         if self._searched is None:
             return None
@@ -302,7 +305,7 @@ class Pipeline:
 
     @property
     def num_ipus(self) -> int:
-        """The number of IPUs that each replica needs."""
+        """The number of devices that each replica needs."""
         return max(self.device_mapping) + 1
 
     @property
@@ -322,17 +325,17 @@ class Pipeline:
 
     @property
     def options(self) -> PipelineOptions:
-        """The options that were given; the schedule as it was found."""
+        """The given options; `schedule` as a name of this library, or a function."""
         return self._recipe.options
 
     @property
     def device_mapping(self) -> tuple[int, ...]:
-        """The IPU of each stage."""
+        """The device of each stage."""
         return self._recipe.mapping
 
     @property
     def is_one_program(self) -> bool:
-        """Whether all stages are on one device, and not in phases, which are programs of their own."""
+        """Whether all stages are on one device, without phases, which are separate programs."""
         if self.options.execution_phases is not None:
             return False
         is_one_device = self._num_replicas == self.options.num_devices_per_ipu == 1
@@ -340,7 +343,7 @@ class Pipeline:
 
     @property
     def _iterated(self) -> Iterated | None:
-        """What makes the pipeline the body of a loop; None if it is none."""
+        """The loop whose body the pipeline is; None if there is none."""
         return None
 
     @property
@@ -387,12 +390,12 @@ class Pipeline:
 
     @property
     def collecting(self) -> Collecting:
-        """What is collected from the last stage."""
+        """The results that are collected from the last stage."""
         return self.built.collecting
 
     @property
     def metrics(self) -> MetricReader:
-        """Reads what the stages and the optimizer report."""
+        """A reader of the metrics of stages and the optimizer."""
         return self.built.metrics
 
     @property
@@ -402,13 +405,13 @@ class Pipeline:
 
     @property
     def separate_variables(self) -> frozenset[str]:
-        """The full names of the variables of which each replica has its own values."""
+        """The full names of the variables that have a separate value in each replica."""
         if self.options.joins_assigned or self._num_replicas == 1:
             return frozenset()
         return frozenset(spec.name for stage in self.traced.stages for spec in stage.assigned)
 
     def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
-        """Plans what each stage will hold between forwards and backwards, by the programs and the schedule.
+        """Plans the memory that each stage holds between forwards and backwards.
 
         Args:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
@@ -431,16 +434,16 @@ class Pipeline:
         return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)
 
     def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
-        """Plans what each IPU needs while steps run: state, accumulators, micro-batches and programs.
+        """Plans the memory of each device while steps run: state, accumulators, micro-batches and programs.
 
-        What the programs take is known once they have been compiled, in the first step. On one device this
-        includes the micro-batches.
+        The programs' memory is known once they are compiled, in the first step. With all stages on one
+        device it includes the micro-batches.
 
         Args:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
 
         Returns:
-          One entry per IPU, in their order.
+          One entry per device, in order.
 
         Raises:
           ValueError: the number of micro-batches is given neither here nor to the pipeline; or see
@@ -451,10 +454,10 @@ class Pipeline:
         return runner.plan_memory(self.built.accumulator_dtypes, stages, count * self.num_serialized)
 
     def plan_host_memory(self, link: schedules.LinkSpeed) -> schedules.HostMemory | None:
-        """What execution phases bring to the devices and take away, for `Scenario.host_memory`.
+        """Returns the transfers of execution phases from and to host memory, for `Scenario.host_memory`.
 
         Args:
-          link: the link between each IPU and host memory, with the same speed in either direction.
+          link: the link between each device and host memory, with the same speed in either direction.
 
         Returns:
           The bytes of each program; None if there are no phases, or nothing leaves the devices.
@@ -474,18 +477,18 @@ class Pipeline:
         return runner.find_host_memory(self.built.accumulator_dtypes, link)
 
     def scenario(self, num_micro_batches: int | None = None) -> schedules.Scenario:
-        """What a step takes, for `simulate`, `what_if`, `advise` and `ipu-pipeline simulate --costs-from`.
+        """Measures a step, for `simulate`, `what_if`, `advise` and `ipu-pipeline simulate --costs-from`.
 
-        Programs, transfers and updates are measured, each alone, as for the choice of a dispatch plan: what
-        was measured before is not run again. On a CPU the devices share its cores. Of several replicas the
-        scenario is the first one's, with its part of the cores; of several turns it is the first one.
+        Programs, transfers and updates are measured one at a time, unless they were measured before. CPU
+        devices share the CPU's cores. With several replicas the scenario is the first replica's, with its
+        share of the cores; with several turns it is the first turn.
 
         Args:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
 
         Raises:
-          ValueError: all stages are on one IPU; or they cannot be run on zeros: they print, call back into
-            Python or loop by data; or there are several processes, or execution phases.
+          ValueError: all stages are on one device; or they cannot be run on zeros: they print, call back
+            into Python or loop by data; or there are several processes, or execution phases.
         """
         count = self._count(num_micro_batches) * self.num_serialized
         runner, measured = self._measure_stages("Pipeline.scenario")
@@ -504,10 +507,10 @@ class Pipeline:
 
     @apart
     def measure_costs(self) -> schedules.Costs:
-        """What programs, transfers and updates take, in seconds; see `scenario`, which has the rest.
+        """Measures programs, transfers and updates, in seconds; `scenario` includes them.
 
-        The time of the last stage's program is divided among its forward and backward by their operations.
-        The host is taken to start a program in 20 microseconds.
+        The time of the last stage's program is divided into forward and backward by their operations. The
+        host is assumed to start a program in 20 microseconds.
 
         Raises:
           ValueError: see `scenario`.
@@ -517,7 +520,7 @@ class Pipeline:
     def _measure_stages(self, caller: str) -> tuple[ColumnRunner, Measured]:
         runner = self.prepare()
         reasons = {
-            "all stages are on one IPU, in one program": not isinstance(runner, ColumnRunner),
+            "all stages are on one device, in one program": not isinstance(runner, ColumnRunner),
             "there are execution phases": self.options.execution_phases is not None,
             "there are several processes": runner.placement.has_peers,
             why_not_timed(self._programs): bool(why_not_timed(self._programs)),
@@ -546,11 +549,11 @@ class Pipeline:
     def facts(
         self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
     ) -> PipelineDetails:
-        """What is known of the pipeline before anything is compiled. Does not start JAX's backend.
+        """Returns the facts that are known before anything is compiled. Does not start JAX's backend.
 
         Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, what
-            stages hold is that of a step of one micro-batch.
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, a
+            step of one micro-batch is assumed.
           left_out: full names of variables to leave out.
 
         Raises:
@@ -587,7 +590,7 @@ class Pipeline:
         )
 
     def _find_sends(self) -> tuple[Sent, ...]:
-        """What crosses from IPU to IPU per weight update."""
+        """What crosses from device to device per weight update."""
         traced, ipus = self.traced, self.device_mapping
         extra = self.plan_accumulators().extra
         shared = find_shared_sends(traced, ipus, extra, self.built.accumulator_dtypes)
@@ -596,13 +599,13 @@ class Pipeline:
     def summary(
         self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
     ) -> PipelineSummary:
-        """What each stage will need and do, and how long IPUs will wait, before anything is compiled.
+        """Summarizes the memory and work of each stage, and the bubble, before anything is compiled.
 
         Does not start JAX's backend. `print` shows it as a table.
 
         Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, what
-            stages hold is that of a long step.
+          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, a
+            long step is assumed.
           left_out: full names of variables to leave out.
 
         Raises:
@@ -626,13 +629,13 @@ class Pipeline:
 
     @property
     def dispatch_plan(self) -> Chunking | None:
-        """How many micro-batches a program handles; None on one device.
+        """The number of micro-batches per program, and the reason; None on one device.
 
-        If none was given, it is estimated from the programs and the kind of the devices (CPUs, as long as
-        none are known), and where chunks may be worth it, steps on zeros are timed when the pipeline is
-        prepared; in several processes it is the estimate. With another schedule than "grouped", with
-        recomputation or offloading, with fewer than eight micro-batches, and with a number of them that is
-        known only at run time, every action stays a program of its own.
+        If no plan was given, it is estimated from the programs and the kind of device (CPU until devices
+        are known). If chunks may pay, steps on zeros are timed when the pipeline is prepared, except in
+        several processes. Each micro-batch is a program if the schedule is not "grouped", with
+        recomputation or offloading, with fewer than eight micro-batches, and if their number is only known
+        at run time.
         """
         if self.is_one_program:
             return None
@@ -660,7 +663,7 @@ class Pipeline:
         )
 
     def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
-        """The same pipeline with another plan (None: the one that is chosen). It is not traced again."""
+        """Returns the pipeline with another plan (None: it is chosen). Nothing is traced again."""
         if plan is not None:
             check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
         options = dataclasses.replace(self.options, dispatch_plan=plan)
@@ -689,11 +692,12 @@ class Pipeline:
 
         Raises:
           ValueError: the pipeline was traced before, with inputs of other shapes, with micro-batches of
-            another structure or other dtypes, or with too many shapes; or it cannot have one state for
-            these and the first ones.
-          ValueError: an accumulator's dtype is not usable, or something cannot be summed.
-          ValueError: there is a gradient map, and parallel stages on several IPUs share a trained variable.
-          Others: see `stages.trace`, whose faults are raised together with those of `trained`;
+            another structure or other dtypes, or with too many shapes; or these shapes and the first ones
+            cannot share one state.
+          ValueError: an accumulator's dtype is wrong, or a value cannot be summed.
+          ValueError: there is a gradient map, and parallel stages on several devices share a trained
+            variable.
+          Others: those of `stages.trace`, together with errors of `trained`;
             `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
         """
         element = as_shapes(micro_batch, "The micro-batch")
@@ -722,10 +726,10 @@ class Pipeline:
             self.for_shapes(named)
 
     def for_shapes(self, micro_batch: Any) -> Pipeline:
-        """The pipeline as it runs micro-batches of some shapes, to ask what is known of it.
+        """Returns the pipeline for micro-batches of these shapes, for its facts and summary.
 
-        It is this pipeline for the shapes of the first micro-batch. Another one has its own programs, and
-        the same variables; steps are given to this one.
+        For the shapes of the first micro-batch it is this pipeline; for others it is a pipeline with its
+        own programs and the same variables. Steps are still run by this pipeline.
 
         Args:
           micro_batch: a micro-batch, or its shapes and dtypes, of the structure of the first one.
@@ -733,7 +737,7 @@ class Pipeline:
         Raises:
           RuntimeError: the pipeline has not been traced.
           ValueError: it has another structure or other dtypes than the first one; there are more than
-            `max_shapes`; or what depends on the shapes cannot: see `trace`.
+            `max_shapes` shapes; or something must not depend on the shapes, see `trace`.
         """
         element, built = as_shapes(micro_batch, "The micro-batch"), self.built
         check_like(element, built.traced.element, "The micro-batch", may_vary=True)
@@ -773,13 +777,13 @@ class Pipeline:
         return other
 
     def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
-        """The same pipeline with another choice of what the backward gets; see `set_recomputation`."""
+        """Returns the pipeline with another recomputation; see `set_recomputation`."""
         other = copy.copy(self)
         other.set_recomputation(recompute)
         return other
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
-        """Sets what stages keep for their backward. If that is new, everything is compiled again."""
+        """Sets what stages keep for their backward. A change compiles everything again."""
         if recompute is self._recompute:
             return
         self._recompute, self._chosen_plan = recompute, None
@@ -789,7 +793,7 @@ class Pipeline:
             self._programs = self._built.make_programs(recompute)
 
     def set_replicas(self, num_replicas: int, identical_keys: bool = False, num_turns: int = 1) -> None:
-        """Sets the number of replicas, and of their turns. If one is new, everything is compiled again.
+        """Sets the numbers of replicas and turns. A change compiles everything again.
 
         Args:
           num_replicas: see `PipelineOptions`.
@@ -821,8 +825,8 @@ class Pipeline:
         """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
 
         Args:
-          devices: the JAX device of each IPU; by default those of the previous call, or those given to the
-            pipeline. For other devices than before, everything is compiled again.
+          devices: the JAX devices to use, see `PipelineOptions`; by default those of the previous call, or
+            of the options. For other devices than before, everything is compiled again.
 
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
@@ -856,7 +860,7 @@ class Pipeline:
         if len(devices) < needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per IPU of "
+                f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per number in "
                 f"device_mapping{of_replicas}, but "
                 f"there are {len(devices)}. On a CPU, before the first use of JAX, "
                 f"ipu_pipeline.set_num_devices({needed}) makes more."
@@ -886,7 +890,9 @@ class Pipeline:
         post_validates = self._post_validates(placement)
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
-                warnings.warn("A searched schedule has no effect: all stages are on one IPU.", stacklevel=3)
+                warnings.warn(
+                    "A searched schedule has no effect: all stages are on one device.", stacklevel=3
+                )
             return self._make_block_runner(placement)
         runner = self._make_column_runner(devices, placement, post_validates)
         if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
@@ -1032,8 +1038,8 @@ class Pipeline:
         if not self.options.post_validation or self.updates is None:
             return False
         reasons = {
-            "all stages are on one IPU": self.is_one_program,
-            "no choice that joins the IPUs is late, or knowing it would not do": not self.updates.guessing,
+            "all stages are on one device": self.is_one_program,
+            "no value that joins the devices can be guessed": not self.updates.guessing,
             "replicas are in several processes": placement.has_peers,
             "replicas take turns": self._num_turns > 1,
             "optimizer state or variables are offloaded or shared out": bool(self._offload or self._shard),
@@ -1089,7 +1095,7 @@ class Pipeline:
     @apart
     @peers.one_thread("the initial state of a pipeline")
     def init(self, key: Any, micro_batch: Any, *inputs: Any) -> PipelineState:
-        """Makes the state at the start of training.
+        """Makes the initial state of training.
 
         Args:
           key: a scalar random key, from `jax.random.key`.
@@ -1101,7 +1107,7 @@ class Pipeline:
 
         Raises:
           TypeError: it is called within `jax.jit` or another transformation.
-          ValueError: the key is none of `jax.random.key`; or see `trace` and `prepare`.
+          ValueError: the key is not from `jax.random.key`; or see `trace` and `prepare`.
         """
         check_not_traced("Pipeline.init", key)
         if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
@@ -1139,14 +1145,14 @@ class Pipeline:
     def init_optimizer_state(
         self, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
     ) -> Any:
-        """Makes the optimizer's state at the start.
+        """Makes the initial state of the optimizer.
 
         Args:
           variables: the variables, by full name.
-          outputs: the leaves that the last stage returned for the first micro-batch.
+          outputs: the leaves of the last stage's result for the first micro-batch.
 
         Returns:
-          The state; None without training, and if it depends on outputs that are not given.
+          The state; None without training, or if it depends on outputs that are not given.
         """
         return self._init_optimizer_state(self.prepare().placement, variables, outputs)
 
@@ -1161,19 +1167,19 @@ class Pipeline:
 
     @apart
     def parameters(self, state: PipelineState) -> Any:
-        """The parameters as pytrees: a list with one for each stage, or a split model's only one.
+        """Returns the parameters as pytrees: one per stage in a list, or the pytree of a split model.
 
         Args:
           state: from `init` or a step; its arrays are not copied.
 
         Returns:
           The pytrees that the pipeline was given as `parameters`, with the state's values; a `Shared` is
-          replaced by its value. None for stages that are functions without a pytree of parameters. Of the
-          stages of a split: the pytree that the split was given; layers' parts of stacked parameters are
-          stacked again, on the first one's device.
+          replaced by its value. None for stages without a pytree of parameters. For the stages of a split,
+          the pytree that the split was given: stacked parameters of layers are stacked again, on the first
+          layer's device.
 
         Raises:
-          TypeError: it is no state.
+          TypeError: the argument is not a state.
           ValueError: the state lacks some of them, a step with `donate` has destroyed it, or the
             pipeline has other stages besides those of a split.
         """
@@ -1186,11 +1192,11 @@ class Pipeline:
 
         Args:
           state: from `init` or a step.
-          parameters: as `parameters` returns them; arrays of JAX or NumPy, on any device. They are not
-            copied, so with `donate` a step destroys them.
+          parameters: as returned by `parameters`; JAX or NumPy arrays, on any device. They are not copied,
+            so with `donate` a step destroys them.
 
         Raises:
-          TypeError: it is no state.
+          TypeError: the argument is not a state.
           ValueError: number, structure, shape or dtype differs, a shared parameter has two values, or a
             step with `donate` has destroyed the state or the parameters.
         """
@@ -1202,29 +1208,30 @@ class Pipeline:
     @peers.one_thread("taking the state of another pipeline")
     @apart
     def adopt(self, state: PipelineState) -> tuple[PipelineState, Adoption]:
-        """Makes a state of this pipeline of another one's, which may lack variables, or have others.
+        """Makes a state for this pipeline from another pipeline's state, which may have other variables.
 
-        Variables of the same name are the same: their values are taken. Others begin with their initial
-        values, by the state's key. Its counts and key go on. The optimizer's state is taken if all of it
-        that belongs to no new variable is there, as with the same optimizer. If not, or if all variables
-        that it is of are new, it begins anew. (What an optimizer counts for all variables together, as
-        Adam's updates, goes on for the new ones, too. `init_optimizer_state` begins all of it.)
+        Variables of the same name keep their values; others get initial values, from the state's key.
+        Counts and key continue. The optimizer's state is kept if all parts that belong to known variables
+        are present, as with the same optimizer. Otherwise, or if all of its variables are new, it starts
+        again. (Counts for all variables together, such as Adam's number of updates, continue for new
+        variables, too. `init_optimizer_state` makes a wholly new state.)
 
-        Where stages are others and variables are named after them (`stage1/w`), `engine.resplit` moves a
-        state; it needs all variables.
+        If the stages differ and variables are named after them (`stage1/w`), use `engine.resplit`, which
+        needs all variables.
 
         Args:
-          state: of any pipeline, on any devices, with any replicas. Arrays that are where they belong are
+          state: of any pipeline, on any devices, with any replicas. Arrays that are already in place are
             not copied: with `donate` a step destroys them in the old state, too.
 
         Returns:
-          The state of this pipeline, and what was taken, which is new, and what was left.
+          The state for this pipeline, and an `Adoption`: the names kept, new and left out.
 
         Raises:
           RuntimeError: the pipeline has not been traced.
-          TypeError: it is no state, or this is called within `jax.jit` or another transformation.
-          ValueError: a variable has another shape or dtype, there are none in common, a new variable was
-            given as a shape, or a step with `donate` has destroyed the state.
+          TypeError: the argument is not a state, or this is called within `jax.jit` or another
+            transformation.
+          ValueError: a variable has another shape or dtype, no variable is common to both, a new variable
+            was given as a shape, or a step with `donate` has destroyed the state.
         """
         check_state("Pipeline.adopt", state)
         adoption = compare(state.variables, self.variables)
@@ -1262,23 +1269,24 @@ class Pipeline:
 
         Args:
           state: from `init` or the step before; with `donate` it must not be used afterwards.
-          micro_batches: yields pytrees of arrays, one for each of the step's micro-batches in all replicas.
-            Of an iterator the rest is not consumed; a list or tuple must have no more. Or what
-            `place_micro_batches` returned. In several processes, only those with a stage that reads
-            micro-batches take any. If an iterator raises an error there, the rest of the step's is taken
-            from it all the same, so that the next step begins at the same place in all processes.
+          micro_batches: an iterable of pytrees of arrays, one for each micro-batch of the step in all
+            replicas. An iterator is only consumed as far as the step needs; a list or tuple must have no
+            more. Or the result of `place_micro_batches`. With several processes, only those with a stage
+            that reads micro-batches take any. If an iterator raises an error there, the step's remaining
+            micro-batches are taken all the same, so that the next step starts at the same place in all
+            processes.
           *inputs: pytrees of arrays that are constant during the step.
           num_micro_batches: the number of micro-batches, if the pipeline was given None.
 
         Returns:
-          The new state and the outputs, still being computed, on the pipeline's devices: a mesh of
-          `jax.set_mesh` around the call has no effect. Use them outside of that mesh, or copy them
+          The new state and the outputs, still being computed, on the pipeline's devices. A mesh of
+          `jax.set_mesh` around the call has no effect; use the results outside of that mesh, or copy them
           (`np.asarray`, `engine.gathered`).
 
         Raises:
           OutOfRangeError: there are too few micro-batches, here or in another process.
-          ProcessError: micro-batches of another process raised an error; or that process has ended.
-          TypeError: it is called within `jax.jit` or another transformation, or the state is none.
+          ProcessError: the micro-batches of another process raised an error, or that process has ended.
+          TypeError: it is called within `jax.jit` or another transformation, or `state` is not a state.
           ValueError: a micro-batch or an input has another dtype or structure than the first; an input has
             another shape, or micro-batches have more than `max_shapes` shapes; the state has been destroyed
             by a step with `donate`; `num_micro_batches` is given twice, or not at all; or there are
@@ -1333,16 +1341,16 @@ class Pipeline:
 
     @apart
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
-        """Puts the micro-batches of a step on the devices that read them, for one or several `step`s.
+        """Puts a step's micro-batches on the devices that read them, for one or more calls of `step`.
 
         Args:
-          micro_batches: pytrees of arrays, all those of a step. Their memory is not shared.
+          micro_batches: pytrees of arrays, all micro-batches of a step. Their memory is not shared.
 
         Raises:
           RuntimeError: the pipeline has not been traced.
           ValueError: a micro-batch has another dtype or structure than the pipeline was traced for; there
-            are more than `max_shapes` shapes; or a program handles several micro-batches, and these do not
-            make whole groups.
+            are more than `max_shapes` shapes; or a program handles several micro-batches, and they do not
+            fill whole groups.
         """
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
@@ -1512,7 +1520,7 @@ class Pipeline:
 
     @property
     def places_with_marks(self) -> list[str]:
-        """The stages that mark values to be kept in recomputation, as errors call them."""
+        """The names, in errors, of the stages that mark values to keep in recomputation."""
         return [stage.place for stage in self.traced.stages if has_marks(stage.flat)]
 
     @property
@@ -1522,19 +1530,19 @@ class Pipeline:
 
     @property
     def takes_elements(self) -> bool:
-        """Whether this process gives it micro-batches; of several processes, some do not."""
+        """Whether this process supplies micro-batches; with several processes, some do not."""
         return self.prepare().takes_elements
 
     @property
     def waits_for_python(self) -> bool:
-        """Whether the programs call functions of the host, which wait for Python."""
+        """Whether the programs call Python functions on the host."""
         return self.prepare().waits_for_python
 
     @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:
-        """A function that puts the leaves of a micro-batch on the devices that read them, for `accumulate`.
+        """A function that puts a micro-batch's leaves on the devices that read them, for `accumulate`.
 
-        With other devices it is another function. It may be called from another thread.
+        It changes with the devices. It may be called from another thread.
         """
         runner = self.prepare()
         if self.is_loop or self._shapes is None or self.options.max_shapes == 1:
@@ -1551,7 +1559,7 @@ class Pipeline:
             return self._shapes.resolve(element, functools.partial(self._make_other_runner, runner))
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """Groups the micro-batches of an update, from `place_element`, as programs take them."""
+        """Groups an update's micro-batches, from `place_element`, as programs take them."""
         return list(self.prepare().place_ahead(elements))
 
     def introduce(self, name: str) -> None:
@@ -1588,7 +1596,7 @@ class Pipeline:
 
     @apart
     def compile(self, state: PipelineState, num_updates: int = 1) -> None:
-        """Compiles what steps run, before the first one. Runs nothing, and leaves the state as it is.
+        """Compiles the programs of a step before the first one. Runs nothing, and keeps the state as it is.
 
         Args:
           state: from `init` or a step.
@@ -1596,7 +1604,7 @@ class Pipeline:
 
         Raises:
           ValueError: a variable is missing. Or each step is given its number of micro-batches, or the
-            optimizer's state depends on what the last stage returns: then the first step compiles.
+            optimizer's state depends on the last stage's outputs: then the first step compiles.
         """
         check_state("Pipeline.compile", state)
         every = self.updated_every(None)
@@ -1737,19 +1745,19 @@ class Pipeline:
         num_total: int = 1,
         num_micro_batches: int | None = None,
     ) -> Pending:
-        """Does the first part of `step`: all that leaves the state as it is.
+        """Does the first part of `step`: everything that does not change the state.
 
         Args:
           state: placed, see `place`.
           take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
-            `place_element`. Or a `Supply` of them, which keeps those that are left for the next update.
+            `place_element`. Or a `Supply` of them, which keeps the remaining ones for the next update.
           input_leaves: the leaves of the inputs.
           num_updates: the number of weight updates that may be done together.
           num_total: the number of updates of the run, which the sizes of blocks depend on.
           num_micro_batches: as for `step`.
 
         Returns:
-          What `update` takes.
+          The argument of `update`.
         """
         every = self.updated_every(num_micro_batches)
         runner = self.prepare()
@@ -1772,11 +1780,11 @@ class Pipeline:
 
         Args:
           state: as for `accumulate`.
-          pending: what that returned.
+          pending: the result of `accumulate`.
           may_guess: see `Runner.run`.
 
         Returns:
-          The new state, and what there is to read.
+          The new state, and the results to read.
         """
         self._check_optimizer_state(state)
         # The accumulators are part of what is pending.
@@ -1820,10 +1828,10 @@ class Pipeline:
         return without_aliases(state) if self.options.donate else state
 
     def take_accumulators(self, other: Pipeline) -> None:
-        """Takes over the accumulators of another pipeline: zeros, between two steps.
+        """Takes over another pipeline's accumulators, which are zeros between two steps.
 
-        Pipelines that use the same state in turn, each for its shape of micro-batches, then need one set.
-        Where they do not fit, both pipelines make their own again in their next steps.
+        Pipelines that use the same state in turn, each for its shape of micro-batches, then share one set.
+        If the accumulators do not fit, both pipelines make new ones in their next steps.
 
         Args:
           other: traced, and with the same options.

@@ -1,4 +1,4 @@
-"""The arguments of a pipeline besides its stages."""
+"""The options of a pipeline: its arguments besides the stages."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class PipelineOptions:
       parameters: a pytree of arrays for each stage, which its function takes before its inputs,
         `stage(parameters, *inputs)`; or a function from a random key to such a pytree; or its shapes, for a
         pipeline that runs on another one's state. None: stages are `Stage`s, or use `get_variable`.
-      loss: a function that takes what the last stage returns, and returns a scalar. It runs in the last
-        stage's program. None: the last stage returns the loss. Only with an optimizer.
-      loss_weight: a function that takes what the last stage returns, as `loss` does, and returns the number
-        of items that this loss is a sum over, such as tokens that are not padding: a scalar, an integer or
-        floating-point number. The gradients of a weight update are then those of the mean over all items,
-        as of one large batch: of the sum of the losses divided by the sum of the weights, over all
-        micro-batches and replicas, whatever the reduction. If that sum is 0, they are 0, and the optimizer
+      loss: a function from the last stage's result to a scalar. It runs in the last stage's program. None:
+        the last stage returns the loss. Only with an optimizer.
+      loss_weight: a function from the last stage's result, like `loss`, to the number of items that this
+        loss is a sum over, such as tokens that are not padding: a scalar, an integer or floating-point
+        number. A weight update then has the gradients of the mean over all items, as with one large batch:
+        of the sum of the losses divided by the sum of the weights, over all micro-batches and replicas,
+        whatever the reduction. If the sum of the weights is 0, the gradients are 0, and the optimizer
         updates with these. `StepOutputs.losses` are not divided. None: each micro-batch counts the same.
         Not with `gradient_map`.
       optimizer: an Optax transformation. It is traced once, over the trained variables of all stages as a
         dict by full name. Each device updates its own variables; a global norm spans all of them. Or a
-        function of what the last stage returned for the last micro-batch of the step (in the first replica;
-        for the initial state, for the first micro-batch), which returns a transformation, or a pair of one
-        and a dict of extra arguments for its `update`: for `optax.contrib.reduce_on_plateau`, which needs
-        the loss. If the initial optimizer state depends on these outputs, it is None until the first step.
+        function of the last stage's result for the last micro-batch of the step (in the first replica; for
+        the initial state, for the first micro-batch), which returns a transformation, or a pair of one and
+        a dict of extra arguments for its `update`: for `optax.contrib.reduce_on_plateau`, which needs the
+        loss. If the initial optimizer state depends on these outputs, it is None until the first step.
         None: the pipeline only runs forwards.
       reduction: how the gradients of the micro-batches are combined. "mean": as in one large batch whose
         loss is a mean. "running_mean": the same up to rounding, without large sums, for accumulators of 16
@@ -83,16 +83,16 @@ class PipelineOptions:
       gradient_map: a function without arguments, called once the stages have been traced, that returns a
         function of a gradient and its variable, or None. That function is applied to each micro-batch's
         gradient of each variable before accumulation, and keeps its shape and dtype; it may use no other
-        traced values. It is for what must happen per micro-batch, such as clipping: what can be done once
-        per update is cheaper in the optimizer. Parallel stages on several devices cannot share a variable
-        then.
-      max_shapes: how many different shapes micro-batches may have, such as lengths of texts. The pipeline
-        has programs for each of them, compiled when the first one comes. Structure and dtypes are those of
-        the first micro-batch. All share one state, so variables must not depend on shapes. 1 with several
-        processes.
+        traced values. Use it for changes that must be made per micro-batch, such as clipping: changes once
+        per update are cheaper in the optimizer. Parallel stages on several devices then cannot share a
+        variable.
+      max_shapes: the most different shapes of micro-batches, such as lengths of texts. The pipeline has
+        programs for each shape, compiled when its first micro-batch comes. Structure and dtypes are those
+        of the first micro-batch. All share one state, so variables must not depend on shapes. 1 with
+        several processes.
       shapes: micro-batches, or their shapes and dtypes (`jax.ShapeDtypeStruct`), whose programs are
-        compiled with those of the first micro-batch, in `compile` or the first step, instead of when they
-        come.
+        compiled together with the first micro-batch's, in `compile` or the first step, instead of when the
+        first such micro-batch comes.
       schedule: the order of forwards and backwards on each device: a name of `schedules.named_schedules`,
         or the name in another library ("1f1b"), in any case; a function like `schedules.grouped`; the path
         of a CSV file, see `schedules.read_csv`, which is read at once; or a `SearchedSchedule`. Note that
@@ -105,48 +105,49 @@ class PipelineOptions:
       devices: the JAX devices to use. With n device numbers in the mapping, device i of replica r is entry
         `r * n + i`; with `tensor_parallel` of size T, the T entries from `(r * n + i) * T` on. A device may
         occur several times. None: the first of `jax.devices()`.
-      dispatch_plan: over several devices, how many micro-batches a program handles, one after another.
-        `Chunking(k)`, where k divides `num_micro_batches`, starts k times fewer programs, which pays where
-        these are short; but stages hold k times as many micro-batches, and the pipeline takes longer to
-        fill. `Chunking()` starts each one by itself, and compiles fastest. None: chosen for the schedule
-        "grouped" by simulated and timed steps, else 1 (see `Pipeline.dispatch_plan`). With all stages on
-        one device a plan is an error.
+      dispatch_plan: on several devices, the number of micro-batches that a program handles, one after
+        another. `Chunking(k)`, where k divides `num_micro_batches`, starts k times fewer programs, which
+        pays where these are short; but stages hold k times as many micro-batches, and the pipeline takes
+        longer to fill. `Chunking()` starts a program per micro-batch, and compiles fastest. None: chosen
+        for the schedule "grouped" by simulated and timed steps, else 1 (see `Pipeline.dispatch_plan`). With
+        all stages on one device a plan is an error.
       max_chunked_bytes: a chosen dispatch plan does not make any stage hold more bytes than this
         between forwards and backwards by handling several micro-batches at once. Default: 32 MiB. 0 chooses
         one micro-batch per program. It has no effect where no plan is chosen: with a plan of your own,
         another schedule than "grouped", `recompute`, `offload`, or `num_micro_batches=None`.
-      block_bytes: with all stages on one device, how much of it the micro-batches of one call of the
-        program, and their outputs, may take, in bytes (default: 64 MiB). Lower it if large
-        micro-batches leave too little memory: more calls follow. 0 gives each micro-batch a call.
+      block_bytes: with all stages on one device, the most bytes that the micro-batches of one call of the
+        program, and their outputs, may take (default: 64 MiB). Lower it if
+        large micro-batches leave too little memory: more calls follow. 0 gives each micro-batch a call.
       num_serialized: the number of micro-batches that a stage handles, one after another, before the next
         stage starts. With k, a step has `num_micro_batches` times k of them. It is for one device with
         `offload=["weights"]`, which brings weights there once for k micro-batches; stages keep k times as
         much. Above 1 only with the schedule "sequential" and all stages on one device, without replicas and
         tensor parallelism.
-      post_validation: whether devices do not wait for each other in an update that joins them, such as
-        clipping by the global norm: they update with a guess and go on, and an update that turns out wrong
-        is done again, with the same results to the last bit. Only between the updates of one `run`; `step`
-        does one update, and warns. It also warns where it has no effect: if nothing joins the devices, with
-        all stages on one, with `offload` or `shard`, with replicas in several processes, and if stages
-        print or call back into Python. Variables, optimizer state, gradients and a step's micro-batches are
-        kept for one step longer, also with `donate`.
-      donate: whether `step` takes over the memory of the state that it is given, so that old and new
-        weights never exist side by side. The old state must not be used afterwards, and arrays given to
-        `with_parameters` may go with it. Recommended in a training loop that only goes on. Without
-        training, nothing goes except, with all stages on one device, what stages assign. False: `step` is a
-        pure function, and any state can be used again.
-      recompute: what a stage keeps of a micro-batch between forward and backward (activation
-        checkpointing). None: all that the backward needs. "recompute_then_backpropagate": its inputs; the
-        backward begins with the forward. "recompute_and_backpropagate_interleaved", or "auto": also the
-        values marked by `recomputation_checkpoint`; the backward goes from mark to mark. Both cost a second
+      post_validation: whether devices update without waiting for each other, if the update needs values of
+        several devices, such as a global norm for clipping: they guess these values and continue, and an
+        update with a wrong guess is done again, with the same results to the last bit. Only between the
+        updates of one `run`; `step` does one update, and warns. It also warns where it has no effect: if no
+        value joins the devices, with all stages on one device, with `offload` or `shard`, with replicas in
+        several processes, and if stages print or call back into Python. Variables, optimizer state,
+        gradients and a step's micro-batches are kept for one step longer, also with `donate`.
+      donate: whether `step` reuses the memory of the state that it is given, so that old and new weights
+        never exist at the same time. The old state must not be used afterwards, and arrays given to
+        `with_parameters` may be destroyed with it. Recommended in a training loop that only uses the newest
+        state. Without training, only variables that stages assign are destroyed, and only with all stages
+        on one device. False: `step` is a pure function, and any state can be used again.
+      recompute: the values that a stage keeps of a micro-batch between forward and backward (activation
+        checkpointing). None: all values that the backward needs. "recompute_then_backpropagate": the
+        stage's inputs; the backward starts by repeating the forward.
+        "recompute_and_backpropagate_interleaved", or "auto": also the values marked by
+        `recomputation_checkpoint`; the backward goes from mark to mark. Both cost a second
         forward of all stages but the last. `jax.checkpoint` within a stage works in addition. See
         `Recomputation`.
-      offload: what lies in host memory while no program uses it: any of "weight_update_variables" (the
-        optimizer's state), "activations" (what stages keep for their backward),
-        "gradient_accumulation_buffers" and "weights" (see `Offload`). Programs that use these arrays wait
-        for transfers: the optimizer's state, which one program per step uses, costs least. Devices need
-        JAX's memory kind `pinned_host`. Without training only "weights" has an effect, and "activations" in
-        phases.
+      offload: the arrays that are in host memory while no program uses them: any of
+        "weight_update_variables" (the optimizer's state), "activations" (what stages keep for their
+        backward), "gradient_accumulation_buffers" and "weights" (see `Offload`). Programs that use these
+        arrays wait for transfers: the optimizer's state, which one program per step uses, costs least.
+        Devices need JAX's memory kind `pinned_host`. Without training only "weights" has an effect, and
+        "activations" in phases.
       execution_phases: which entries of `stages` run as one phase, for a model that does not fit its
         devices: a micro-batch goes through all phases before the next one begins, one phase computes at a
         time, and what is offloaded leaves the devices between phases. Only with the schedule "sequential",
@@ -157,40 +158,40 @@ class PipelineOptions:
         floating-point variables that stages assign; of others, and of outputs that the optimizer reads, the
         first replica's values count. Values that are collected have a leading axis of size `num_replicas`
         if that is above 1. Random keys differ between replicas. Not with `num_serialized` above 1.
-      num_turns: into how many turns the replicas are divided, a divisor of their number. With k there are
-        devices for `num_replicas` / k of them: these run at the same time, and then the next ones on the
-        same devices; a weight update follows the last turn. Results are the same up to rounding, a step
-        takes k times as long, and accumulators take twice the memory. It is for a job that goes on with
-        fewer devices. Not with stages that compute with other replicas, with micro-batches of several
-        shapes, or with `joins_assigned=False`.
-      shard: what the replicas share out, each keeping a part: any of "optimizer_state" (ZeRO-1) and
-        "weights", the trainable variables that only one stage has (see `Shard`). An array is divided along
-        the first axis whose size is a multiple of the number of replicas; others stay whole. Weights are
-        gathered for each program that reads them. Gradients are accumulated whole in each replica. With one
-        replica it warns.
-      joins_assigned: whether variables that stages assign are joined at the end of each step:
-        floating-point ones are averaged over the replicas, others become the first replica's. True is for
-        statistics. False leaves each replica its own, as caches need; reading the state's array then gives
+      num_turns: the number of turns in which the replicas run, a divisor of their number. With k turns
+        there are devices for `num_replicas` / k replicas: these run at the same time, and then the next
+        ones on the same devices; a weight update follows the last turn. Results are the same up to
+        rounding, a step takes k times as long, and accumulators take twice the memory. It is for a job that
+        continues with fewer devices. Not with stages that compute with other replicas, with micro-batches
+        of several shapes, or with `joins_assigned=False`.
+      shard: the arrays that are divided over the replicas, each keeping a part: any of "optimizer_state"
+        (ZeRO-1) and "weights", the trainable variables that only one stage has (see `Shard`). An array is
+        divided along the first axis whose size is a multiple of the number of replicas; others stay whole.
+        Weights are gathered for each program that reads them. Gradients are accumulated whole in each
+        replica. With one replica it warns.
+      joins_assigned: whether variables that stages assign are made equal in all replicas at the end of each
+        step: floating-point ones are averaged, others get the first replica's value. True is for
+        statistics. False keeps a value per replica, as caches need; reading the state's array then gives
         the first replica's values, and writing it sets all.
-      gathers_outputs: with replicas in several processes, whether what all of them collect comes to the
-        process of the first one. False leaves each process its own replicas' part, with an axis of their
-        number if that is above 1, and sends nothing; each replica must then be in one process.
-      tensor_parallel: a `TensorParallel`, which says how many devices compute each stage together, and
-        along which axes they divide its variables: for stages too large or too slow for one device. What
-        goes from stage to stage is whole on each. Not with `num_serialized` above 1, nor, with replicas, in
+      gathers_outputs: with replicas in several processes, whether the results of all replicas are sent to
+        the first replica's process. False: each process keeps the results of its own replicas, with an axis
+        of their number if that is above 1, and nothing is sent; each replica must then be in one process.
+      tensor_parallel: a `TensorParallel`: the number of devices that compute each stage together, and the
+        axes along which they divide its variables, for stages too large or too slow for one device. Values
+        between stages are whole on each device. Not with `num_serialized` above 1, nor, with replicas, in
         stages that compute with other replicas. None: one device.
-      collect_outputs: whether `StepOutputs.outputs` has what the last stage returned, which stays on the
-        device until it is read or dropped. A function, from these outputs as a pytree of
-        `jax.ShapeDtypeStruct`s to one boolean per leaf, leaves out leaves with False; `outputs` then has
+      collect_outputs: whether `StepOutputs.outputs` has the last stage's results, which stay on the device
+        until they are read or dropped. A function from these results, as a pytree of
+        `jax.ShapeDtypeStruct`s, to one boolean per leaf leaves out leaves with False; `outputs` then has
         lists of the other leaves.
       collect_losses: False leaves `StepOutputs.losses` empty, for a last stage that returns the loss
         anyway.
-      sum_collected: whether what is collected is summed over the micro-batches of a step, as they finish,
-        so that memory does not grow with their number. `StepOutputs` then has one entry, the sums (not
+      sum_collected: whether collected results are summed over a step's micro-batches as these finish, so
+        that memory does not grow with their number. `StepOutputs` then has one entry, the sums (not
         means). For evaluation, let the last stage return counts.
       sum_dtype: the dtype of these sums: None for the value's dtype, a dtype, or a function from the
-        value's `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Sums of bfloat16 want float32.
-        Booleans need a dtype, and floating-point numbers are not summed as integers.
+        value's `jax.ShapeDtypeStruct` (of one micro-batch) to one of these. Use float32 for bfloat16
+        values. Booleans need a dtype, and floating-point numbers cannot be summed as integers.
       check_nans: whether a nan in a step's results is a FloatingPointError that names the operation, its
         line, the stage and the micro-batch; the state stays as it was. JAX's `jax_debug_nans` does the
         same. Each step is then waited for, and with `donate` works on a copy of the state. All devices must
@@ -202,17 +203,17 @@ class PipelineOptions:
       backward_options: the same for the backward programs, both of them where the schedule splits
         backwards. Only with an optimizer.
       update_options: a dict of XLA's options for the programs of the weight update. Only with an optimizer.
-      option_names: what errors call these three options and `gradient_map`: a dict from their names here to
-        your own, such as those of a configuration file.
-      program_names: the names of variables, layers and random keys that a program has given out so far.
+      option_names: the names of these three options and of `gradient_map` in errors: a dict from the names
+        here to your own, such as the names in a configuration file.
+      program_names: the names of variables, layers and random keys that a program has used so far.
         Pipelines with the same `ProgramNames` give automatically named layers different names, so that
         their variables fit into one dict or checkpoint. By default a pipeline has its own, so that an
         evaluator runs on the state of a training pipeline.
-      captures: for interfaces that trace a function with a pipeline in it: collects traced values from
-        outside that the stages and the optimizer use, as further inputs of the pipeline. By default they
-        are an error; pass what changes from step to step to `step`, as an input.
-      gradient_targets: for interfaces with queues: a function that returns, once the stages have been
-        traced, the targets that get each micro-batch's gradients. `step` refuses it. To see gradients, use
+      captures: for interfaces that trace a function containing a pipeline: collects outer traced values
+        that the stages and the optimizer use, as further inputs of the pipeline. By default such values are
+        an error; pass values that change from step to step to `step`, as inputs.
+      gradient_targets: for interfaces with queues: a function, called once the stages are traced, that
+        returns the targets of each micro-batch's gradients. `step` refuses it. To see gradients, use
         `with_metrics`, or `jax.debug.print` in a `gradient_map`.
     """
 
@@ -284,7 +285,7 @@ class PipelineOptions:
             )
         if self.num_devices_per_ipu > 1 and self.num_serialized > 1:
             raise ValueError(
-                "num_serialized must be 1 with several devices for each IPU; got "
+                "num_serialized must be 1 with several devices for each stage; got "
                 f"{self.num_serialized} and tensor_parallel.size {self.num_devices_per_ipu}."
             )
         _check_optimizer(self.optimizer)

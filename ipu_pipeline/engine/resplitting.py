@@ -66,11 +66,11 @@ class _Origin:
 def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
     """Moves a state into a pipeline of another split: variables, optimizer state, counts and key.
 
-    The other pipeline may have other stages of the same layers, another number of replicas, or other parts
-    that replicas share out (`shard`). Layers are in the same order in both. Parameters are known by their
-    names and shapes: `stage0/1/w` may become `stage1/0/w`, and rows of a stack of layers may become
-    variables, or other stacks. Arrays that are where they belong are not copied: with `donate` a step
-    destroys them in the old state, too.
+    The other pipeline may divide the same layers into other stages, and have another number of replicas or
+    another `shard`. Layers are in the same order in both. Parameters are matched by names and shapes:
+    `stage0/1/w` may become `stage1/0/w`, and rows of stacked layers may become variables, or other stacks.
+    Arrays that are already in place are not copied: with `donate` a step destroys them in the old state,
+    too.
 
     Example:
       >>> parts = [layers.Dense(4, name=name) for name in ("first", "second", "third")]
@@ -83,16 +83,16 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
       ['first/kernel', 'first/bias', 'second/kernel', 'second/bias', 'third/kernel', 'third/bias']
 
     Args:
-      state: of any pipeline, on any devices.
-      pipeline: traced, by `trace` or `init`, with the same optimizer, or without one.
+      state: the state of any pipeline, on any devices.
+      pipeline: a pipeline traced by `trace` or `init`, with the same optimizer, or without one.
 
     Returns:
-      The state of the pipeline, on its devices. Without an optimizer it has no optimizer state.
+      The state for this pipeline, on its devices. Without an optimizer it has no optimizer state.
 
     Raises:
-      TypeError: an argument is of another type, or it is called within a transformation such as `jax.jit`.
+      TypeError: an argument has a wrong type, or it is called within a transformation such as `jax.jit`.
       ValueError: a step with `donate` has destroyed the state. Or the variables or the optimizer's state of
-        one are not those of the other, or it is not certain which are which.
+        the two do not match, or match in several ways.
       RuntimeError: the pipeline has not been traced.
     """
     check_state("engine.resplit", state)

@@ -1,4 +1,4 @@
-"""What goes into a step and comes out of it."""
+"""The state and the outputs of a step."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class PipelineState:
 
     Attributes:
       variables: full name -> array.
-      optimizer_state: what the optimizer's `init` returns for the trained variables, a flat dict. None
-        without training, and until the first step if it depends on what the last stage returns.
-      update_count: an int, weight updates so far.
-      execution_count: an int, steps so far, including steps without training; random keys are folded from
-        it, modulo 2**32.
-      key: the random key that all others are folded from.
+      optimizer_state: the result of the optimizer's `init` for the trained variables, a flat dict. None
+        without training, and until the first step if it depends on the last stage's outputs.
+      update_count: an int, the weight updates so far.
+      execution_count: an int, the steps so far, including steps without training; it is folded into
+        random keys, modulo 2**32.
+      key: the random key from which all others are derived.
     """
 
     variables: dict[str, Any]
@@ -78,7 +78,7 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a step returns besides the new state.
+    """The outputs of a step: the last stage's results, losses and metrics.
 
     Example:
       >>> pipeline = engine.Pipeline([lambda x: 2 * x], num_micro_batches=2)
@@ -88,9 +88,9 @@ class StepOutputs:
       [2.0, 4.0]
 
     Attributes:
-      collected: the leaves as they were made: stacked where one program handled several micro-batches.
-      unflatten: makes an output from its leaves; None where outputs are not collected.
-      read_metrics: reads what stages and the optimizer reported, by full name, one value each.
+      collected: the leaves of the results, stacked if one program handled several micro-batches.
+      unflatten: makes an output from its leaves; None if outputs are not collected.
+      read_metrics: reads the metrics of stages and the optimizer, by full name, one value each.
     """
 
     collected: Sequence[Collected]
@@ -99,21 +99,21 @@ class StepOutputs:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has what was collected, as the process of the last stage does."""
+        """Whether this process has the collected results, as the last stage's process does."""
         return all(
             map(is_readable, jax.tree.leaves([(part.outputs, part.loss) for part in self.collected]))
         )
 
     def block_until_ready(self) -> StepOutputs:
-        """Waits until what was collected has been computed; `jax.block_until_ready` calls it."""
+        """Waits until the collected results are computed. `jax.block_until_ready` calls it."""
         jax.block_until_ready([(part.outputs, part.loss) for part in self.collected])
         return self
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
-        """What the last stage returned, one entry per micro-batch; none in processes without that stage.
+        """The last stage's results, one entry per micro-batch; empty in processes without that stage.
 
-        Where there are several replicas, an entry has a first axis for them.
+        With several replicas, an entry has a first axis for them.
         """
         if self.unflatten is None or not self.is_here:
             return []
@@ -130,7 +130,7 @@ class StepOutputs:
     def losses(self) -> list[Any]:
         """The loss of each micro-batch, a scalar; empty without training, or without the last stage here.
 
-        Where there are several replicas, an entry is a vector with the loss of each.
+        With several replicas, an entry is a vector of their losses.
         """
         found: list[Any] = []
         if not self.is_here:
@@ -142,7 +142,7 @@ class StepOutputs:
 
     @functools.cached_property
     def metrics(self) -> dict[str, Any]:
-        """What stages and the optimizer reported (see `metric`), NumPy scalars by full name."""
+        """The metrics of stages and the optimizer (see `metric`): NumPy scalars by full name."""
         return {name: values[0] for name, values in self.read_metrics().items()}
 
 

@@ -1,7 +1,7 @@
-"""What runs tell a watcher: the programs that they start, what they move, what they wait for.
+"""Events of runs for a watcher: started programs, transfers and waits.
 
-There is no watcher unless a trace is asked for; then there is one in the process. A runner asks for it once
-a step, so that unwatched steps take no longer.
+A watcher exists only while a trace is recorded, one per process. A runner looks for it once per step, so
+that unwatched steps take no longer.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Launch:
     Attributes:
       runner: the runner that it belongs to.
       kind: one of `LaunchKind`.
-      stage: its stage; for an update, the first stage of its IPU; 0 for a block.
+      stage: its stage; for an update, the first stage of its device; 0 for a block.
       step: the number of the weight update, or execution in inference, that it belongs to; for a block, the
         first one.
       first: the number of its first micro-batch within the step; in a loop, the iteration; 0 for updates.
       count: the number of micro-batches that it handles.
       accumulated: for a block, how many micro-batches of its first weight update come before it.
-      every: for a block, micro-batches per weight update.
+      every: for a block, the number of micro-batches per weight update.
       updates: for a block, whether it does weight updates.
-      devices: the devices where it runs.
+      devices: the devices on which it runs.
       name: the name of the program, as jitted.
-      is_moved: whether it was loaded for its device instead of being compiled for it; then XLA knows it by
-        the name that it had where it was compiled.
+      is_moved: whether it was compiled for another device and loaded for this one; XLA then uses its name
+        from there.
     """
 
     runner: Any

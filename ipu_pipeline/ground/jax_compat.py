@@ -82,8 +82,8 @@ def explain_compilation(error: Exception) -> str | None:
     if "annotate_device_placement" in str(error):
         return (
             f"Offloading: on CPUs, XLA of JAX {jax.__version__} cannot place arrays in host memory within "
-            "a program, and all stages on one IPU form one program. Offload nothing, give stages IPUs of "
-            "their own, or install JAX 0.10."
+            "a program, and all stages on one device form one program. Offload nothing, give stages "
+            "devices of their own, or install JAX 0.10."
         )
     return None
 

@@ -1,10 +1,10 @@
 """PopTorch on JAX devices: `import ipu_pipeline.poptorch as poptorch`.
 
-A torch module whose forward assigns its parts to IPUs by blocks is wrapped by `trainingModel` or
-`inferenceModel`, and runs as a pipeline. It needs torch.
+`trainingModel` and `inferenceModel` wrap a torch module, whose forward assigns its parts to IPUs by blocks,
+and run it as a pipeline. The package needs torch.
 
-Its names are imported when they are first used, because processes that load data import the package and
-need little of it.
+Names are imported when they are first used, because processes that load data import the package and need
+little of it.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ _HOOK = "_ipu_pipeline_block"
 
 
 class Block:
-    """A context manager that puts what is computed within it into a block.
+    """A context manager whose operations form a block.
 
-    What follows it, up to the next block, belongs to it, too.
+    Later operations, up to the next block, belong to it, too.
 
     Example:
       with poptorch.Block("encoder", ipu_id=0):
@@ -55,7 +55,7 @@ class Block:
 
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
-        """Begins a block that lasts until the next one begins.
+        """Starts a block that lasts until the next block starts.
 
         Args:
           user_id: as for `Block`.
@@ -99,7 +99,7 @@ class _BeginBlockHook:
 
 
 def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | None = None) -> Any:
-    """Begins a block where a module or a function is called.
+    """Starts a block at each call of a module or a function.
 
     Args:
       layer_to_call: a module, which gets a hook, or a function.
@@ -110,7 +110,7 @@ def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | Non
       The same module, or a function that calls the given one.
 
     Raises:
-      Error: the module begins a block already, or it is neither a module nor a function.
+      Error: the module already starts a block, or the argument is neither a module nor a function.
     """
     name, ipu = _check_ids("BeginBlock", user_id, ipu_id)
     if isinstance(layer_to_call, torch.nn.Module):
@@ -136,7 +136,7 @@ def BeginBlock(layer_to_call: Any, user_id: str | None = None, ipu_id: int | Non
 def BlockFunction(
     user_id: str | None = None, ipu_id: int | None = None
 ) -> Callable[[CallableT], CallableT]:
-    """Makes a decorator that puts what a function or method computes into a block.
+    """Makes a decorator that puts the operations of a function or method into a block.
 
     Args:
       user_id: as for `Block`.

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class OutputMode(enum.IntEnum):
-    """The outputs of a call that are returned.
+    """The micro-batches whose outputs a call returns.
 
     Attributes:
       Final: the outputs of the last micro-batch.
@@ -60,7 +60,7 @@ class HalfFloatCastingBehavior(enum.IntEnum):
 
 
 class ReductionType(enum.IntEnum):
-    """How gradients of several micro-batches and replicas are reduced to one."""
+    """The reduction of gradients over micro-batches and replicas."""
 
     Sum = 0
     Mean = 1
@@ -68,7 +68,7 @@ class ReductionType(enum.IntEnum):
 
 
 class MeanReductionStrategy(enum.IntEnum):
-    """When the sum of gradients is divided: as it grows, or at the end."""
+    """The time of division in a mean of gradients: during accumulation, or at the end."""
 
     Running = 0
     Post = 1
@@ -76,7 +76,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """Where a `DataLoader` makes batches: in this process, or in another one."""
+    """The process in which a `DataLoader` makes batches: this one, or another one."""
 
     Sync = 0
     Async = 1
@@ -84,7 +84,7 @@ class DataLoaderMode(enum.IntEnum):
 
 
 class SharingStrategy(enum.IntEnum):
-    """How batches come from another process."""
+    """The way in which batches come from another process."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -93,7 +93,7 @@ class SharingStrategy(enum.IntEnum):
 
 
 class ConnectionType(enum.IntEnum):
-    """When a model takes its devices."""
+    """The time at which a model takes its devices."""
 
     Always = 0
     OnDemand = 1
@@ -101,7 +101,7 @@ class ConnectionType(enum.IntEnum):
 
 
 class SyncPattern(enum.IntEnum):
-    """How IPUs wait for each other; without effect here."""
+    """The synchronization of IPUs. It has no effect here."""
 
     Full = 0
     SinglePipeline = 1
@@ -109,14 +109,14 @@ class SyncPattern(enum.IntEnum):
 
 
 class AutoStage(enum.IntEnum):
-    """How blocks without a stage become stages: one per IPU, or each block the next one."""
+    """The way in which blocks become stages: one stage per IPU, or one per block."""
 
     SameAsIpu = 0
     AutoIncrement = 1
 
 
 class Liveness(enum.IntEnum):
-    """When tensors of a phase are off the device."""
+    """The time at which tensors of a phase are off the device."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -125,7 +125,7 @@ class Liveness(enum.IntEnum):
 
 
 class CommGroupType(enum.IntEnum):
-    """How replicas are grouped."""
+    """The grouping of replicas."""
 
     All = 0
     Consecutive = 1
@@ -141,7 +141,7 @@ class VariableRetrievalMode(enum.IntEnum):
 
 
 class MultiConvPlanType(enum.IntEnum):
-    """How the convolutions of a `MultiConv` run."""
+    """The way in which the convolutions of a `MultiConv` run."""
 
     Parallel = 0
     Serial = 1

@@ -48,7 +48,7 @@ class Run:
 
     def __init__(self, name: str, model: Pipeline, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
-        self._size = model.num_ipus  # IPUs of each replica
+        self._size = model.num_ipus  # devices of each replica
         starts = range(0, self._size * model.num_at_once, self._size)
         ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
@@ -151,7 +151,7 @@ class Run:
         return (points[-1][1] - points[0][1]) / seconds
 
     def _find_planned(self) -> dict[int, int]:
-        """Finds what the IPUs take, once the programs' memory is known."""
+        """Finds what the devices take, once the programs' memory is known."""
         if self._planned is None and self.handled and self.runner is not None:
             runner = self.runner()
             self._planned = {}
@@ -258,7 +258,7 @@ def running(
     count: int,
 ) -> contextlib.AbstractContextManager[Run]:
     """Announces that a pipeline or loop runs, for a `with` block."""
-    devices = devices[:: model.options.num_devices_per_ipu]  # an IPU is identified by its first device
+    devices = devices[:: model.options.num_devices_per_ipu]  # the first of each stage's
     launched.tell_results(devices[model.device_mapping[-1]].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return _unannounced

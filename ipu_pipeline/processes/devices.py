@@ -89,12 +89,12 @@ def check_num_cpu_devices(number: int) -> None:
     num_devices, most = len(jax.devices("cpu")), os.environ.get(VIRTUAL_VARIABLE)
     if num_devices < number and most:
         raise RuntimeError(
-            f"{number} IPUs are needed, but there are {num_devices}: the environment variable "
+            f"{number} devices are needed, but there are {num_devices}: the environment variable "
             f"{VIRTUAL_VARIABLE} lets each process have {most}."
         )
     if num_devices < number:
         raise RuntimeError(
-            f"{number} IPUs are needed, but JAX's CPU backend is already running with {num_devices} "
+            f"{number} devices are needed, but JAX's CPU backend is already running with {num_devices} "
             "device(s), which cannot be changed any more. It started when a JAX array (jnp.float32(2), a "
             "module of Flax) or a random key was made, or with jax.devices(). Call "
             f"ipu.set_num_devices({number}) at the top of the program, or "

@@ -30,7 +30,7 @@ _OLDER_POSITIONS = (
 
 
 class InfeedOperation:
-    """An operation for `Session.run`, which starts an infeed over or ends it.
+    """An operation for `Session.run` that starts an infeed from the beginning, or ends it.
 
     Example:
       >>> infeed_queue = ipu.ipu_infeed_queue.IPUInfeedQueue([np.float32([1, 2])])
@@ -45,7 +45,7 @@ class InfeedOperation:
 
 
 class IPUInfeedQueue:
-    """Feeds a data set to pipelines, micro-batch by micro-batch.
+    """Feeds the elements of a data set to pipelines, one per micro-batch.
 
     Example:
       >>> batches = [np.float32([1, 2]), np.float32([3, 4])]
@@ -71,30 +71,30 @@ class IPUInfeedQueue:
         data_to_prefetch: int | None = None,
         optimise_latency: bool | None = None,
     ) -> None:
-        """Takes the data set; nothing is read from it yet.
+        """Takes the data set. Nothing is read yet.
 
         Args:
-          dataset: anything that can be iterated over again and again, or indexed from 0 to its length, and
-            yields pytrees of arrays with one structure, and dtypes that stay the same, as do shapes in
-            loops (see `max_shapes` of `pipelining_ops.pipeline`); or a callable that returns an
-            iterator. Examples: a data source of tensorflow-datasets, a grain data set or loader, a
-            tf.data.Dataset, a torch DataLoader. An array is anything that NumPy can make one of.
-            A tuple or list becomes positional arguments of the first stage, a dict keyword arguments.
-          *positions: Graphcore's: `device_ordinal`, `prefetch_depth`, `optimise_latency`; or, if the first
-            is a string, those of its first SDKs: `feed_name`, `device_ordinal`, `replication_factor`,
-            `data_to_prefetch`, `prefetch_depth`.
-          prefetch_depth: how many elements are fetched ahead, 1..255; None: 3. A program on one device
-            takes blocks of elements; if a block is larger, one block is fetched ahead. Programs that
-            handle chunks of several elements have four chunks fetched ahead.
+          dataset: an object that can be iterated over repeatedly, or indexed from 0 to its length, or a
+            callable that returns an iterator: a tensorflow-datasets data source, a grain data set or
+            loader, a tf.data.Dataset, a torch DataLoader. Its elements are pytrees of arrays (or of values
+            that NumPy converts to arrays), all with the same structure and dtypes; in loops also with the
+            same shapes, see `max_shapes` of `pipelining_ops.pipeline`. A tuple or list becomes positional
+            arguments of the first stage, a dict keyword arguments.
+          *positions: Graphcore's positional arguments: `device_ordinal`, `prefetch_depth`,
+            `optimise_latency`; or, if the first one is a string, the arguments of its first SDKs:
+            `feed_name`, `device_ordinal`, `replication_factor`, `data_to_prefetch`, `prefetch_depth`.
+          prefetch_depth: the number of elements to fetch ahead, 1..255; None: 3. A program on one device
+            takes blocks of elements; if a block is larger, one block is fetched ahead. For programs that
+            handle chunks of several elements, four chunks are fetched ahead.
           feed_name: the queue's name in errors.
           device_ordinal: other than 0 has no effect and warns.
-          replication_factor: how many replicas the programs that use it have; None: the program's number.
+          replication_factor: the number of replicas of the programs that use the queue; None: any number.
           data_to_prefetch: the older name of `prefetch_depth`.
           optimise_latency: True has no effect and warns.
 
         Raises:
           TypeError: the data set cannot be iterated over, or only once; it is a dict, or a tuple of arrays
-            of different shapes, which are not elements; or an argument is given twice.
+            of different shapes, instead of elements; or an argument is given twice.
           ValueError: `prefetch_depth` or `replication_factor` is out of range.
         """
         arguments = join_arguments(
@@ -166,7 +166,7 @@ class IPUInfeedQueue:
 
     @property
     def initializer(self) -> InfeedOperation:
-        """The operation that starts the infeed, at the beginning of the data set. It can be read only once.
+        """The operation that starts the infeed at the beginning of the data set. It can be read only once.
 
         Raises:
           ValueError: it was read before.
@@ -183,12 +183,12 @@ class IPUInfeedQueue:
 
     @property
     def deleter(self) -> InfeedOperation:
-        """The operation that ends the infeed and releases what it holds."""
+        """The operation that ends the infeed and releases its memory."""
         return InfeedOperation(self, starts=False)
 
     @property
     def element(self) -> Any:
-        """Shapes and dtypes of an element. The first access reads the first element, which is not lost.
+        """The shapes and dtypes of an element. The first access reads the first element, and keeps it.
 
         Raises:
           ValueError: the data set is empty, or a leaf of an element is not an array.

@@ -1,4 +1,4 @@
-"""The outfeed: copies what programs enqueue to the host, and keeps it until it is dequeued."""
+"""The outfeed: copies enqueued values to the host, and keeps them until they are dequeued."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class IPUOutfeedMode(enum.Enum):
 
 
 class OutfeedOperation:
-    """An operation for `Session.run`, which dequeues.
+    """An operation for `Session.run` that empties an outfeed.
 
     Example:
       >>> outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -91,7 +91,7 @@ class _Part:
 
 
 class IPUOutfeedQueue:
-    """Takes what a pipeline's last stage returns, or its loss, or what stages and loops enqueue.
+    """Collects a pipeline's results or losses, or the values that stages and loops enqueue.
 
     Example:
       >>> outfeed_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -122,16 +122,17 @@ class IPUOutfeedQueue:
         """Makes an empty queue.
 
         Args:
-          *positions: Graphcore's: `outfeed_mode`, `device_ordinal`, `buffer_depth`, `optimise_latency`; or,
-            if the first is a string, those of its first SDKs: `feed_name`, `outfeed_mode`, `outfeed_all`,
-            `device_ordinal`, `replication_factor`, `io_batch_size`.
+          *positions: Graphcore's positional arguments: `outfeed_mode`, `device_ordinal`, `buffer_depth`,
+            `optimise_latency`; or, if the first one is a string, the arguments of its first SDKs:
+            `feed_name`, `outfeed_mode`, `outfeed_all`, `device_ordinal`, `replication_factor`,
+            `io_batch_size`.
           outfeed_mode: see `IPUOutfeedMode`; None: ALL.
-          buffer_depth: how many enqueued elements stay on the device before they are copied to the host;
-            None: 3. Elements of an incomplete weight update stay there, too.
+          buffer_depth: the number of enqueued elements that stay on the device before they are copied to
+            the host; None: 3. Elements of an incomplete weight update stay there, too.
           feed_name: the queue's name in errors.
           device_ordinal: other than 0 has no effect and warns.
           outfeed_all: the older way to give the mode: True for ALL, False for LAST.
-          replication_factor: how many replicas the programs that use it have; None: the program's number.
+          replication_factor: the number of replicas of the programs that use the queue; None: any number.
           io_batch_size: other than 1 has no effect and warns.
           optimise_latency: True has no effect and warns.
 
@@ -293,42 +294,42 @@ class IPUOutfeedQueue:
             self._on_host.append(part.on_host())
 
     def enqueue(self, value: Any) -> Operation:
-        """Enqueues, for every micro-batch, what is computed at this point of a stage.
+        """Enqueues a value at this point of a stage, for every micro-batch.
 
         In the body of a loop it enqueues for every iteration, and in the `update` of an Optax
-        transformation for every weight update. It runs whether the compiled function returns its operation
-        or not; a stage returns arrays only. The results of a pipeline's last stage, or the loss, go to
-        the pipeline's own `outfeed_queue`; each place needs a queue of its own.
+        transformation for every weight update. The operation runs whether or not the compiled function
+        returns it; a stage must return arrays only. The results of a pipeline's last stage, or the losses,
+        go to the pipeline's `outfeed_queue`. Each call needs a separate queue.
 
         Args:
-          value: an array, or a tuple, list or dict of arrays, or a pytree of them. Nothing is
-            differentiated through it.
+          value: an array, or a tuple, list or dict of arrays, or a pytree of them. Its gradient is not
+            taken.
 
         Returns:
           The operation.
 
         Raises:
-          RuntimeError: not called in one of these places.
+          RuntimeError: it is called elsewhere.
           TypeError: a leaf is not an array.
-          ValueError: something is enqueued to this queue already, or there is nothing to enqueue.
+          ValueError: another call enqueues to this queue already, or the value is empty.
         """
         enqueue_to(self, value, "IPUOutfeedQueue.enqueue", _as_array)
         return Operation("enqueue")
 
     def dequeue(self, wait_for_completion: bool = False) -> OutfeedOperation:
-        """Returns the operation that empties the queue, also before the program is compiled.
+        """Returns the operation that empties the queue. The program need not be compiled yet.
 
         Args:
           wait_for_completion: True has no effect and warns: `run` has completed when it returns.
 
         Returns:
-          The operation. When it runs, it returns the element's structure, with a list for a tuple. In
-          mode ALL each leaf has a new first axis, over the elements since the last dequeue, which has
-          size 0 if there were none; in mode LAST it returns the last element. With several replicas an
-          element has one value per replica, on the next axis (in mode LAST the first one). A leaf whose
-          elements have different shapes, as micro-batches may have, is an array of objects with one axis:
-          each is an element's array. With synthetic data the number and shapes of elements are the same,
-          but they are zeros: nothing comes back from devices.
+          The operation. When it runs, it returns the element's structure, with a list in place of a tuple.
+          In mode ALL each leaf has a new first axis over the elements since the last dequeue, of size 0 if
+          there were none; in mode LAST it returns the last element. With several replicas an element has
+          one value per replica, on the next axis (in mode LAST the first axis). If the elements of a leaf
+          have different shapes, as micro-batches may have, the leaf is an array of objects with one axis,
+          whose entries are the elements' arrays. With synthetic data, elements are zeros of the same number
+          and shapes, as nothing comes back from devices.
         """
         if wait_for_completion:
             warnings.warn(

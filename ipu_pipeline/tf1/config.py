@@ -1,6 +1,6 @@
-"""`IPUConfig`: which JAX devices are the IPUs, and what programs do on them.
+"""`IPUConfig`: selects the JAX devices that are the IPUs, and sets options for all programs.
 
-Without it the first `run` selects as many devices as the programs compiled so far need.
+Without it, the first `run` selects as many devices as the programs compiled so far need.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class IPUConfig:
-    """Selects the IPUs, and says how.
+    """Selects the IPUs of a process or run.
 
     Example:
       >>> config = ipu.config.IPUConfig()
@@ -66,23 +66,23 @@ class IPUConfig:
       2
 
     Attributes:
-      auto_select_ipus: how many IPUs; a list gives each `/device:IPU:<n>` its number. For R replicas of a
-        pipeline of S IPUs it is R times S.
-      select_ipus: instead of that, which ones: indices of JAX devices, in the order that
-        `/device:IPU:0` has them.
+      auto_select_ipus: the number of IPUs; a list has the number for each `/device:IPU:<n>`. For R replicas
+        of a pipeline of S IPUs it is R times S.
+      select_ipus: in place of the number, indices of JAX devices, in the order of `/device:IPU:0`.
       selection_order: a `utils.SelectionOrder`.
-      ipu_model: True makes CPU devices the IPUs; it is Graphcore's category of settings as well.
-      auto_round_num_ipus: True takes the next power of two where the number is none; the rest is idle.
-      require_power_of_two: False allows any number.
-      allow_recompute: True lets the stages of pipelines that train compute values again in their backward,
+      ipu_model: True: CPU devices are the IPUs. It is also Graphcore's category of settings.
+      auto_round_num_ipus: True: a number that is not a power of two is rounded up to the next one; the
+        additional IPUs are idle.
+      require_power_of_two: False: any number is allowed.
+      allow_recompute: True: the stages of pipelines that train may compute values again in their backward,
         instead of keeping them; see `pipelining_ops.RecomputationMode`.
 
-    With `norms.experimental.distributed_batch_norm_replica_group_size` the replicas of a program share the
-    statistics of batch normalization: it is their number, or 1, which is the default, for statistics of
-    each replica. It counts for programs that are compiled after `configure_ipu_system`.
+    `norms.experimental.distributed_batch_norm_replica_group_size` is the number of replicas of the program
+    if they share the statistics of batch normalization, or 1 (the default) for separate statistics. It
+    applies to programs that are compiled after `configure_ipu_system`.
 
-    Graphcore's other settings are known by their names (`config.floating_point_behaviour.esr`). They have
-    no effect: who sets one to something else than its default is told why, once.
+    Graphcore's other settings have their names (`config.floating_point_behaviour.esr`) and no effect.
+    Setting one to another value than its default warns once, with the reason.
     """
 
     auto_select_ipus: int | list[int] | None = None
@@ -131,8 +131,8 @@ class IPUConfig:
     def configure_ipu_system(self, device: str = "cpu") -> None:
         """Selects the devices. It starts JAX's backend, with enough virtual devices if that is a CPU.
 
-        Where several processes run the program, the devices are those of all, process by process; if the
-        environment says so (see `ipu_pipeline.distributed`), it joins this process with them.
+        With several processes, devices of all processes are selected, process by process. If the
+        environment names the processes (see `ipu_pipeline.distributed`), this call joins them.
 
         Example:
           >>> config = ipu.config.IPUConfig()
@@ -142,12 +142,12 @@ class IPUConfig:
           [3, 1]
 
         Args:
-          device: the host's, in Graphcore's programs; only "cpu" and names of a CPU device.
+          device: the host's device in Graphcore's programs; only "cpu" and names of a CPU device.
 
         Raises:
-          ValueError: nothing, or too much, is selected; the number of IPUs is not a power of two; or
-            there are fewer accelerators.
-          RuntimeError: JAX's CPU backend is running already, with fewer devices.
+          ValueError: no IPUs are selected, or both ways are used; the number of IPUs is not a power of two;
+            or there are fewer accelerators.
+          RuntimeError: JAX's CPU backend is already running, with fewer devices.
         """
         if "cpu" not in str(device).lower():
             raise ValueError(

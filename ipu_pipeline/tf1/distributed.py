@@ -40,32 +40,32 @@ def initialize(
     `IPUConfig.configure_ipu_system`, and a session's first run. After that, this function returns at once
     if it is given no arguments.
 
-    A process listens only at the address by which it reaches the coordinator: on one machine that is the
-    loopback one.
+    A process only listens at the address by which it reaches the coordinator: on one machine, the loopback
+    address.
 
     Args:
       coordinator_address: "host:port" of process 0, the same in all processes.
       num_processes: the number of processes, the same in all of them.
       process_id: the number of this process, from 0.
-      local_device_ids: which accelerators of its machine this process takes; None for all, or for what the
-        cluster assigns.
+      local_device_ids: the accelerators of its machine that this process uses; None: all, or the ones that
+        the cluster assigns.
       coordinator_bind_address: "host:port" where the coordinator listens, in process 0, if not at
         `coordinator_address`. Or the environment variable JAX_COORDINATOR_BIND_ADDRESS.
-      listen_address: the address of this machine, without a port, where this process listens for data of
-        the others, if not the address by which it reaches the coordinator.
-      death_timeout: within how many seconds of the death of a process the others end, with an error that
-        names it. Checkpoints that are being written are finished first. From 2; by default the environment
-        variable IPU_PIPELINE_DEATH_TIMEOUT, or 60.
-      stall_timeout: how many seconds processes wait for one that lives, but does nothing, from 2; by
-        default the environment variable IPU_PIPELINE_STALL_TIMEOUT, or `death_timeout`. Give more if a
-        program does something on its own for longer, such as reading, between two runs.
-      initialization_timeout: how many seconds this process waits for the others to join.
+      listen_address: the address of this machine, without a port, at which this process listens for data
+        from others, if not the address by which it reaches the coordinator.
+      death_timeout: the most seconds between the death of a process and the end of the others, with an
+        error that names it. Checkpoints that are being written are finished first. At least 2; by default
+        the environment variable IPU_PIPELINE_DEATH_TIMEOUT, or 60.
+      stall_timeout: the most seconds that processes wait for a process that is alive but does nothing, at
+        least 2; by default the environment variable IPU_PIPELINE_STALL_TIMEOUT, or `death_timeout`. Set it
+        higher if a process does other work for longer between two runs, such as reading.
+      initialization_timeout: the most seconds that this process waits for the others to join.
 
     Raises:
       TypeError, ValueError: an argument or variable is missing or wrong; or processes have other versions.
-      RuntimeError: the process has joined others already, and there are arguments, or it has done so by
-        `jax.distributed.initialize`; JAX's backend runs; or the coordinator cannot listen.
-      TimeoutError: the others did not come.
+      RuntimeError: the process has already joined others, and there are arguments, or it used
+        `jax.distributed.initialize`; JAX's backend is running; or the coordinator cannot listen.
+      TimeoutError: the others did not join in time.
     """
     joining.join(
         coordinator_address,

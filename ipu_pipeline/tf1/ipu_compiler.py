@@ -1,4 +1,4 @@
-"""`compile`: a Python function in, a program out."""
+"""`compile`: makes a program from a Python function."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Program", "compile"]
 
 
 def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None) -> Program:
-    """Traces a function and checks all that can be checked without running it.
+    """Traces a function into a program, and checks all that can be checked without running it.
 
     It does not start JAX's backend; XLA compiles when the program first runs. On a CPU, the backend then
-    gets the number of devices that the programs compiled before it starts need.
+    gets as many devices as the programs compiled before its start need.
 
     Example:
       >>> def model(x, y):
@@ -38,26 +38,23 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
 
     Args:
       computation: a function that takes one array per input. It calls `pipelining_ops.pipeline` or
-        `loops.repeat`, may compute before, between and after them, and returns what `Session.run` is to
-        return. A function without pipelines and loops may do what the body of a loop does: train by
-        `minimize`, enqueue, use `ipu_shard`, draw random keys. It then becomes the body of a loop that
-        runs once.
-      inputs: placeholders, or values that are the same in every run. A single input need not be in a
-        list. A placeholder that the function, a stage or an optimizer function uses as an array need not be
-        among them.
+        `loops.repeat`, may compute before, between and after them, and returns the result of `Session.run`.
+        A function without pipelines and loops may do the same as the body of a loop: train with `minimize`,
+        enqueue, use `ipu_shard`, draw random keys. It then becomes the body of a loop that runs once.
+      inputs: placeholders, or values that are the same in every run. A single input need not be in a list.
+        Placeholders that the function, a stage or an optimizer function uses as arrays need not be listed.
 
     Returns:
-      The program, for `Session.run`, which gives the values that the function returns as a list, even if
-      there is only one, or if they are a namedtuple; for a dict or a nested structure, the same structure.
-      If the function returns only operations, or nothing, the result is None. Operations that follow
-      values are left out of the list.
-      The program is also the sequence of these values, each of which can be run: `(loss,) = compile(...)`,
-      `compiled[0]`. Results of Python's operators on them can be run, too; they are computed on the host:
+      The program. `Session.run(program)` returns the function's values as a list, even for a single value
+      or a namedtuple; for a dict or a nested structure, the same structure. If the function returns only
+      operations, or nothing, the result is None. Operations that follow values are left out of the list.
+      The program is also the sequence of these values. Each can be run: `(loss,) = compile(...)`,
+      `compiled[0]`. Results of Python's operators on them can be run, too, and are computed on the host:
       `session.run([total / 100 for total in compiled])`.
 
     Raises:
-      RuntimeError: called outside of `scopes.ipu_scope`, or JAX's CPU backend is running already with
-        fewer devices than the programs need (see `set_num_devices`).
+      RuntimeError: it is called outside of `scopes.ipu_scope`, or JAX's CPU backend is already running
+        with fewer devices than the programs need (see `set_num_devices`).
       TypeError: `computation` is not callable, or an input is neither a placeholder nor an array.
       ValueError: the function returns an operation before a value.
       Others: errors of the function; see `pipelining_ops.pipeline`.

@@ -19,7 +19,7 @@ _BATCH_SIZE = "batch_size"
 
 
 class IPUEstimator(Estimator):
-    """Trains, evaluates and predicts with a model that is not cut into stages.
+    """Trains, evaluates and predicts with a model that has no stages.
 
     The `model_fn` is traced, so it computes with `jax.numpy` and the layers of `ipu.layers`. A step is a
     micro-batch of each replica, and `global_step` counts them. Checkpoints, data sets, hooks and logs are
@@ -59,28 +59,27 @@ class IPUEstimator(Estimator):
         eval_batch_size: int | None = None,
         predict_batch_size: int | None = None,
     ) -> None:
-        """Checks the arguments. It calls no function, and creates no folder but a temporary `model_dir`.
+        """Checks the arguments. It calls no function, and creates no folder except a temporary `model_dir`.
 
         Args:
-          model_fn: takes `features` and any of `labels`, `mode`, `params` and `config`, returns an
-            `IPUEstimatorSpec`. Elements of the data set are tuples of features and labels, or features
-            alone; then labels are None, as they always are in prediction. Features that are a dict are
-            passed as one. Variables that have the same names for all modes are shared by way of
-            checkpoints.
-          model_dir: where checkpoints and scalars go. None: the `model_dir` of `config`; if that is None
-            too, a temporary folder.
-          config: a `RunConfig`, whose `num_shards` is 1; required.
+          model_fn: a function of `features` and any of `labels`, `mode`, `params` and `config` that returns
+            an `IPUEstimatorSpec`. Elements of the data set are tuples of features and labels, or only
+            features; labels are then None, as always in prediction. A dict of features is passed as a dict.
+            All modes share variables of the same name, through checkpoints.
+          model_dir: the folder of checkpoints and scalars. None: the `model_dir` of `config`; if that is
+            None, too, a temporary folder.
+          config: a `RunConfig` with `num_shards` 1; required.
           params: parameters for `model_fn` and the `input_fn`s.
           warm_start_from: same as for `IPUPipelineEstimator`.
           train_batch_size: examples in a training step, over all replicas. In training,
-            `params["batch_size"]` is this number divided by `num_replicas`; it is for the `input_fn`, which
-            makes the batches.
+            `params["batch_size"]` is this number divided by `num_replicas`, for the `input_fn`, which makes
+            the batches.
           eval_batch_size: the same for evaluation.
           predict_batch_size: the same for prediction.
 
         Raises:
           TypeError: `model_fn` is not a function.
-          ValueError: an argument is not usable.
+          ValueError: an argument has a wrong value.
         """
         check_model_function(model_fn)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)

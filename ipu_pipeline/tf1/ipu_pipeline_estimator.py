@@ -24,7 +24,7 @@ class IPUPipelineEstimator(Estimator):
     """Trains, evaluates and predicts with a pipeline.
 
     A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
-    "ipu_pipeline.estimator"; `train` says what a terminal shows.
+    "ipu_pipeline.estimator"; `train` describes the output on a terminal.
 
     Example:
       >>> def model_fn(mode, params):
@@ -63,22 +63,22 @@ class IPUPipelineEstimator(Estimator):
         params: Mapping[str, Any] | None = None,
         warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Checks the arguments. It calls no function, and creates no folder but a temporary `model_dir`.
+        """Checks the arguments. It calls no function, and creates no folder except a temporary `model_dir`.
 
         Args:
-          model_fn: takes any of `mode`, `params` and `config`, returns an `IPUPipelineEstimatorSpec`.
-            Variables that have the same names for all modes are shared by way of checkpoints.
-          model_dir: where checkpoints and scalars go. None: the `model_dir` of `config`; if that is None
-            too, a temporary folder.
+          model_fn: a function of any of `mode`, `params` and `config` that returns an
+            `IPUPipelineEstimatorSpec`. All modes share variables of the same name, through checkpoints.
+          model_dir: the folder of checkpoints and scalars. None: the `model_dir` of `config`; if that is
+            None, too, a temporary folder.
           config: a `RunConfig`; required.
           params: parameters for `model_fn` and the `input_fn`s.
-          warm_start_from: a checkpoint, or another estimator's `model_dir`, whose variables training begins
-            with if there is no checkpoint in `model_dir`. It must have all variables of the model; the rest
-            of it (optimizer state, steps, the data's position) is not taken.
+          warm_start_from: a checkpoint, or another estimator's `model_dir`, with the initial variables of
+            training if `model_dir` has no checkpoint. It must have all variables of the model. Its
+            optimizer state, steps and data position are not used.
 
         Raises:
           TypeError: `model_fn` is not a function.
-          ValueError: an argument is not usable.
+          ValueError: an argument has a wrong value.
         """
         check_model_fn(model_fn)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)

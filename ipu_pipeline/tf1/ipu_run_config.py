@@ -16,16 +16,16 @@ _SECONDS_BETWEEN_CHECKPOINTS = 600
 
 @dataclass(frozen=True)
 class IPURunConfig:
-    """The part of an estimator's configuration about the IPUs.
+    """The IPU options of an estimator.
 
     Attributes:
       iterations_per_loop: micro-batches that each replica takes in one `Session.run`, a multiple of the
         pipeline's `gradient_accumulation_count`. `global_step` goes up by this number.
       ipu_options: an `IPUConfig`, which the estimator configures; needed for more than one IPU. It selects
         `num_replicas` times `num_shards` IPUs.
-      num_replicas: how many replicas of the pipeline train, evaluate and predict, each with micro-batches
-        of its own. Several replicas can train only with an `optimizers.CrossReplicaOptimizer`.
-      num_shards: how many IPUs a replica has for the pipeline's stages; less than twice the number it uses.
+      num_replicas: the number of replicas that train, evaluate and predict, each with its own
+        micro-batches. To train, several replicas need an `optimizers.CrossReplicaOptimizer`.
+      num_shards: the number of IPUs of a replica; less than twice the number that its stages use.
       ordinal: the n of `/device:IPU:<n>`.
       prefetch_depth: the infeed's `prefetch_depth`; None for its default.
     """
@@ -78,22 +78,22 @@ class IPURunConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The rest of an estimator's configuration. Counts of micro-batches are per replica.
+    """The configuration of an estimator. Counts of micro-batches are per replica.
 
     Attributes:
       ipu_run_config: an `IPURunConfig`.
-      model_dir: where checkpoints and scalars go.
+      model_dir: the folder of checkpoints and scalars.
       tf_random_seed: the seed of initial values and random keys; None is 0.
       save_checkpoints_steps: micro-batches between checkpoints, which are saved after the weight update
         that reaches them. If this and `save_checkpoints_secs` are None, there is a checkpoint every ten
         minutes.
-      save_checkpoints_secs: seconds between checkpoints, instead.
-      keep_checkpoint_max: how many checkpoints are kept; None or 0 for all.
-      log_step_count_steps: micro-batches between lines about the loss and the speed, which are also
-        logged at the first run and at the end; None for none.
-      save_summary_steps: micro-batches between scalars that training writes (the loss, the speed, and the
-        means of what `ipu.metric` reported), which are also written at the first run and at the end; None
-        for none.
+      save_checkpoints_secs: in place of steps, seconds between checkpoints.
+      keep_checkpoint_max: the number of checkpoints to keep; None or 0: all.
+      log_step_count_steps: micro-batches between log lines with the loss and the speed, which are also
+        logged at the first run and at the end; None: none are logged.
+      save_summary_steps: micro-batches between the scalars that training writes (the loss, the speed, and
+        the means of metrics from `ipu.metric`), which are also written at the first run and at the end;
+        None: none are written.
     """
 
     ipu_run_config: IPURunConfig = field(default_factory=IPURunConfig)

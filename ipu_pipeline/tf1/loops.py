@@ -37,12 +37,12 @@ def repeat(
     `scopes.ipu_shard` runs one iteration at a time, shard after shard.
 
     A body whose optimizer is a `CrossReplicaOptimizer` has replicas: the number of IPUs that `IPUConfig`
-    selects, divided by the number that the body uses. One iteration of each runs at a time. Each replica
-    has elements of the infeed, carried values and random numbers of its own; docs/replicas.md says what
-    they share. The rest of the program then has each replica's own results of the loop, and `Session.run`
-    returns the first replica's; a pipeline or loop with one replica gets the first replica's, too, and
-    another number of replicas is an error. Variables that the body assigns are joined at each weight
-    update and at the end of a run. Gradients that a run leaves accumulated become their means over the
+    selects, divided by the number that the body uses. All replicas run one iteration at the same time. Each
+    has its own infeed elements, carried values and random numbers; docs/replicas.md says what they share.
+    The rest of the program computes with each replica's results, and `Session.run` returns the first
+    replica's. A following pipeline or loop with one replica gets the first replica's results; another
+    number of replicas is an error. Variables that the body assigns are joined at each weight update and at
+    the end of a run. Gradients that are still accumulated at the end of a run are averaged over the
     replicas, so that a checkpoint can continue with another number.
 
     Example:
@@ -58,22 +58,22 @@ def repeat(
 
     Args:
       n: the number of iterations, from 0: an integer, or a traced integer scalar.
-      body: takes the inputs and then the infeed's element, returns the inputs of the next iteration, with
-        the same structure, shapes and dtypes. Training steps (`minimize`) and `enqueue` operations may be
-        returned anywhere among them, or not at all: what was recorded runs. It may read values from
-        outside.
+      body: takes the inputs and then the infeed's element, and returns the inputs of the next iteration,
+        with the same structure, shapes and dtypes. Training steps (`minimize`) and `enqueue` operations run
+        whether or not they are returned, anywhere among these. It may read values from outside.
       inputs: the inputs of the first iteration: arrays, or pytrees of them, in a list; a single input need
         not be in a list.
-      infeed_queue: dequeued once per iteration, by each replica.
-      use_while_v1: has no effect, because both kinds of loop are one here; it exists for TensorFlow 1 code.
+      infeed_queue: the queue from which each replica takes one element per iteration.
+      use_while_v1: has no effect, as there is only one kind of loop; accepted for TensorFlow 1 code.
 
     Returns:
-      The inputs that the next iteration would get, in a list; a single one without a list; an operation if
-      there are none.
+      The inputs of the iteration after the last one, in a list; a single input without a list; an operation
+      if there are no inputs.
 
     Raises:
-      TypeError, ValueError: an argument is not usable, or the body does not return its inputs.
-      RuntimeError: not called in a function that `ipu_compiler.compile` traces, or within a stage or body.
+      TypeError, ValueError: an argument has a wrong value, or the body does not return the next inputs.
+      RuntimeError: it is not called in a function that `ipu_compiler.compile` traces, or it is called
+        within a stage or body.
     """
     del use_while_v1
     count = _check_count(n, "ipu.loops.repeat: n")
@@ -100,19 +100,19 @@ def while_loop(
       [array(1024., dtype=float32)]
 
     Args:
-      condition: takes the inputs of an iteration, without the infeed's element, and returns a boolean
-        scalar; called before each iteration. It may use no variables, random keys or values from outside.
-        With several replicas it must return the same in all of them.
-      body: same as for `repeat`.
+      condition: called before each iteration with its inputs, without the infeed's element; returns a
+        boolean scalar. It cannot use variables, random keys or values from outside. With several replicas
+        it must return the same in all of them.
+      body: as for `repeat`.
       inputs: the inputs of the first iteration, at least one, as for `repeat`.
-      infeed_queue: dequeued once per iteration. On one device, elements that its `prefetch_depth` has
-        fetched ahead are handled together; those that the loop did not need come first in the next run.
-      maximum_iterations: the largest number of iterations, in the form of `n` of `repeat`; None: any
-        number.
-      use_while_v1: same as for `repeat`.
+      infeed_queue: the queue from which each iteration takes an element. On one device, elements that its
+        `prefetch_depth` has fetched ahead are handled together; elements that the loop did not need come
+        first in the next run.
+      maximum_iterations: the largest number of iterations, given like `n` of `repeat`; None: no limit.
+      use_while_v1: as for `repeat`.
 
     Returns:
-      The inputs that the next iteration would get, as `repeat` does.
+      The inputs of the iteration after the last one, like `repeat`.
 
     Raises:
       The errors of `repeat`; and ValueError if the condition does not return a boolean scalar.

@@ -215,10 +215,10 @@ def reset_ipu_seed(
     cpu_device: str = "cpu",
     experimental_identical_replicas: bool = False,
 ) -> None:
-    """Sets the seed of sessions that are made later without one, and of those that are open.
+    """Sets the seed of open sessions, and of later sessions that are made without a seed.
 
-    Random numbers of an open session then depend on the new seed, and on how often its programs have run,
-    as always. Variables that exist keep their values.
+    Random numbers of an open session then depend on the new seed and, as always, on the number of runs of
+    its programs. Existing variables keep their values.
 
     Example:
       >>> ipu.utils.reset_ipu_seed(42)
@@ -227,11 +227,11 @@ def reset_ipu_seed(
       seed: an integer of 64 bits.
       device: an IPU device; all have the same seed.
       cpu_device: the host's name.
-      experimental_identical_replicas: whether the replicas of a program draw the same numbers, the ones
-        that a single replica would, from now on until this is called again.
+      experimental_identical_replicas: whether all replicas of a program draw the same numbers as a single
+        replica, until the next call of this function.
 
     Raises:
-      TypeError, ValueError: the seed is not usable.
+      TypeError, ValueError: the seed has a wrong type or value.
     """
     global _seed, _has_identical_replicas
     del device, cpu_device

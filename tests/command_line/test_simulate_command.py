@@ -333,7 +333,7 @@ def test_a_limit_of_bytes(capsys, tmp_path):
     assert times[0] < times[-1]
     assert max(found[1]["searched"]["num_peak_bytes"]) <= 120
     assert Scenario.from_dict(found[1]["scenario"]).schedule.bytes_per_ipu == 120
-    assert "IPU 0 needs 110 bytes (100 of them all the time), and the limit is 109" in fail(
+    assert "device 0 needs 110 bytes (100 of them all the time), and the limit is 109" in fail(
         capsys, *options, "--bytes-per-ipu", "109"
     )
     said = fail(capsys, *options[:-2], "--bytes-per-ipu", "120")
@@ -355,7 +355,7 @@ def test_an_example_with_its_command(capsys, command):
 def test_the_best_staircase_of_equal_actions(capsys):
     text = run(capsys, "schedule", *UNEVEN[:4], "--schedule", "searched", "--width", "0")
     assert text.startswith("searched: 4 stages on 4 IPUs, 6 micro-batches, ")
-    lines = [line.split()[2:] for line in text.splitlines() if line.startswith("IPU")]
+    lines = [line.split()[2:] for line in text.splitlines() if line.startswith("device")]
     assert all(f"W{number}" in line for line in lines for number in range(6))
 
 
@@ -365,10 +365,10 @@ def test_a_staircase_with_its_phases(capsys):
 grouped: 4 stages on 4 IPUs, 8 micro-batches, 22 time-steps, IPUs idle for 27% of them
 
 time-step 1  2  3  | 4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 | 20 21 22
-IPU 0     F0 F1 F2 | F3 .  F4 .  F5 .  F6 B0 F7 B1 .  B2 .  B3 .  B4 | B5 B6 B7
-IPU 1     .  F0 F1 | F2 .  F3 .  F4 B0 F5 B1 F6 B2 F7 B3 .  B4 .  B5 | B6 B7 .
-IPU 2     .  .  F0 | F1 .  F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 | B7 .  .
-IPU 3     .  .  .  | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 | .  .  .
+device 0  F0 F1 F2 | F3 .  F4 .  F5 .  F6 B0 F7 B1 .  B2 .  B3 .  B4 | B5 B6 B7
+device 1  .  F0 F1 | F2 .  F3 .  F4 B0 F5 B1 F6 B2 F7 B3 .  B4 .  B5 | B6 B7 .
+device 2  .  .  F0 | F1 .  F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 | B7 .  .
+device 3  .  .  .  | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 | .  .  .
 phases: ramp-up 1..3, main 4..19, ramp-down 20..22
 in flight at most, by stage: 7 5 3 1
 The default, as on Graphcore's IPUs: forwards run together, then backwards.
@@ -381,8 +381,8 @@ def test_a_wide_staircase_is_cut_in_the_middle(capsys, monkeypatch):
     text = run(capsys, "schedule", "--stages", "2", "--micro-batches", "50", "--schedule", "interleaved")
     assert text.splitlines()[2:] == [
         "time-step 1   | 2   3   4   5   ... 98  99  100 101 | 102",
-        "IPU 0     F0  | .   F1  B0  F2  ... B47 F49 B48 .   | B49",
-        "IPU 1     .   | F0  B0  F1  B1  ... F48 B48 F49 B49 | .",
+        "device 0  F0  | .   F1  B0  F2  ... B47 F49 B48 .   | B49",
+        "device 1  .   | F0  B0  F1  B1  ... F48 B48 F49 B49 | .",
         "phases: ramp-up 1, main 2..101, ramp-down 102",
         "Time-steps 6..97 do not fit in 60 characters, and are left out.",
         "in flight at most, by stage: 2 1",
@@ -396,7 +396,7 @@ def test_no_line_is_wider_than_asked(capsys, count):
         options = f"schedule --stages 4 --micro-batches {count} --width {width}"
         lines = run(capsys, *options.split()).splitlines()[2:7]
         assert max(map(len, lines)) <= width
-        assert lines[1].startswith("IPU 0     F0 ")
+        assert lines[1].startswith("device 0  F0 ")
         assert lines[1].endswith(f"B{count - 1}")
 
 
@@ -405,7 +405,7 @@ SCHEDULE = ("schedule", "--micro-batches", "2", "--stages")
 
 def test_several_stages_on_an_ipu_and_forwards_alone(capsys):
     text = run(capsys, *SCHEDULE, "3", "--device-mapping", "0,1,0")
-    assert "IPU 0     F0.0 | F0.1 F2.0 B2.0 F2.1 B2.1 B0.0 | B0.1" in text.splitlines()
+    assert "device 0  F0.0 | F0.1 F2.0 B2.0 F2.1 B2.1 B0.0 | B0.1" in text.splitlines()
     text = run(capsys, *SCHEDULE, "4", "--inference")
     assert "phases: ramp-up 1..3, ramp-down 4..5" in text.splitlines()
 
@@ -464,7 +464,7 @@ def test_it_advises_what_the_page_of_a_profile_does(capsys, tmp_path):
     facts = dataclasses.replace(traces.make_facts(2, 8), costs=costs)
     profile = traces.make_profile(facts, traces.make_events(facts))
     (one,) = study(profile)
-    assert "moving dense1/a from stage 1 to 0" in one.advice[0]
+    assert "Moving dense1/a from stage 1 to 0" in one.advice[0]
     assert " if nothing else runs there" in one.advice[0]
     (tmp_path / "profile.json").write_text(profile.to_json())
     given = ("simulate", "--costs-from", str(tmp_path / "profile.json"))

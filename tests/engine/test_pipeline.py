@@ -429,7 +429,7 @@ def test_counts_that_would_not_fit_into_a_schedule():
     one = make(stages, count=2**31 - 1, device_mapping=[0, 0])
     one.trace(np.float32(1))
     assert len(one.plan_memory()) == 2
-    with pytest.raises(ValueError, match="IPUs have numbers up to 65535; got 1099511627776"):
+    with pytest.raises(ValueError, match="devices have numbers up to 65535; got 1099511627776"):
         make(stages, device_mapping=[0, 2**40])
 
 

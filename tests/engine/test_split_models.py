@@ -425,10 +425,10 @@ def test_initial_values_of_slices_are_those_of_the_whole():
         ({"model": 3}, "split: model must be a function or a Stage; got 3"),
         ({"model": engine.Stage(skipping, {})}, "split: parameters must be None if the model is a Stage"),
         ({"num_micro_batches": None}, "split: num_micro_batches must be given"),
-        ({"bytes_per_ipu": 1000}, "bytes_per_ipu must be enough for the fullest IPU"),
+        ({"bytes_per_ipu": 1000}, "bytes_per_ipu must be enough for the fullest device"),
         ({"bytes_per_ipu": True}, "split: bytes_per_ipu must be an integer"),
-        ({"device_mapping": [0]}, "split: device_mapping must have the number of an IPU for each"),
-        ({"tensor_parallel": engine.TensorParallel(2)}, "split: tensor_parallel is not taken into account"),
+        ({"device_mapping": [0]}, "split: device_mapping must have the number of a device for each"),
+        ({"tensor_parallel": engine.TensorParallel(2)}, "split: tensor_parallel is not supported"),
     ],
 )
 def test_arguments_that_cannot_be(options, message):

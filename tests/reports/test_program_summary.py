@@ -36,11 +36,11 @@ Pipeline: 2 stages on 2 IPUs, schedule grouped, 3 micro-batches per weight updat
   0      0    first/dense          208  832 B  256 B           256 B          3  768 B  3.62 kflop  \
 3.30 kflop
   1      1    second/dense         170  680 B           256 B                           8.71 kflop
-per micro-batch: what it sends to other IPUs, returns to them as gradients, holds until its backward
-keeps: what it holds of all micro-batches in flight; forward, backward: estimated operations; \
+per micro-batch: sends to other IPUs, returns gradients to them, holds values until its backward
+keeps: values held for all micro-batches in flight; forward, backward: estimated operations; \
 the last stage does both in its forward
-bubble: IPUs wait for 29.1% of a step, by these operations (25.0% if all actions took equally long)
-IPU 1 has most to do: 56% of all operations
+bubble: 29.1% of a step, estimated from these operations (25.0% if all actions took equally long)
+busiest IPU: 1, with 56% of all operations
 dispatch: one micro-batch per program: a step has fewer than 8 micro-batches"""
 
 

@@ -69,7 +69,7 @@ def test_devices_are_made_as_needed():
         session.run(three)
         assert session.run(queue.dequeue()) == 4
         text = message(lambda: program(5), RuntimeError)
-        assert "5 IPUs are needed, but JAX's CPU backend is already running with 3 device(s)" in text
+        assert "5 devices are needed, but JAX's CPU backend is already running with 3 device(s)" in text
         assert "configure_ipu_system()" in text and "ipu.set_num_devices(5)" in text
     """)
 
@@ -130,7 +130,7 @@ def test_an_array_made_too_early_is_told_at_compile():
     run("""
         jax.numpy.float32(2)
         text = message(lambda: program(3), RuntimeError)
-        assert "3 IPUs are needed, but JAX's CPU backend is already running with 1 device(s)" in text
+        assert "3 devices are needed, but JAX's CPU backend is already running with 1 device(s)" in text
         assert "ipu.set_num_devices(3)" in text
         queue, one = program(1)
         ipu.Session().run(one)
@@ -144,7 +144,7 @@ def test_an_array_made_too_early_is_told_at_compile():
         def compile_loop():
             with ipu.scopes.ipu_scope("/device:IPU:0"):
                 ipu.ipu_compiler.compile(loop)
-        assert "2 IPUs are needed" in message(compile_loop, RuntimeError)
+        assert "2 devices are needed" in message(compile_loop, RuntimeError)
     """)
 
 
@@ -161,7 +161,7 @@ def test_set_num_devices():
         ipu.set_num_devices(4)
         ipu.set_num_devices(3)  # so many are there
         text = message(lambda: ipu.set_num_devices(5), RuntimeError)
-        assert "5 IPUs are needed, but JAX's CPU backend is already running with 4 device(s)" in text
+        assert "5 devices are needed, but JAX's CPU backend is already running with 4 device(s)" in text
         queue, three = program(3)
         ipu.Session().run(three)
         message(lambda: program(5), RuntimeError)

@@ -48,10 +48,10 @@ VIRTUAL = devices.VIRTUAL_VARIABLE
 @pytest.mark.parametrize(
     ("variables", "number", "error", "message"),
     [
-        ({}, 16, RuntimeError, "16 IPUs are needed"),
-        ({FEWER_VARIABLE: "1"}, [8, 4], RuntimeError, "12 IPUs are needed"),  # not with several groups
+        ({}, 16, RuntimeError, "16 devices are needed"),
+        ({FEWER_VARIABLE: "1"}, [8, 4], RuntimeError, "12 devices are needed"),  # not with several groups
         ({FEWER_VARIABLE: "yes"}, 4, ValueError, "must be 0 or 1; it is 'yes'"),
-        ({VIRTUAL: "3"}, 16, RuntimeError, f"16 IPUs are needed, .* {VIRTUAL} lets each .* have 3"),
+        ({VIRTUAL: "3"}, 16, RuntimeError, f"16 devices are needed, .* {VIRTUAL} lets each .* have 3"),
         ({VIRTUAL: "none"}, 4, ValueError, f"{VIRTUAL} must be a whole number from 1; it is 'none'"),
     ],
 )

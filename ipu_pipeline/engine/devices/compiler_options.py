@@ -99,7 +99,7 @@ def plan_options(
     fused = "forward and backward of the last stage are one program"
     both = [*of_stage(forwards, last), *of_stage(backwards, last)]
     everything = [*forwards, *backwards, *updates]
-    whole = "all stages are on one IPU and so one program"
+    whole = "all stages are on one device and so one program"
     return CompilerOptions(
         forward=() if is_one_program else (*merged, _merge(both, fused)),
         backward=() if is_one_program else tuple(_merge(of_stage(backwards, n), "") for n in range(last)),

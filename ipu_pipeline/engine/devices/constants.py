@@ -1,4 +1,4 @@
-"""Small values that programs ask for again and again, placed once for each IPU."""
+"""Small values that programs ask for again and again, placed once for each device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Constants:
     """Integers, and random keys and their numbers, on groups."""
 
     def __init__(self) -> None:
-        self._scalars: dict[tuple[int, int], Any] = {}  # (IPU, integer) -> int32 scalar there
-        self._key_numbers: dict[tuple[int, int], Any] = {}  # (IPU, number) -> uint32 scalar there
-        self._keys: dict[int, tuple[Any, Any]] = {}  # IPU -> the last random key, and its copy there
+        self._scalars: dict[tuple[int, int], Any] = {}  # (device, integer) -> int32 scalar there
+        self._key_numbers: dict[tuple[int, int], Any] = {}  # (device, number) -> uint32 scalar there
+        self._keys: dict[int, tuple[Any, Any]] = {}  # device -> the last random key, and its copy there
 
     def key(self, key: Any, group: DeviceGroup) -> Any:
         """A random key on a group. The last one is kept: steps use the same key, and placing is slow."""

@@ -49,10 +49,10 @@ HOST_MEMORY = "pinned_host"
 
 @dataclass(frozen=True, eq=False)
 class DeviceGroup:
-    """The devices of one IPU, in all replicas.
+    """The devices of one number in the device mapping, in all replicas.
 
     Attributes:
-      ipu: the IPU's number in the pipeline.
+      ipu: the number.
       replicated: the sharding of what each device has whole, such as scalars.
       has_one_client: whether all groups of the pipeline have devices of one kind.
       processes: the processes that have devices of the pipeline's groups, in order.
@@ -125,7 +125,7 @@ class DeviceGroup:
 
     @functools.cached_property
     def first_devices(self) -> tuple[Any, ...]:
-        """The first device of each replica, which stands for the IPU in reports."""
+        """The first device of each replica, which stands for the group in reports."""
         return tuple(self.replicated.mesh.devices[:, 0])
 
     @functools.cached_property
@@ -173,8 +173,8 @@ def check_processes(groups: Sequence[DeviceGroup]) -> None:
             if len(processes) > 1:
                 of_replica = f" of replica {replica}" if group.num_replicas > 1 else ""
                 raise ValueError(
-                    f"tensor_parallel: the {len(devices)} devices of IPU {group.ipu}{of_replica} must be "
-                    f"in one process; they are in {', '.join(map(str, processes))}. Give each process a "
+                    f"tensor_parallel: the {len(devices)} devices with number {group.ipu}{of_replica} must "
+                    f"be in one process; they are in {', '.join(map(str, processes))}. Give each process a "
                     f"multiple of {len(devices)} devices."
                 )
 

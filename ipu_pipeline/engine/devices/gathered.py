@@ -182,9 +182,9 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
 def gathered(tree: Any, device: Any = None) -> Any:
     """Copies all arrays of a state, or of another pytree, to one device, for functions of the whole tree.
 
-    The leaves of a state lie on the devices of their stages, and JAX computes nothing with arrays of
-    different devices. Everything has to fit the one device. In several processes all call it, and each gets
-    all arrays.
+    The leaves of a state are on the devices of their stages, and JAX cannot compute with arrays on
+    different devices. All arrays must fit on the one device. With several processes, all call it, and each
+    gets all arrays.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(4)], num_micro_batches=1)
@@ -192,20 +192,20 @@ def gathered(tree: Any, device: Any = None) -> Any:
       >>> norm = optax.tree.norm(engine.gathered(state.variables))  # variables lie on two devices
 
     Args:
-      tree: a pytree with arrays of JAX or NumPy; other leaves are left alone. Arrays may be shared out
-        among replicas or tensor-parallel devices, or lie in host memory. Of values that differ between
-        replicas it takes the first replica's.
+      tree: a pytree with JAX or NumPy arrays; other leaves stay as they are. Arrays may be divided over
+        replicas or tensor-parallel devices, or be in host memory. If values differ between replicas, the
+        first replica's are copied.
       device: a device of this process. None: the first one that has a part of the tree's first array, or
         of `jax.local_devices()` if there is no array of JAX.
 
     Returns:
-      The tree with copies, whole, in the device's memory: a step with `donate` leaves them alone.
+      The tree with whole copies in the device's memory. A step with `donate` does not destroy them.
 
     Raises:
-      TypeError: `device` is no device, or it is called within `jax.jit` or another transformation.
-      ValueError: the device is of another process, or a step with `donate` has destroyed an array.
-      RuntimeError: JAX has joined several processes, and this library has not.
-      ProcessError: a process that was to send something has ended.
+      TypeError: `device` is not a device, or it is called within `jax.jit` or another transformation.
+      ValueError: the device belongs to another process, or a step with `donate` has destroyed an array.
+      RuntimeError: JAX has joined several processes, but this library has not.
+      ProcessError: a process that had to send data has ended.
     """
     check_not_traced("engine.gathered", tree)
     check_exists("engine.gathered: tree", tree)

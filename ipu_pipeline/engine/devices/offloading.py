@@ -15,12 +15,12 @@ __all__ = ["Offload", "OffloadName", "load", "parse_offload", "store"]
 
 
 class Offload(enum.Enum):
-    """What may lie in host memory (memory kind `pinned_host`) while no program uses it.
+    """The arrays that may be in host memory (memory kind `pinned_host`) while no program uses them.
 
-    WEIGHT_UPDATE_VARIABLES: the optimizer's state, except during the weight update. ACTIVATIONS: what a
-    stage keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the accumulators,
-    except during the backward and the update of their stage. WEIGHTS: the variables, apart from those that
-    stages assign, except during the programs that use them.
+    WEIGHT_UPDATE_VARIABLES: the optimizer's state, except during the weight update. ACTIVATIONS: the values
+    that a stage keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the
+    accumulators, except during the backward and the update of their stage. WEIGHTS: the variables, except
+    those that stages assign, and except during the programs that use them.
 
     Example:
       >>> pipeline = engine.Pipeline(

@@ -1,4 +1,4 @@
-"""What replicas may share out among themselves, instead of each having the whole."""
+"""The arrays that replicas may divide among themselves, instead of each having the whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Shard", "ShardName", "gather_replicas", "is_apart", "parse_shard", "
 
 
 class Shard(enum.Enum):
-    """What each replica has a part of (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
+    """The arrays of which each replica has a part (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
 
     OPTIMIZER_STATE: the optimizer's state; each replica updates its part. WEIGHTS: the trainable variables
     that only one stage has; they are gathered for each program that reads them, and released afterwards.

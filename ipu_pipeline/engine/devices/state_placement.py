@@ -344,7 +344,7 @@ class StatePlacement:
         environment: UpdateEnvironment,
     ) -> None:
         """Runs the programs of an update, each on the group of its stage."""
-        copies: dict[tuple[UpdateValue, int], Any] = {}  # copies of values on other IPUs than their own
+        copies: dict[tuple[UpdateValue, int], Any] = {}  # copies of values on other devices than their own
         last_read = {
             value: number for number, program in enumerate(programs) for value in program.arguments
         }

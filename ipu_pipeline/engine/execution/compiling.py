@@ -46,7 +46,7 @@ __all__ = ["Compiled", "compile_ahead", "update_arguments"]
 class Compiled(NamedTuple):
     """What is known of programs once they have been compiled. All sizes are in bytes."""
 
-    # by IPU, the most that a program takes besides its arguments and results
+    # by device, the most that a program takes besides its arguments and results
     temporary_bytes: dict[int, int]
     # by stage, what a device holds of a micro-batch's residuals; only for stages that several devices
     # compute together
@@ -186,7 +186,7 @@ class _Programs:
 
 
 def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compiled: Any) -> None:
-    """Enters by IPU the most that a compiled program takes besides its arguments and results."""
+    """Enters by device the most that a compiled program takes besides its arguments and results."""
     analysis = compiled.memory_analysis()  # None on some backends
     if analysis is not None:
         known = temporary_bytes.get(group.ipu, 0)

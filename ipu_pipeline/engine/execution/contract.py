@@ -86,7 +86,7 @@ class Runner(abc.ABC, Generic[PendingT]):
       homes: where each replica's part of it lives; with one replica, `placement` alone.
       iterated: for the body of a loop; None for a pipeline.
       programs: the programs of the stages, for one micro-batch.
-      temporary_bytes: the most that a program takes besides its arguments and results, by IPU; empty as
+      temporary_bytes: the most that a program takes besides its arguments and results, by device; empty as
         long as nothing is compiled.
       residual_bytes: what each device holds of a micro-batch's residuals, by stage; only for stages that
         several devices compute together, and empty as long as nothing is compiled.
@@ -224,7 +224,7 @@ class Runner(abc.ABC, Generic[PendingT]):
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """Plans the memory that each IPU takes while weight updates are done.
+        """Plans the memory that each device takes while weight updates are done.
 
         Args:
           accumulator_dtypes: the dtype of each trained variable's accumulators, by full name.
@@ -250,9 +250,9 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_ipus(self) -> dict[Any, int]:
-        """The number of each device's IPU; the second replica's IPUs are numbered after the first's.
+        """Each device's number in the pipeline; the second replica's follow the first's.
 
-        Of an IPU that is several devices, only the first device is listed.
+        With tensor parallelism, only the first device of each number is listed.
         """
         groups = self.placement.groups
         num_ipus = max(group.ipu for group in groups) + 1
@@ -277,7 +277,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by IPU; arguments as for `plan_memory`."""
+        """What execution phases bring, by device; arguments as for `plan_memory`."""
         del accumulator_dtypes, every
         return {}
 

@@ -63,6 +63,6 @@ class Held:
         for stage, running in enumerate(self._running):
             arrays = [slots[number][slot] for number, places in running.items() for slot in places]
             here = (array for array in arrays if array is not None and array.addressable_shards)
-            # Where an IPU is several devices, a device's part.
+            # With tensor parallelism, one device's part.
             unique = {id(array): array.addressable_shards[0].data.nbytes for array in here}
             self.peaks[stage] = max(self.peaks[stage], sum(unique.values()))

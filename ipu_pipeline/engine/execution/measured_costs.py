@@ -201,7 +201,7 @@ def make_measured(
 ) -> Measured:
     """Makes the costs of a micro-batch from the times of chunks.
 
-    Where a stage does not do its backward in halves, half of it counts as the second one.
+    If a stage's backward is not split, half of it counts as weight gradients.
 
     Args:
       num_stages: the number of stages.

@@ -42,7 +42,7 @@ __all__ = ["PhasedStep", "find_brought", "find_host_memory"]
 
 _CATEGORIES = ("variables", "optimizer", "accumulators", "activations")
 
-Sizes: TypeAlias = "Counter[tuple[int, str]]"  # (IPU, category) -> bytes
+Sizes: TypeAlias = "Counter[tuple[int, str]]"  # (device, category) -> bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def _find_slot_bytes(
 
 
 def find_brought(step: PhasedStep, count: int) -> dict[int, Brought]:
-    """What is on each IPU at the fullest moment of a step, besides what stays there."""
+    """What is on each device at the fullest moment of a step, besides what stays there."""
     if not step.leaves_devices:
         return {}
     ahead = step.phases.num_ahead

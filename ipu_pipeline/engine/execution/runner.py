@@ -679,7 +679,7 @@ class ColumnRunner(Runner[PendingStep]):
     # Memory.
 
     def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by IPU, the same in each replica; arguments as for `plan_memory`."""
+        """What execution phases bring, by device, in each replica; arguments as for `plan_memory`."""
         step = self._find_phased(accumulator_dtypes)
         return {} if step is None else find_brought(step, every // self.chunk_size)
 

@@ -142,7 +142,7 @@ class PhaseRun:
     """The phase that a column runs now.
 
     Attributes:
-      weights: (IPU, full name) -> what was brought from host memory for it.
+      weights: (device, full name) -> what was brought from host memory for it.
     """
 
     def __init__(

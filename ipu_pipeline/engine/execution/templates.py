@@ -49,7 +49,7 @@ class Template:
     group: DeviceGroup  # where it runs
     options: Options  # XLA's options that it is compiled with
     jitted: Any  # the jitted program
-    # its results' shardings; where an IPU is several devices, a list with None for those left to the
+    # its results' shardings; with tensor parallelism, a list with None for those left to the
     # partitioner
     shardings: Any
     function: Callable[..., list[Any]]  # the function to call: `jitted`, or what was loaded in its place

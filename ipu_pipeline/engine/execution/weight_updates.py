@@ -1,6 +1,6 @@
-"""The weight update, program by program, each on the IPU of its variables.
+"""The weight update, program by program, each on the device of its variables.
 
-With post-validation IPUs need not wait for what joins them: see `updates.guessing`.
+With post-validation devices need not wait for what joins them: see `updates.guessing`.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class WeightUpdate:
     ) -> GuessedUpdate:
         """Runs the weight update with a guess that settles it; other arguments as for `run`.
 
-        Each IPU updates by the programs that it has anyway, with the guess and ones in place of what is
-        late. What joins the IPUs is started behind them, and is compared with the guess.
+        Each device updates by the programs that it has anyway, with the guess and ones in place of what is
+        late. What joins the devices is started behind them, and is compared with the guess.
         """
         placement, guessing, plan = self.placement, self.guessing, self.placement.accumulator_plan
         assert placement.updates is not None

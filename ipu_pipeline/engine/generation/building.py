@@ -202,7 +202,7 @@ def _find_groups(pipeline: Pipeline, devices: Sequence[Any] | None) -> tuple[Dev
     found = list(jax.devices() if devices is None else devices)
     if len(found) < needed:
         raise ValueError(
-            f"The generator needs {needed} devices, {each if each > 1 else 'one'} per IPU of "
+            f"The generator needs {needed} devices, {each if each > 1 else 'one'} per number in "
             f"device_mapping, but there are {len(found)}. On a CPU, before the first use of JAX, "
             f"ipu_pipeline.set_num_devices({needed}) makes more."
         )

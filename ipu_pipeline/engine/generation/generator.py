@@ -1,4 +1,4 @@
-"""The public call: a generator made of stages, which answers prompts with the weights of a state."""
+"""The public class: a generator made of stages, which answers prompts with the weights of a state."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ _logger = logging.getLogger("ipu_pipeline")
 class Generator:
     """A language model in stages, each on its device, that answers several requests at a time.
 
-    A stage handles one request: the first one takes `tokens`, int32 [length], and `position`, an int32
-    scalar, the place of the first of them. The last one returns logits, [length, words], or only those of
-    the last token, [words]. A prompt comes in chunks, without padding, and then each new token. What a
-    stage needs of earlier tokens is in variables that it assigns (`get_variable` with trainable=False,
-    `assign`): each request has its own, which start from their initial values.
+    Stage functions are written for one request. The first stage takes `tokens`, int32 [length], and
+    `position`, an int32 scalar, the position of the first of these tokens. The last stage returns logits,
+    [length, words], or only the last token's logits, [words]. A prompt comes in chunks, without padding,
+    and then one new token at a time. Values that a stage needs from earlier tokens (caches) are variables
+    that it assigns (`get_variable` with trainable=False, `assign`): each request has its own copies, which
+    start from their initial values.
 
-    What stages report or enqueue is dropped. Random keys (`next_rng_key`) depend on the request's seed and
+    Metrics and enqueued values are dropped. Random keys (`next_rng_key`) depend on the request's seed and
     the position.
 
     Example:
@@ -65,8 +66,8 @@ class Generator:
       [array([5, 6, 7], dtype=int32), array([7, 0, 1], dtype=int32)]
 
     Attributes:
-      pipeline: the stages as a pipeline that only runs forwards, traced; its `variables` are those that a
-        state has to have, and the caches.
+      pipeline: the stages as a traced pipeline for inference; its `variables` are the variables that a
+        state must have, and the caches.
     """
 
     def __init__(
@@ -91,20 +92,21 @@ class Generator:
           parameters: as for `Pipeline`; shapes are enough.
           num_slots: the most requests in flight, a multiple of `num_groups`; each has its own caches. None:
             4 for each group.
-          num_groups: groups of slots; a group's slots go through a stage together. Fewer groups than
-            devices leave devices idle. None: as many as devices, or `num_slots` if that is less.
-          chunk_lengths: in what lengths a prompt is read, longest first, with 1 among them; there is a
-            program of each stage for each that occurs. None: 1, 4, 16, 64 and 256.
+          num_groups: the number of groups of slots; a group's slots go through a stage together. Fewer
+            groups than devices leave devices idle. None: as many as devices, or `num_slots` if that is
+            less.
+          chunk_lengths: the lengths of the chunks in which prompts are read, longest first, including 1;
+            each stage has a program for each length used. None: 1, 4, 16, 64 and 256.
           token_by_token: whether stages take one token at a time, so that their programs read the tokens
-            of a chunk in a loop. None: if they cannot be traced for two.
+            of a chunk in a loop. None: True if they cannot be traced for two tokens.
           device_mapping: as for `Pipeline`.
           devices: as for `Pipeline`.
           tensor_parallel: as for `Pipeline`.
 
         Raises:
           TypeError: an argument has another type.
-          ValueError: an argument is not usable, or the last stage does not return logits.
-          Others: what tracing raises, see `Pipeline.trace`.
+          ValueError: an argument has a wrong value, or the last stage does not return logits.
+          Others: errors of tracing, see `Pipeline.trace`.
         """
         check_positive("max_length", max_length)
         self._max_length = int(max_length)
@@ -171,7 +173,7 @@ class Generator:
 
     @property
     def num_words(self) -> int:
-        """The number of words that a token may be."""
+        """The number of words, the last axis of the logits."""
         return self._num_words
 
     @property
@@ -195,14 +197,14 @@ class Generator:
         """Answers prompts.
 
         Args:
-          state: of a pipeline whose variables have the names of the stages' variables, or a dict of these
-            variables. What is on its stage's device is used as it is, without a copy.
+          state: the state of a pipeline whose variables have the names of the stages' variables, or a dict
+            of these variables. Arrays that are on their stage's device are used without a copy.
           prompts: sequences of integers from 0 to `num_words` - 1, none of them empty.
           max_new_tokens: the most tokens of an answer; or a list with one number for each prompt.
-          sampling: how tokens are chosen; or a list with one for each prompt.
-          stop_tokens: the first of these in an answer is its last token.
-          seed: of the random keys, from 0 to 2**32 - 1. Those of a prompt depend on it, on the prompt's
-            number and on the token's place, and not on other prompts.
+          sampling: the `Sampling` of all prompts; or a list with one for each prompt.
+          stop_tokens: an answer ends with the first of these tokens.
+          seed: the seed of the random keys, from 0 to 2**32 - 1. A prompt's keys depend on the seed, the
+            prompt's number and the token's position, and not on other prompts.
 
         Returns:
           The new tokens of each prompt, int32 [number].
@@ -248,18 +250,18 @@ class Generator:
 
     @contextlib.contextmanager
     def serving(self, state: PipelineState | Mapping[str, Any]) -> Iterator[Generator]:
-        """Answers requests within a `with` block, in a thread of its own; see `submit`.
+        """Answers requests within a `with` block, in a separate thread; see `submit`.
 
-        The end of the block waits for those that have been submitted. If it ends by an error, they are
+        The end of the block waits for all submitted requests. If the block ends with an error, they are
         cancelled.
 
         Args:
           state: as for `generate`.
 
         Raises:
-          RuntimeError: it is serving already.
-          TypeError, ValueError: as `generate`.
-          Others: what the stages raised while they ran.
+          RuntimeError: it is already serving.
+          TypeError, ValueError: as for `generate`.
+          Others: errors of the stages while they ran.
         """
         check_not_traced("Generator.serving", state)
         if self._queue is not None:
@@ -305,8 +307,8 @@ class Generator:
         Args:
           prompt: a sequence of integers from 0 to `num_words` - 1, not empty.
           max_new_tokens: the most tokens of the answer.
-          sampling: how tokens are chosen.
-          stop_tokens: the first of these in the answer is its last token.
+          sampling: the way in which tokens are chosen.
+          stop_tokens: the answer ends with the first of these tokens.
           seed: the seed of the request's random keys, from 0 to 2**32 - 1. `generate` with this seed gives
             its first prompt the same keys.
 
@@ -314,8 +316,8 @@ class Generator:
           The request: iterate over it for its tokens as they come, or call `result`.
 
         Raises:
-          RuntimeError: it is not serving, or has ended by an error.
-          TypeError, ValueError: as `generate`.
+          RuntimeError: it is not serving, or serving has ended with an error.
+          TypeError, ValueError: as for `generate`.
         """
         request = make_request(
             prompt, "prompt", self._limits, max_new_tokens, sampling, stop_tokens, seed, 0
@@ -349,15 +351,15 @@ class Generator:
 
     @apart
     def compile(self, prompt_lengths: Iterable[int] | None = None, *, drawn: bool = False) -> None:
-        """Compiles programs beforehand; otherwise that is done when a request comes that needs them.
+        """Compiles programs in advance; otherwise each is compiled for the first request that needs it.
 
         Args:
-          prompt_lengths: of the prompts to come; None: of any length.
-          drawn: whether there will be requests whose tokens are drawn, besides greedy ones.
+          prompt_lengths: the lengths of the prompts to come; None: any length.
+          drawn: whether there will be requests whose tokens are drawn at random, besides greedy ones.
 
         Raises:
-          ValueError: a length is not usable, or there are too few devices.
-          Others: what tracing or XLA raises.
+          ValueError: a length is wrong, or there are too few devices.
+          Others: errors of tracing or XLA.
         """
         lengths = list(self._chunk_lengths)
         if prompt_lengths is not None:
@@ -371,7 +373,7 @@ class Generator:
             self._surroundings.run(builder.compile, needed)
 
     def resplit(self, state: PipelineState) -> PipelineState:
-        """Moves the variables of a state of another split of the same layers, as `engine.resplit` does.
+        """Moves the variables of a state from another split of the same layers, as `engine.resplit` does.
 
         Args:
           state: of any pipeline, on any devices.

@@ -1,4 +1,4 @@
-"""Requests: a prompt, what is wanted, and the tokens that have come, which any thread may wait for."""
+"""Requests: a prompt, its options, and the new tokens, which any thread may wait for."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Limits:
 
 
 class Request:
-    """A prompt on its way through the stages.
+    """A submitted prompt, and its answer.
 
-    Iterating gives its new tokens, ints, as they come, from the first one on; `result` all of them. Both
-    wait in the thread that calls, and raise what ended the request early.
+    Iterate over it for the new tokens, ints, as they come; `result` returns all of them. Both block the
+    calling thread, and raise the error that ended the request early, if any.
 
     Example:
       >>> def embed(w, tokens, position):
@@ -45,10 +45,10 @@ class Request:
 
     Attributes:
       prompt: int32 [length].
-      max_new_tokens: the most that are generated.
-      sampling: how tokens are chosen.
-      stop_tokens: the first of these that is generated is the last token.
-      seed: of its random keys, with `number`.
+      max_new_tokens: the most tokens of the answer.
+      sampling: the way in which tokens are chosen.
+      stop_tokens: the answer ends with the first of these tokens.
+      seed: the seed of its random keys, with `number`.
       number: its number among the requests with this seed.
     """
 
@@ -95,7 +95,7 @@ class Request:
                 self._changed.notify_all()
 
     def __iter__(self) -> Iterator[int]:
-        """The new tokens as they come."""
+        """Yields the new tokens as they come."""
         place = 0
         while True:
             with self._changed:
@@ -109,17 +109,17 @@ class Request:
             place += 1
 
     def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
-        """Waits for the request's end.
+        """Waits until the request is done.
 
         Args:
-          timeout: the most seconds to wait; None: as long as it takes.
+          timeout: the most seconds to wait; None: no limit.
 
         Returns:
           The new tokens, int32 [number], with the stop token if there was one.
 
         Raises:
-          TimeoutError: it has not ended by then; it goes on.
-          Others: what ended it early.
+          TimeoutError: the request was not done in time; it continues.
+          Others: the error that ended it early.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_done, timeout):

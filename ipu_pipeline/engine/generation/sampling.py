@@ -24,19 +24,19 @@ _WHOLE = 2.0  # top_p that keeps every word, whatever rounding makes of a sum of
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a request's tokens are chosen.
+    """The way in which a request's tokens are chosen.
 
     Example:
       >>> engine.Sampling(temperature=0.8, top_k=40)
       Sampling(temperature=0.8, top_k=40, top_p=None)
 
     Attributes:
-      temperature: what logits are divided by before a token is drawn, a finite number from 0. At 0 it is
-        not drawn: it is the word with the largest logit, of several the first.
-      top_k: draws among so many words with the largest logits, at least 1; words that are equal to the
-        last of them count, too. None: among all.
-      top_p: draws among the likeliest words that together have at least this probability, above 0 and at
-        most 1. None: among all.
+      temperature: the divisor of the logits before a token is drawn, a finite number of at least 0. At 0
+        nothing is drawn: the token is the word with the largest logit, the first of equal ones.
+      top_k: tokens are drawn from this number of words with the largest logits, at least 1, and words whose
+        logits equal the smallest of these. None: from all words.
+      top_p: tokens are drawn from the most likely words that together have at least this probability, above
+        0 and at most 1. None: from all words.
     """
 
     temperature: float = 0.0

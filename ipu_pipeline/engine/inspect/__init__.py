@@ -1,4 +1,4 @@
-"""What can be asked about a pipeline or loop: what it is, what it takes, and what its runs do.
+"""Facts about pipelines and loops: their stages, costs and memory, and events of their runs.
 
 Modules are imported when a name is first used, so that the data classes are there without JAX.
 """

@@ -1,4 +1,4 @@
-"""What stages take by their operations, with nominal figures: before anything was compiled or measured."""
+"""The costs of stages by counted operations and nominal speeds, before anything is compiled or measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PER_TRAINED = 10.0  # operations of a weight update per element
 
 
 def count_costs(details: PipelineDetails) -> Costs:
-    """Counts what the stages of a pipeline take, in seconds.
+    """Estimates the costs of a pipeline's stages from counted operations, in seconds.
 
-    What stages on one IPU send is not told apart from what others there do, so transfers are counted where
-    each stage has its own.
+    Transfers are included only if each stage has its own device, because the bytes of stages that share a
+    device are not known separately.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(4)], num_micro_batches=2)

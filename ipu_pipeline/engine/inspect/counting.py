@@ -1,4 +1,4 @@
-"""Counts what a function does, from its jaxpr."""
+"""Counts the operations of a function, from its jaxpr."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Work", "count_work"]
 
 
 class Work(NamedTuple):
-    """What a function does.
+    """The operations of a function.
 
     Attributes:
-      num_primitives: JAX primitives, before XLA joins any.
+      num_primitives: the number of JAX primitives, before XLA fuses any.
       num_flop: estimated floating-point operations, see `jaxprs.costs.count_operations`.
     """
 
@@ -26,14 +26,14 @@ class Work(NamedTuple):
 
 
 def count_work(function: Callable[..., Any], *arguments: Any) -> Work:
-    """Traces a function as a part of a stage, and counts. Runs nothing.
+    """Traces a function as part of a stage, and counts its operations. Runs nothing.
 
     Example:
       >>> engine.inspect.count_work(lambda x: x @ x, np.ones([64, 64], np.float32))
       Work(num_primitives=1, num_flop=524288.0)
 
     Args:
-      function: the function, which may ask for variables and keys.
+      function: the function; it may use `get_variable` and `next_rng_key`.
       *arguments: its arguments, or their shapes and dtypes.
     """
     stage = frames.Frame(frames.ProgramNames(), training=False, place="an operation", is_stage=True)

@@ -1,4 +1,4 @@
-"""Finds what goes from stage to stage, and from IPU to IPU, while micro-batches run."""
+"""Finds what goes from stage to stage, and from device to device, while micro-batches run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Crossing", "find_crossings", "find_flows"]
 
 
 class Crossing(NamedTuple):
-    """A value that goes to another IPU, once per micro-batch."""
+    """A value that goes to another device, once per micro-batch."""
 
     stage: int | None  # the stage that sends it; None for a leaf of the micro-batch
-    source: int | None  # the IPU that sends it; None for the host's feed
-    target: int  # the IPU that gets it
+    source: int | None  # the device that sends it; None for the host's feed
+    target: int  # the device that gets it
     aval: Any  # its shape and dtype
     is_backward: bool  # whether it is a gradient on its way back
     value: Source  # the value, or the one that it is a gradient of
@@ -28,7 +28,7 @@ class Crossing(NamedTuple):
 def find_crossings(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], num_carried: int = 0
 ) -> list[Crossing]:
-    """Finds the crossings. The last stage's IPU sends the `num_carried` first leaves, carried by a loop."""
+    """Finds the crossings. The last stage's device sends the `num_carried` first leaves of a loop."""
     forward: dict[tuple[Source, int], Crossing] = {}
     backward: list[Crossing] = []
 
@@ -60,7 +60,7 @@ def find_crossings(
 def find_flows(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int]
 ) -> tuple[Flow, ...]:
-    """Finds the flows from stage to stage, also on one IPU; values with the same ends are one flow."""
+    """Finds the flows from stage to stage, also on one device; values with the same ends are one flow."""
     used: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
     sizes: dict[tuple[int, bool, int, tuple[int, ...], tuple[int, ...]], int] = {}
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):

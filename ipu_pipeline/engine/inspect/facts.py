@@ -1,8 +1,7 @@
-"""What is known of a pipeline or loop, as data. Imports no JAX.
+"""Facts about a pipeline or loop, as data. Imports no JAX.
 
-`StageFacts` and `PipelineFacts` are what a profile keeps, so they may also come from a file. The details
-are known only of a pipeline that is at hand: `Pipeline.facts` makes them. Tables, profiles and pages are
-made from these classes, and from nothing else that the engine knows.
+`StageFacts` and `PipelineFacts` are stored in profiles, so they may also come from a file. Details need the
+pipeline itself: `Pipeline.facts` makes them. Tables, profiles and pages are made from these classes only.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class LayerFacts:
     """The variables of a layer.
 
     Attributes:
-      name: the common beginning of their names, up to a slash or dot; empty for variables in no scope.
+      name: the common prefix of their names, up to a slash or dot; empty for variables in no scope.
       num_parameters: the number of elements of the variables.
-      num_bytes: the bytes that they take.
+      num_bytes: the size of the variables.
       operations: its part of the stage's forward, in estimated operations; None if not known.
     """
 
@@ -57,12 +56,12 @@ class Layer(LayerFacts):
     """A scope of variables, or several equal ones.
 
     Attributes:
-      name: its full name, with `{3..5}` in place of the number in which equal ones differ. Variables that
-        stand beside scopes are one layer, `scope/(one, other)`.
+      name: its full name, with `{3..5}` in place of the number in which equal scopes differ. Variables
+        beside scopes form one layer, `scope/(one, other)`.
       num_parameters: the number of elements of the variables, of all equal layers together.
-      num_bytes: the bytes that they take.
+      num_bytes: the size of these variables.
       count: the number of equal layers.
-      parts: the layers that it consists of: scopes, and variables without parts.
+      parts: its inner layers: scopes, and variables, which have no parts.
     """
 
     count: int = 1
@@ -76,14 +75,14 @@ class Layer(LayerFacts):
 
 @dataclass(frozen=True)
 class Edge:
-    """What goes from one IPU to another per micro-batch, in bytes.
+    """The bytes that go from one device to another per micro-batch.
 
     Attributes:
-      source: the IPU that sends; None for the host's feed. What a loop carries into the next iteration
-        comes from the last stage's IPU.
-      target: the IPU that receives.
-      num_forward_bytes: values for later stages.
-      num_backward_bytes: gradients for earlier ones.
+      source: the device that sends; None for the host's feed. Values that a loop carries to the next
+        iteration come from the last stage's device.
+      target: the device that receives.
+      num_forward_bytes: the bytes of values for later stages.
+      num_backward_bytes: the bytes of gradients for earlier stages.
     """
 
     source: int | None
@@ -94,7 +93,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a weight update sends from one IPU to another.
+    """A value that a weight update sends from one device to another.
 
     Example:
       >>> shared = engine.Shared("w", np.ones([4, 4], np.float32))
@@ -110,10 +109,10 @@ class Sent:
        Sent(source=1, target=0, what='gradient of w', num_bytes=64, primitive='the sum at its owner'))
 
     Attributes:
-      source: the IPU that sends.
-      target: the IPU that receives.
-      what: in words: the variable, gradient or leaf of the optimizer's state; dtype and shape of a value
-        that the update makes. Scalars are counted together.
+      source: the device that sends.
+      target: the device that receives.
+      what: its description: the variable, gradient or leaf of the optimizer's state; or dtype and shape of
+        a value that the update computes. Scalars are counted together.
       num_bytes: its size in bytes.
       primitive: its reader there: a JAX primitive or a stage; empty for scalars.
     """
@@ -140,14 +139,15 @@ class SharedVariables:
 
 @dataclass(frozen=True)
 class Part:
-    """What lies where a stage runs.
+    """The variables on a stage's device, and the stage's operations.
 
     Attributes:
       index: the stage's number.
-      ipu: the IPU that it runs on.
-      num_operations: JAX operations of its forward, those inside loops and conditionals not counted.
-      variables: full names of the variables that live there, and of shared ones that are copied there.
-      num_variable_bytes: the bytes that these take.
+      ipu: the device that it runs on.
+      num_operations: the number of JAX operations of its forward, without those inside loops and
+        conditionals.
+      variables: full names of the variables that are stored there, and of shared ones copied there.
+      num_variable_bytes: the size of these variables.
     """
 
     index: int
@@ -163,19 +163,21 @@ class StageFacts:
 
     Attributes:
       index: its number.
-      name: what errors call it, with the name of its function.
-      ipu: the IPU that it runs on.
+      name: its name in errors, with the name of its function.
+      ipu: the device that it runs on.
       level: its level; stages of the same level are parallel.
-      layers: its layers in the order in which it runs them, with its variables, but for those that it
-        shares with an earlier stage.
+      layers: its layers in the order in which it runs them, with its variables except those shared with an
+        earlier stage.
       forward_operations: estimated floating-point operations of its forward for a micro-batch.
-      backward_operations: the same estimate for its backward, of which both halves count; 0 without one.
-      is_fused: whether one program does both, or the forward and the first half of the backward.
-      num_held_bytes: what it holds of a micro-batch from its forward to its backward, or the first half.
-      in_flight: the most micro-batches of which it does so at a time, also between the halves.
-      is_halved: whether its backward is done in halves.
-      weight_operations: estimated operations of the second half; 0 without one.
-      num_between_bytes: what it holds of a micro-batch between the halves.
+      backward_operations: the same estimate for its backward, including weight gradients; 0 without one.
+      is_fused: whether forward and backward are one program (with a split backward: forward and input
+        gradients).
+      num_held_bytes: the bytes that it holds per micro-batch from its forward to its backward, or to its
+        input gradients if the backward is split.
+      in_flight: the most micro-batches that it holds at a time, including those before weight gradients.
+      is_halved: whether its backward is split into input and weight gradients.
+      weight_operations: estimated operations of the weight gradients; 0 if the backward is not split.
+      num_between_bytes: the bytes that it holds per micro-batch between input and weight gradients.
     """
 
     index: int
@@ -199,7 +201,7 @@ class StageFacts:
 
     @property
     def num_parameter_bytes(self) -> int:
-        """The bytes that its variables take."""
+        """The size of its variables in bytes."""
         return sum(layer.num_bytes for layer in self.layers)
 
 
@@ -212,23 +214,22 @@ class PipelineFacts:
       kind: "training", "inference" or "loop".
       schedule: the name of the schedule, or of the user's function.
       num_micro_batches: micro-batches of each replica per weight update, or without training per execution;
-        None if the number is known only at run time. In a profile it is the number that was seen, and 1
-        for a loop.
+        None if the number is only known at run time. In a profile it is the observed number, and 1 for a
+        loop.
       num_serialized: the number of micro-batches that a stage handles before the next one starts.
       chunk_size: micro-batches per program.
       is_one_program: whether all stages are on one device.
       micro_batch_size: samples in a micro-batch; None if its arrays have no first axis in common.
       stages: its stages.
-      edges: what goes from IPU to IPU, without empty edges.
-      flows: what goes from stage to stage, also on one IPU.
-      memory: what the IPUs of each replica take by the plan; empty if not asked for, or if it could not be
-        found.
-      num_replicas: the number of replicas; a file without it has one. The IPUs here are those of the first
-        replica. In events, IPU i of replica r is r times `num_ipus_each` plus i, and micro-batches are the
-        elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
-      cuts: where its stages begin, and why, in lines, if the engine cut it; else empty.
-      costs: what programs, transfers and updates take alone, in seconds, as splits and dispatch plans are
-        chosen by, with an assumption about the host; None where that was not measured.
+      edges: the bytes that go from device to device, without empty edges.
+      flows: the values that go from stage to stage, also on one device.
+      memory: the planned memory of each replica's devices; empty if not requested or not known.
+      num_replicas: the number of replicas; a file without it has one. The devices here are the first
+        replica's. In events, device i of replica r is r times `num_ipus_each` plus i, and micro-batches are
+        the elements of all replicas: the k-th one of replica r is number k times `num_replicas` plus r.
+      cuts: the places of the cuts and their reasons, in lines, if the engine cut it; otherwise empty.
+      costs: the measured times of programs, transfers and updates, each alone, in seconds, with an
+        assumption about the host; None if they were not measured.
       device_word: what reports call a device: "IPU" in TF1's and PopTorch's interfaces, else "device".
     """
 
@@ -251,21 +252,21 @@ class PipelineFacts:
 
     @functools.cached_property
     def num_ipus_each(self) -> int:
-        """The number of IPUs of a replica, including those without a stage."""
+        """The number of devices of a replica, including those without a stage."""
         return max(stage.ipu for stage in self.stages) + 1
 
     @property
     def ipus(self) -> tuple[int, ...]:
-        """The IPUs with stages, in all replicas."""
+        """The devices with stages, in all replicas."""
         own, size = sorted({stage.ipu for stage in self.stages}), self.num_ipus_each
         return tuple(replica * size + ipu for replica in range(self.num_replicas) for ipu in own)
 
     def stages_on(self, ipu: int) -> list[int]:
-        """The stages on an IPU of any replica."""
+        """The stages on a device of any replica."""
         return [stage.index for stage in self.stages if stage.ipu == ipu % self.num_ipus_each]
 
     def element(self, number: int, ipu: int) -> int:
-        """The number of a replica's micro-batch among all replicas', given an IPU of the replica."""
+        """The number of a replica's micro-batch among all replicas', given a device of the replica."""
         return number * self.num_replicas + ipu // self.num_ipus_each
 
     @property
@@ -276,7 +277,7 @@ class PipelineFacts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageDetails(StageFacts):
-    """A stage of a pipeline at hand.
+    """A stage, with details that need the pipeline itself.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
@@ -286,18 +287,18 @@ class StageDetails(StageFacts):
       (0, 1, 0, 248.0)
 
     Attributes:
-      layers: its variables as a tree, in which equal neighbours stand once.
-      whole_layers: the layers that another stage could have, in the order in which it runs them.
+      layers: its variables as a tree, in which equal neighbours are listed once.
+      whole_layers: the layers that could be moved to another stage, in the order in which it runs them.
       variables: the variables that it owns.
-      num_live_bytes: what it holds of all micro-batches in flight, at most.
+      num_live_bytes: the most bytes that it holds for all micro-batches in flight.
       num_trained: the number of elements of its trained variables.
-      part: what lies where it runs.
-      num_sent_bytes: the bytes that it sends forwards to other IPUs per micro-batch.
-      num_returned_bytes: the bytes of gradients that it sends backwards to other IPUs per micro-batch.
+      part: the variables on its device, and its operations.
+      num_sent_bytes: the bytes that it sends forwards to other devices per micro-batch.
+      num_returned_bytes: the bytes of gradients that it sends backwards to other devices per micro-batch.
       num_forward_flop: estimated operations of its forward program per micro-batch. If the pipeline
         trains, the last stage's includes its backward.
-      num_backward_flop: estimated operations of its backward program per micro-batch; 0 where the forward
-        does it, or nothing is trained.
+      num_backward_flop: estimated operations of its backward program per micro-batch; 0 if the forward
+        program includes it, or nothing is trained.
       uncounted: calls whose operations are not known.
     """
 
@@ -321,7 +322,7 @@ class StageDetails(StageFacts):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineDetails(PipelineFacts):
-    """A pipeline or loop that is at hand.
+    """A pipeline or loop, with details that need the pipeline itself.
 
     Example:
       >>> pipeline = engine.Pipeline(
@@ -345,8 +346,8 @@ class PipelineDetails(PipelineFacts):
     Attributes:
       stages: its stages.
       shared: variables that several stages have.
-      sent: what crosses from IPU to IPU per weight update.
-      dispatch: over several IPUs, the number of micro-batches that a program handles, and why.
+      sent: the values that go from device to device per weight update.
+      dispatch: on several devices, the number of micro-batches per program, and the reason.
       num_devices_per_ipu: the number of devices that compute a stage together.
       divided: full names of the variables of which each of these devices has a part.
     """
@@ -360,17 +361,17 @@ class PipelineDetails(PipelineFacts):
 
     @property
     def unit(self) -> str:
-        """What its stages handle: a "micro-batch" or, in a loop, an "iteration"."""
+        """The unit that its stages handle: a "micro-batch" or, in a loop, an "iteration"."""
         return "iteration" if self.kind == "loop" else "micro-batch"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What lies where each stage runs."""
+        """The variables on each stage's device, and the stage's operations."""
         return tuple(stage.part for stage in self.stages)
 
     @property
     def num_ipus(self) -> int:
-        """The number of IPUs that its stages are on."""
+        """The number of devices that its stages are on."""
         return len({stage.ipu for stage in self.stages})
 
     @property
@@ -380,7 +381,7 @@ class PipelineDetails(PipelineFacts):
 
     @property
     def num_parameter_bytes(self) -> int:
-        """The bytes that its variables take, each counted once."""
+        """The size of all its variables in bytes, each counted once."""
         return sum(stage.num_parameter_bytes for stage in self.stages)
 
     @property
@@ -390,6 +391,6 @@ class PipelineDetails(PipelineFacts):
 
 
 def select_fields(kind: type[FactsT], facts: Any, **changed: Any) -> FactsT:
-    """Makes facts of another kind from the fields that it shares with `facts`, some changed or added."""
+    """Makes facts of another kind from the fields in common with `facts`, some changed or added."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{**{name: value for name, value in vars(facts).items() if name in names}, **changed})

@@ -1,7 +1,7 @@
-"""What the layers of stages take of their stages: a part of what was measured of these. Imports no JAX.
+"""The costs of layers, as parts of their stages' measured costs. Imports no JAX.
 
-A stage's time is divided in proportion to its layers' estimated operations, its update and what it always
-holds in proportion to their bytes.
+A stage's time is divided in proportion to its layers' estimated operations; its update and constant memory
+are divided in proportion to their bytes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ def find_layer_costs(
     device_mapping: Sequence[int],
     memory: Sequence[IpuMemory] = (),
 ) -> tuple[tuple[Layer, ...], ...]:
-    """Finds what the layers of each stage take, for `Scenario.layers`.
+    """Finds the costs of each stage's layers, for `Scenario.layers`.
 
     Args:
       layers: the layers of each stage, in order.
-      costs: what stages take.
-      held_bytes: what each stage holds of a micro-batch.
-      device_mapping: the IPU of each stage.
-      memory: what IPUs take by the plan: a variable has its optimizer's state and accumulators with it.
+      costs: the costs of the stages.
+      held_bytes: the bytes that each stage holds per micro-batch.
+      device_mapping: the device of each stage.
+      memory: the planned memory of the devices. Optimizer state and accumulators count with their
+        variables.
 
     Returns:
-      The layers of each stage; nothing if the operations of a layer are not known, as in older profiles, or
-      no stage has layers.
+      The layers of each stage; empty if the operations of a layer are not known, as in older profiles, or
+      if no stage has layers.
     """
     if any(layer.operations is None for own in layers for layer in own) or not any(layers):
         return ()

@@ -1,4 +1,4 @@
-"""Variables by layer: a tree of their scopes, in which equal neighbours stand once.
+"""Variables by layer: a tree of their scopes, in which equal neighbours are listed once.
 
 The parts of a full name are divided by slashes, or by the dots of torch's names. Neighbours are equal if
 their names differ only in one number, which counts up, and their contents have the same names, shapes and
@@ -116,7 +116,7 @@ def _fold(children: dict[str, _Node]) -> list[tuple[str, int, _Node]]:
 
 
 def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[str, int, int]]:
-    """Folds equal neighbours into one.
+    """Joins equal neighbours in a list of names.
 
     Example:
       >>> engine.inspect.fold_names(["block0", "block1", "head"], ["a", "a", "b"])
@@ -124,11 +124,11 @@ def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[st
 
     Args:
       names: the names of some things.
-      signatures: their signatures; equal for things that are the same inside.
+      signatures: a value for each, equal for things with the same contents.
 
     Returns:
-      For each: a name, with `{3..5}` in place of the number in which equal things differ, their count, and
-      the place of the first.
+      For each group: a name, with `{3..5}` in place of the number in which equal things differ, their
+      count, and the index of the first.
     """
     found: list[tuple[str, int, int]] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""Measures what pipelines hold of micro-batches in flight, from their buffers."""
+"""Measures the memory that pipelines hold for micro-batches in flight, from their buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes:
-    """Finds the peak of what each stage holds between forwards and backwards, in bytes.
+    """Measures the peak memory of each stage between forwards and backwards, in bytes.
 
     Attributes:
       by_replica: the peaks per replica and stage; 0 for a stage without its own backward, or of another
@@ -18,17 +18,17 @@ class LiveBytes:
     """
 
     def __init__(self, runner: Runner[Any]) -> None:
-        """Begins to observe.
+        """Starts observing.
 
         Args:
-          runner: what `Pipeline.prepare` returns. Its buffers are looked at after each program.
+          runner: the result of `Pipeline.prepare`. Its buffers are measured after each program.
 
         Raises:
-          TypeError: it runs all stages as one program, on one device, and has no buffers between them.
+          TypeError: it runs all stages as one program, on one device, which has no buffers between them.
         """
         self.by_replica = runner.observe_held()
 
     @property
     def peaks(self) -> list[int]:
-        """The peak per stage, in the replica that holds most."""
+        """The peak per stage, the largest of all replicas."""
         return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]

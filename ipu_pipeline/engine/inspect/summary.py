@@ -1,4 +1,4 @@
-"""What a pipeline or loop will need and do, as a table of its stages with at most 40 lines.
+"""The cost of each stage of a pipeline or loop, as a table with at most 40 lines.
 
 If all layers of all stages do not fit, each stage's layers share a line, and then equal stages do, too.
 The table has more lines only if that many stages all differ.
@@ -22,7 +22,7 @@ _MAX_LAYERS = 6  # lines per stage
 _MAX_NAME = 36  # characters
 _MAX_SHARED = 4  # lines
 _HEADINGS = (
-    *("stage", "IPU", "layers", "parameters", "size", "sends"),
+    *("stage", "device", "layers", "parameters", "size", "sends"),
     *("returns", "holds", "in flight", "keeps", "forward", "backward"),
 )
 _NUMBERS = range(3, len(_HEADINGS))
@@ -30,41 +30,43 @@ _NUMBERS = range(3, len(_HEADINGS))
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineSummary(PipelineDetails):
-    """What a pipeline or loop will need and do; `str` makes a table of it, with at most about 40 lines.
+    """The cost of each stage of a pipeline or loop; `str` formats it as a table of about 40 lines at most.
 
     Layers are variable scopes; equal ones share a line, such as `block_{3..8}`, as do equal stages of a
     long pipeline. A variable of several stages is listed with the first, and below the table. Per
     micro-batch, a stage sends values to other devices, returns gradients to them, and holds values from its
-    forward to its backward, less with recomputation; times the micro-batches in flight, that is what it
-    keeps. Operations are counted from the equations, ten per element except for products of matrices and
-    convolutions: they compare stages, and give no time. The bubble is the share of a step in which devices
-    wait for each other, simulated with these operations, without transfers and the host's part.
+    forward to its backward, fewer with recomputation; "keeps" is this size times the micro-batches in
+    flight. Operations are counted from the equations, ten per element except for matrix products and
+    convolutions: use them to compare stages, not as times. The bubble is the share of a step in which
+    devices wait for each other, simulated with these operations, without transfers and the host's time.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
       >>> pipeline.trace(np.ones([2, 8], np.float32))
       >>> print(pipeline.summary())
-      Pipeline: 2 stages on 2 IPUs, schedule grouped, 2 micro-batches per execution, no training
+      Pipeline: 2 stages on 2 devices, schedule grouped, 2 micro-batches per execution, no training
         46 parameters, 184 B
-        stage  IPU  layers   parameters   size  sends   forward
-        0      0    dense            36  144 B   32 B  248 flop
-        1      1    dense_1          10   40 B          92 flop
-      per micro-batch: what it sends to other IPUs
+        stage  device  layers   parameters   size  sends   forward
+        0      0       dense            36  144 B   32 B  248 flop
+        1      1       dense_1          10   40 B          92 flop
+      per micro-batch: sends to other devices
       forward: estimated operations
-      bubble: IPUs wait for 42.2% of a step, by these operations (33.3% if all actions took equally long)
-      IPU 0 has most to do: 73% of all operations
+      bubble: 42.2% of a step, estimated from these operations (33.3% if all actions took equally long)
+      busiest device: 0, with 73% of all operations
       dispatch: one micro-batch per program: ...
 
     Attributes:
       schedule: the schedule's name, in words if it is a user's function; empty for loops.
-      bubble: how long IPUs wait; None if everything is on one IPU, or the number of micro-batches is not
-        known.
+      bubble: the estimated bubble; None if everything is on one device, or the number of micro-batches is
+        not known.
+      device_word: the word for a device: "IPU" where a program is written with Graphcore's interfaces.
     """
 
     bubble: Bubble | None
+    device_word: str = "device"
 
     def __str__(self) -> str:
-        """Makes the table."""
+        """Formats the table."""
         ending = [*self._describe_shared(), *self._describe_rest()]
         rows = _describe_stages(self.stages, _MAX_LINES - len(ending) - 3)
         columns = [
@@ -72,15 +74,18 @@ class PipelineSummary(PipelineDetails):
             for number in range(len(_HEADINGS))
             if number in (0, 1, 2, 3, 4) or any(row[number] for row in rows)
         ]
-        table = [[row[number] for number in columns] for row in (_HEADINGS, *rows)]
+        headings = [self.device_word if text == "device" else text for text in _HEADINGS]
+        table = [[row[number] for number in columns] for row in (headings, *rows)]
         numbers = [place for place, number in enumerate(columns) if number in _NUMBERS]
         return "\n".join([self.describe_run(), self.describe_total(), *align(table, numbers), *ending])
 
     def describe_run(self) -> str:
-        """Describes how it runs: stages, IPUs, the schedule, and the number of micro-batches."""
+        """Describes stages, devices, the schedule, and the number of micro-batches."""
         stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
-        each = f" of {self.num_devices_per_ipu} devices" if self.num_devices_per_ipu > 1 else ""
-        parts = [f"{stages} on {_counted(self.num_ipus, 'IPU')}{each}"]
+        where = _counted(self.num_ipus, self.device_word)
+        if self.num_devices_per_ipu > 1:
+            where = f"{_counted(self.num_ipus, 'group')} of {self.num_devices_per_ipu} {self.device_word}s"
+        parts = [f"{stages} on {where}"]
         if self.schedule:
             parts.append(f"schedule {self.schedule}")
         if self.unit != "micro-batch":
@@ -102,7 +107,7 @@ class PipelineSummary(PipelineDetails):
         return f"{printable(self.name)}: {', '.join(parts)}"
 
     def describe_total(self) -> str:
-        """Describes the number of parameters and the memory that they take."""
+        """Describes the number of parameters and their size."""
         total, trained = self.num_parameters, self.num_trained
         text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
         if not self.trains:
@@ -135,17 +140,17 @@ class PipelineSummary(PipelineDetails):
         if parallel:
             lines.append(f"parallel: stages {'; '.join(parallel)}")
         moved = [
-            ("sends to other IPUs", any(stage.num_sent_bytes for stage in self.stages)),
-            ("returns to them as gradients", any(stage.num_returned_bytes for stage in self.stages)),
-            ("holds until its backward", any(stage.num_held_bytes for stage in self.stages)),
+            (f"sends to other {self.device_word}s", any(stage.num_sent_bytes for stage in self.stages)),
+            ("returns gradients to them", any(stage.num_returned_bytes for stage in self.stages)),
+            ("holds values until its backward", any(stage.num_held_bytes for stage in self.stages)),
         ]
         if any(is_there for _what, is_there in moved):
             what = ", ".join(what for what, is_there in moved if is_there)
-            lines.append(f"per {self.unit}: what it {what}")
+            lines.append(f"per {self.unit}: {what}")
         explained = []
         if moved[-1][1]:
             most = "" if self.num_micro_batches is not None else " at most"
-            explained.append(f"keeps: what it holds of all {_plural(self.unit)} in flight{most}")
+            explained.append(f"keeps: values held for all {_plural(self.unit)} in flight{most}")
         explained += self.explain_work()
         lines += ["; ".join(explained)] if explained else []
         lines += self.describe_waiting()
@@ -166,7 +171,7 @@ class PipelineSummary(PipelineDetails):
         return ["forward: estimated operations"] * has_work
 
     def describe_waiting(self) -> list[str]:
-        """Describes in lines how long IPUs wait for each other, and which operations that leaves out."""
+        """Describes the bubble in lines, and operations that are not counted."""
         lines = []
         uncounted = sorted(frozenset[str]().union(*(stage.uncounted for stage in self.stages)))
         if uncounted:
@@ -174,19 +179,19 @@ class PipelineSummary(PipelineDetails):
         lines.append(f"bubble: {self._describe_bubble()}")
         if self.bubble is not None and self.bubble.longest_share is not None:
             share = f"{self.bubble.longest_share:.0%} of all operations"
-            lines.append(f"IPU {self.bubble.longest_ipu} has most to do: {share}")
+            lines.append(f"busiest {self.device_word}: {self.bubble.longest_ipu}, with {share}")
         return lines
 
     def _describe_bubble(self) -> str:
         bubble = self.bubble
         if self.num_ipus == 1:
-            return "none, as everything is on one IPU"
+            return f"none, as everything is on one {self.device_word}"
         if bubble is None:
             return "it depends on the number of micro-batches"
         if bubble.share is None:
-            return f"IPUs wait for {bubble.lock_step_share:.1%} of a step's time-steps"
+            return f"{bubble.lock_step_share:.1%} of a step's time-steps"
         equal = f"{bubble.lock_step_share:.1%} if all actions took equally long"
-        return f"IPUs wait for {bubble.share:.1%} of a step, by these operations ({equal})"
+        return f"{bubble.share:.1%} of a step, estimated from these operations ({equal})"
 
 
 def _describe_stages(stages: Sequence[StageDetails], limit: int) -> list[tuple[str, ...]]:

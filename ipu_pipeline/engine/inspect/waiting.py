@@ -1,8 +1,8 @@
-"""Estimates how long IPUs wait for each other, before anything is compiled.
+"""Estimates how long devices wait for each other, before anything is compiled.
 
 A step is simulated as if every action took as long as its operations suggest, on a device of its own; it
-is also counted in time-steps of the schedule. With N stages, each on its own IPU, and G micro-batches, the
-latter gives (N-1)/(G+N-1) for Grouped and Interleaved.
+is also counted in time-steps of the schedule. With N stages, each on its own device, and G micro-batches,
+the latter gives (N-1)/(G+N-1) for Grouped and Interleaved.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MAX_SIMULATED = 2**15  # actions; with more, those in the middle are taken to b
 
 @dataclass(frozen=True)
 class Bubble:
-    """The share of their time in which IPUs wait for each other, within a step.
+    """The share of a step in which devices wait for each other.
 
     Attributes:
-      share: the share, simulated from the stages' operations, on devices of their own; None if there are no
-        operations.
-      lock_step_share: the share of the schedule's time-steps, as if every forward and backward took equally
+      share: the share, simulated from the stages' operations, if each device has its own cores; None if
+        there are no operations.
+      lock_step_share: the share of the schedule's time-steps, as if all forwards and backwards took equally
         long.
-      longest_ipu: the IPU that has most to do.
+      longest_ipu: the busiest device.
       longest_share: its share of all operations; None if there are no operations.
     """
 
@@ -47,7 +47,7 @@ def estimate_bubble(
     count: int,
     repeats: bool,
 ) -> Bubble | None:
-    """Estimates how much of a step IPUs wait; None if all stages are on one IPU.
+    """Estimates how much of a step devices wait; None if all stages are on one device.
 
     The step has `count` micro-batches, or chunks of them. If the schedule `repeats` itself in a long step,
     the length is found from a shorter one.

@@ -166,9 +166,9 @@ def choose_dispatch_plan(step: ChunkedStep, platform: str, rehearsal: Rehearsal 
     everything = [program for own in step.programs for program in (own.forward, *own.backwards)]
     uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in everything))))
     reasons = {
-        "the number of micro-batches is known at run only": step.num_micro_batches is None,
+        "the number of micro-batches is only known at run time": step.num_micro_batches is None,
         "the schedule was chosen for its order or its memory": not step.is_grouped,
-        "recomputation or offloading is to save memory": step.saves_memory,
+        "recomputation or offloading saves memory, which chunks would need": step.saves_memory,
         "stages print or call back into Python": any(program.reaches_python for program in everything),
         f"{uncounted} has no known cost, and is not measured here": bool(uncounted) and rehearsal is None,
     }
@@ -282,7 +282,7 @@ class _Choice:
     def _tell(self, chosen: int, estimated: Mapping[int, float], measured: Mapping[int, float]) -> Chunking:
         """The plan, with the time of a step and that of the best of the others."""
         if len(estimated) == 1:
-            alone = f"{self._step.num_micro_batches} micro-batches do not make equal chunks"
+            alone = f"{self._step.num_micro_batches} micro-batches cannot be divided into equal chunks"
             return Chunking(reason=self._held_back.removeprefix("; ") or alone)
         known = measured if len(measured) > 1 else estimated
         others = {size: seconds for size, seconds in known.items() if size != chosen}

@@ -1,4 +1,4 @@
-"""How actions become dispatches: how many micro-batches a program handles."""
+"""The dispatch plan: the number of micro-batches that a program handles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ONE_BY_ONE", "Chunking", "check_dispatch_plan"]
 
 @dataclass(frozen=True)
 class Chunking:
-    """How actions become dispatches; `dataclasses.asdict` and `Chunking(**...)` store and restore it.
+    """A dispatch plan. `dataclasses.asdict` and `Chunking(**...)` store and restore it.
 
     Example:
       >>> plan = engine.Chunking(2)
@@ -20,8 +20,8 @@ class Chunking:
       2 micro-batches per program: given
 
     Attributes:
-      chunk_size: micro-batches that one program handles, one after another; a divisor of a step's number.
-        A stage then has `chunk_size` times as many of them in flight.
+      chunk_size: the number of micro-batches that a program handles, one after another; a divisor of a
+        step's number. A stage then has `chunk_size` times as many in flight.
       reason: the reason for this size, for people.
     """
 
@@ -56,10 +56,10 @@ def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_pr
         raise TypeError(f"dispatch_plan must be a Chunking, or None to have it chosen; got {plan!r}.")
     if is_one_program:
         raise ValueError(
-            "dispatch_plan: all stages are on one IPU, where everything is one program. Leave it out."
+            "dispatch_plan: all stages are on one device, where everything is one program. Leave it out."
         )
     if plan.chunk_size > 1 and (num_micro_batches is None or num_micro_batches % plan.chunk_size):
-        known = "is known at run only" if num_micro_batches is None else f"is {num_micro_batches}"
+        known = "is only known at run time" if num_micro_batches is None else f"is {num_micro_batches}"
         raise ValueError(
             f"dispatch_plan: chunk_size must divide the number of micro-batches per weight update, which "
             f"{known}; got {plan.chunk_size}."

@@ -12,8 +12,8 @@ them; with halves, micro-batches before the first one and between the two count 
 The last stage holds nothing where its forward and backward are one program, and only what is between the
 halves where its forward does the first half.
 
-An IPU takes what its stages hold, the state that lives there, its accumulators, the micro-batches that wait
-there, and the temporary memory of the program that runs. What execution phases bring from host memory
+A device takes what its stages hold, the state that lives there, its accumulators, the micro-batches that
+wait there, and the temporary memory of the program that runs. What execution phases bring from host memory
 counts as it is at the fullest moment (`execution.phase_memory`).
 """
 
@@ -55,10 +55,10 @@ def plan_stages(
     Args:
       traced: the pipeline.
       programs: the programs of its stages.
-      ipus: the IPU of each stage.
+      ipus: the device of each stage.
       fullest: for each stage, see `StageMemory.fullest`.
       residual_bytes: by stage, a device's part of what the forward returns for the backward, where the
-        devices of an IPU are known to have parts.
+        devices of a stage are known to have parts.
     """
     plans = []
     for index, (stage, own, moments) in enumerate(zip(traced.stages, programs, fullest, strict=True)):
@@ -123,7 +123,7 @@ def _find_residuals(values: Iterable[Value]) -> set[int]:
 
 
 def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
-    """Per stage, the variables copied to its IPU, if the stage is the first one there that reads them."""
+    """Per stage, the variables copied to its device, if the stage is the first there that reads them."""
     known: set[tuple[str, int]] = set()
     found = []
     for stage, ipu in zip(traced.stages, ipus, strict=True):
@@ -136,7 +136,7 @@ def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[Variab
 def find_fed(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], first: int = 0
 ) -> dict[int, list[Any]]:
-    """Finds shapes and dtypes of a micro-batch's leaves, by the IPU that reads them."""
+    """Finds shapes and dtypes of a micro-batch's leaves, by the device that reads them."""
     read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
     read[ipus[-1]].update(traced.outputs)  # outputs are collected where the last stage is
     for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
@@ -157,10 +157,10 @@ def plan_ipus(
     brought: Mapping[int, Brought] = MappingProxyType({}),
     takes_turns: bool = False,
 ) -> tuple[IpuMemory, ...]:
-    """Plans what each IPU takes. Replicas that take turns add their accumulators up beside these."""
+    """Plans what each device takes. Replicas that take turns add their accumulators up beside these."""
     traced, updates = placement.traced, placement.updates
     ipus = [group.ipu for group in placement.groups]
-    held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, IPU, and whether it is in host memory
+    held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, device, and whether it is in host memory
 
     def add(kind: str, stage: int, is_offloaded: bool, aval: Any) -> None:
         held.setdefault((kind, ipus[stage], is_offloaded), []).append(aval)

@@ -1,4 +1,4 @@
-"""What is known of the memory of stages, IPUs and values in transit, as data. Imports no JAX.
+"""The memory of stages, devices and values in transit, as data. Imports no JAX.
 
 `memory` and `crossings` fill it in.
 """
@@ -15,19 +15,20 @@ Moments: TypeAlias = "tuple[tuple[int, int], ...]"  # of a stage, see `StageMemo
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a stage holds between forwards and backwards. All sizes are in bytes.
+    """The memory that a stage holds between forwards and backwards. All sizes are in bytes.
 
     Attributes:
       stage: the stage's number.
-      ipu: the IPU that it runs on.
-      in_flight: the largest number of micro-batches that have gone forward and not come back.
-      num_residual_bytes: per micro-batch, what the forward returns for the backward. Where several devices
-        compute a stage together, each device's part once that has been compiled; before, the whole.
+      ipu: the device that it runs on.
+      in_flight: the most micro-batches between forward and backward at a time.
+      num_residual_bytes: per micro-batch, the values that the forward returns for the backward. If several
+        devices compute a stage together, each device's part once programs are compiled; the whole before.
       num_input_bytes: per micro-batch, the inputs that the backward takes. A value that several stages on
-        the IPU take counts in each.
-      num_between_bytes: per micro-batch, where the backward is done in halves, what is held between these.
-      fullest: the moments at which it may hold most, as the numbers of micro-batches (before the first half
-        of the backward, between the halves); empty where there are no halves.
+        the device take counts in each.
+      num_between_bytes: per micro-batch, with a split backward, the values held between input and weight
+        gradients.
+      fullest: with a split backward, the moments at which it may hold most, as pairs of numbers of
+        micro-batches: before input gradients, and before weight gradients; otherwise empty.
     """
 
     stage: int
@@ -40,19 +41,19 @@ class StageMemory:
 
     @property
     def num_held_bytes(self) -> int:
-        """What is held per micro-batch before its backward, or the first half of it."""
+        """The bytes per micro-batch before its backward, or before its input gradients."""
         return self.num_residual_bytes + self.num_input_bytes
 
     @property
     def num_live_bytes(self) -> int:
-        """What is held of all micro-batches in flight."""
+        """The bytes for all micro-batches in flight."""
         held, between = self.num_held_bytes, self.num_between_bytes
         moments = self.fullest or ((self.in_flight, 0),)
         return max(before * held + after * between for before, after in moments)
 
 
 class Brought(NamedTuple):
-    """What execution phases have on an IPU at the fullest moment, besides what stays there, in bytes."""
+    """What execution phases have on a device at the fullest moment, besides what stays there, in bytes."""
 
     num_variable_bytes: int
     num_optimizer_bytes: int
@@ -62,7 +63,7 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True)
 class IpuMemory:
-    """What an IPU takes while steps run. All sizes are in bytes.
+    """The memory of a device while steps run. All sizes are in bytes.
 
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
@@ -72,20 +73,21 @@ class IpuMemory:
 
     Attributes:
       ipu: its number.
-      num_variable_bytes: the variables that live there, and copies of those that stages there share with
-        others, which are there during a step.
-      num_optimizer_bytes: the leaves of the optimizer's state that live there.
+      num_variable_bytes: the variables that are stored there, and copies, during a step, of variables
+        shared with stages on other devices.
+      num_optimizer_bytes: the leaves of the optimizer's state that are stored there.
       num_accumulator_bytes: the accumulators of its stages.
-      num_activation_bytes: what its stages hold of micro-batches in flight (`StageMemory.num_live_bytes`);
-        0 where all stages are on one device, as the program has them among its temporaries. Where execution
-        phases bring anything from host memory, what is there of micro-batches at the fullest moment.
-      num_feed_bytes: micro-batches that have been placed there and wait, or are stacked for the program.
-      num_temporary_bytes: the most that one of its programs takes besides its arguments and results, by
-        XLA; None as long as they have not been compiled.
-      num_host_bytes: offloaded variables, optimizer state and accumulators, which lie in host memory while
-        no program uses them. They are in none of the numbers above.
+      num_activation_bytes: the values that its stages hold for micro-batches in flight
+        (`StageMemory.num_live_bytes`); 0 if all stages are on one device, where they are among the
+        program's temporaries. If execution phases bring anything from host memory, the values of
+        micro-batches at the fullest moment.
+      num_feed_bytes: micro-batches that are placed there and wait, or are stacked for the program.
+      num_temporary_bytes: the most memory of one of its programs besides arguments and results, by XLA;
+        None until they are compiled.
+      num_host_bytes: offloaded variables, optimizer state and accumulators, which are in host memory while
+        no program uses them. The numbers above do not include them.
       num_brought_variable_bytes: variables that execution phases have brought there at the fullest moment,
-        for all phases and programs of updates that may be on the device at once.
+        for all phases and update programs that may be on the device at the same time.
       num_brought_optimizer_bytes: brought leaves of the optimizer's state, at that moment.
       num_brought_accumulator_bytes: brought accumulators, at that moment.
     """
@@ -104,7 +106,7 @@ class IpuMemory:
 
     @property
     def num_brought_bytes(self) -> int:
-        """The state that execution phases have brought there; micro-batches count as in flight."""
+        """The state that execution phases have brought there, without micro-batches."""
         return (
             self.num_brought_variable_bytes
             + self.num_brought_optimizer_bytes
@@ -113,7 +115,7 @@ class IpuMemory:
 
     @property
     def num_state_bytes(self) -> tuple[int, int, int]:
-        """The bytes of variables, optimizer state and accumulators, including what is brought."""
+        """The bytes of variables, optimizer state and accumulators, including brought ones."""
         return (
             self.num_variable_bytes + self.num_brought_variable_bytes,
             self.num_optimizer_bytes + self.num_brought_optimizer_bytes,
@@ -122,7 +124,7 @@ class IpuMemory:
 
     @property
     def num_device_bytes(self) -> int:
-        """All that is on the device, without temporaries if these are not known."""
+        """All bytes on the device, without temporaries if these are not known."""
         return (
             sum(self.num_state_bytes)
             + self.num_activation_bytes
@@ -133,16 +135,16 @@ class IpuMemory:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a stage's forward or backward makes for other stages on an IPU, once per micro-batch.
+    """The values that a stage's forward or backward sends to stages on a device, once per micro-batch.
 
     Attributes:
-      stage: the stage that makes it.
-      is_backward: whether it consists of gradients, on their way back.
-      target: the IPU where it is read, which may be the stage's own.
-      readers: the stages there that read it, in the same direction, and do not hold it any longer.
-      holders: the stages there that hold it from their forward to their backward: from then on it is
-        counted with what they hold (`StageMemory.num_input_bytes`).
-      num_bytes: its size.
+      stage: the stage that computes them.
+      is_backward: whether they are gradients, on their way back.
+      target: the device that reads them, which may be the stage's own.
+      readers: the stages there that read them, in the same direction, and do not hold them afterwards.
+      holders: the stages there that hold them from their forward to their backward; they are then counted
+        in `StageMemory.num_input_bytes`.
+      num_bytes: their size.
     """
 
     stage: int

@@ -18,10 +18,10 @@ __all__ = ["Reduction", "ReductionName", "accumulate", "count_dtype", "find_accu
 
 
 class Reduction(enum.Enum):
-    """How the gradients of a weight update's micro-batches are combined.
+    """The way in which the gradients of a weight update's micro-batches are combined.
 
-    SUM adds them. MEAN divides the sum by their number at the update. RUNNING_MEAN keeps the mean of
-    those seen so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, so that no long sum overflows.
+    SUM adds them. MEAN divides the sum by their number at the update. RUNNING_MEAN keeps the mean of the
+    gradients so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, so that no long sum overflows.
 
     Example:
       >>> pipeline = engine.Pipeline(

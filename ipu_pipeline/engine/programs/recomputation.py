@@ -32,12 +32,12 @@ __all__ = ["Recomputation", "RecomputationName", "in_segments", "isolate"]
 
 
 class Recomputation(enum.Enum):
-    """What a stage keeps of a micro-batch between its forward and its backward.
+    """The values that a stage keeps of a micro-batch between its forward and its backward.
 
-    RECOMPUTE_THEN_BACKPROPAGATE: its inputs; the backward begins with the whole forward.
-    RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED: its inputs and what `recomputation_checkpoint` marks; the
-    backward goes from one of these to the one before. AUTO is the second; in a stage without marks, the two
-    are the same.
+    RECOMPUTE_THEN_BACKPROPAGATE: the stage's inputs; the backward starts by repeating the whole forward.
+    RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED: the inputs and the values that `recomputation_checkpoint`
+    marks; the backward goes from each of these to the previous one. AUTO is the same as INTERLEAVED. In a
+    stage without marks there is no difference.
 
     Example:
       >>> pipeline = engine.Pipeline(

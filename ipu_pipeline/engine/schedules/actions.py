@@ -1,4 +1,4 @@
-"""The parts of a schedule: actions, rows of actions, and the grid that shows them."""
+"""The parts of a schedule: actions, rows of actions, and grids that show them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 class ActionKind(enum.IntEnum):
     """The kinds of actions.
 
-    A backward may be done in two halves: input gradients, for which the stages before wait, and weight
+    A backward may be split in two: input gradients, for which the previous stages wait, and weight
     gradients, for which only the weight update waits.
 
     Example:
@@ -40,7 +40,7 @@ class ActionKind(enum.IntEnum):
 
     @property
     def letter(self) -> str:
-        """The letter that stands for it in grids: F, B, I or W."""
+        """The letter in grids: F, B, I or W."""
         return "FBIW"[self]
 
     @property
@@ -53,12 +53,12 @@ HALVES = (ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)  # of a backw
 
 # What ends a step, numbered behind the kinds of actions.
 UPDATE = len(ActionKind)
-REDUCE = UPDATE + 1  # an IPU's gradients are reduced over the replicas: an all-reduce, or a reduce-scatter
+REDUCE = UPDATE + 1  # a device's gradients are reduced over replicas: an all-reduce, or a reduce-scatter
 GATHER = UPDATE + 2  # replicas that share the optimizer's state gather what they have updated
 
 
 class Action(NamedTuple):
-    """One stage handling one micro-batch in one direction, or doing half of its backward.
+    """One stage's forward, backward, input gradients or weight gradients for one micro-batch.
 
     Example:
       >>> engine.Action(engine.ActionKind.FORWARD, stage=1, micro_batch=2)
@@ -83,20 +83,20 @@ class ScheduleError(ValueError):
 
 
 def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
-    """Formats a schedule as a grid: an IPU per line, a slot per column.
+    """Formats a schedule as a grid: a device per line, a slot per column.
 
-    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` and `W` are its halves (input
-    and weight gradients), `.` is a time-step of waiting.
+    `F0.3` is the forward of stage 0 for micro-batch 3, `B` a backward, `I` input gradients, `W` weight
+    gradients, and `.` a time-step of waiting.
 
     Example:
       >>> rows = schedules.grouped(2, 2, device_mapping=[0, 1], training=False)
       >>> print(schedules.format_rows(rows))
-      IPU 0: F0.0 F0.1
-      IPU 1: .    F1.0 F1.1
+      device 0: F0.0 F0.1
+      device 1: .    F1.0 F1.1
 
     Args:
-      rows: one row per IPU.
-      marked: the (IPU, position) of a slot to put in brackets.
+      rows: one row per device.
+      marked: the (device, position) of a slot to put in brackets.
 
     Returns:
       The lines, joined.
@@ -112,6 +112,6 @@ def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
         cells[marked[0]][marked[1]] = f"[{cells[marked[0]][marked[1]]}]"
     width = max((len(cell) for row in cells for cell in row), default=1)
     return "\n".join(
-        f"IPU {ipu}: " + " ".join(cell.ljust(width) for cell in row).rstrip()
+        f"device {ipu}: " + " ".join(cell.ljust(width) for cell in row).rstrip()
         for ipu, row in enumerate(cells)
     )

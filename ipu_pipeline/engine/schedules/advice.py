@@ -32,8 +32,8 @@ class Advice:
       sentence: the advice, for people, in a sentence or a few.
       gain: the predicted gain in samples per second, as a share; 0 if no change is worth it.
       variant: the change; None if no change is worth it.
-      limiting_stage: the stage that takes longest, on the IPU that has most to do.
-      even: the result if all stages took equally long; None if they cannot, because IPUs have several.
+      limiting_stage: the longest stage of the busiest device.
+      even: the result if all stages took equally long; None if a device has several stages.
     """
 
     sentence: str
@@ -56,8 +56,8 @@ def advise(
     A larger gradient accumulation count always helps the pipeline, but it changes the training: weights are
     updated less often. So it comes last.
 
-    Where IPUs share cores, a better split may gain nothing. So what the change would give there is said
-    beside what it gives on IPUs with cores of their own.
+    Where devices share cores, a better split may gain nothing. So the sentence gives the step time both on
+    shared cores and on devices with their own cores.
 
     Example:
       >>> costs = engine.Costs.of(3, forward=[1.0, 1.0, 3.0], backward=[2.0, 2.0, 6.0])
@@ -68,11 +68,11 @@ def advise(
     Args:
       scenario: the pipeline as it is.
       layers: as for `what_if`.
-      variants: what `what_if` returned; None: it is called.
+      variants: the result of `what_if`; None: this function calls it.
       describe: formats a time, in the costs' unit, for the sentence.
-      step: what the sentence calls a step.
-      shared_cores: the number of cores that the IPUs share where the pipeline runs now, if the scenario is
-        of IPUs with cores of their own.
+      step: the words for a step in the sentence.
+      shared_cores: the number of cores that the devices share where the pipeline runs now, if the scenario
+        assumes that each has its own cores.
 
     Returns:
       The change with the largest predicted gain, if that is at least 2% more samples per second.
@@ -95,13 +95,13 @@ def advise(
         if alone.variant is not None:
             here = f"{scenario.cores:g} core{'s' * (scenario.cores != 1)}"
             sentence = (
-                f"Nothing that was simulated gains {_LEAST_GAIN:.0%} on the {here} that the IPUs share. On "
-                f"IPUs with cores of their own, {alone.sentence[0].lower()}{alone.sentence[1:]}"
+                f"No simulated change gains {_LEAST_GAIN:.0%} on the {here} that the devices share. "
+                f"On devices with their own cores: {alone.sentence[0].lower()}{alone.sentence[1:]}"
             )
             return Advice(sentence, 0.0, None, limiting, even)
     used = variants[0].utilisation
     sentence = (
-        f"Nothing that was simulated gains {_LEAST_GAIN:.0%}: IPUs compute in {used:.0%} of a step, and "
+        f"No simulated change gains {_LEAST_GAIN:.0%}: devices compute for {used:.0%} of a step, and "
         f"stage {limiting} takes longest."
     )
     if even is not None and even.gain >= _LEAST_GAIN:
@@ -114,13 +114,13 @@ def advise(
 def _say_why_not_even(layers: Sequence[Layer] | None, stage: int, gain: float) -> str:
     """Why stages that take equally long are not advised, though they would gain something."""
     if layers is None:
-        why = f"which layers stage {stage} has is not known. Move a part of it to its neighbours"
+        why = f"the layers of stage {stage} are not known. Move part of it to its neighbours"
     elif not layers:
-        why = f"nothing of stage {stage} can move by itself. Cut it elsewhere"
+        why = f"no part of stage {stage} can be moved alone. Cut it elsewhere"
     elif len(layers) < 2:
         why = f"stage {stage} has no second layer that could move. Make its layer smaller, or cut it in two"
     else:
-        why = f"no split of whole layers comes near that. Cut a layer of stage {stage} in two"
+        why = f"no split into whole layers comes close. Cut a layer of stage {stage} in two"
     return f" Stages that take equally long would give {gain:.0%} more samples per second, but {why}."
 
 
@@ -136,12 +136,12 @@ def _say_beside(
     )
     now, then = describe(before), describe(after)
     if cores is None:
-        return f" On IPUs with cores of their own it takes {now} now, and {then} then."
-    here = f" Here the IPUs share {cores:g} core{'s' * (cores != 1)}"
+        return f" On devices with their own cores it takes {now} now, and {then} then."
+    here = f" Here the devices share {cores:g} core{'s' * (cores != 1)}"
     here += f", on which it takes {now} now, and {then} then, if nothing else runs there"
     if before - after > _SHOWN * (predict_step_time(scenario) - predict_step_time(changed)):
         return f"{here}."
-    return f"{here}: this machine does not show what is gained on devices of their own."
+    return f"{here}: this machine cannot show the gain on separate devices."
 
 
 def _find_limiting(scenario: Scenario) -> int:
@@ -187,8 +187,8 @@ def _say(
         sentence = f"moving {best.split} would give {gain}"
         if _work_of(best.scenario, limiting) < _work_of(scenario, limiting):
             sentence = (
-                f"Stage {limiting} holds the others back, as its IPU has {slowest:.2g} times the mean "
-                f"work: {sentence}"
+                f"Stage {limiting} is the bottleneck: its device has {slowest:.2g} times the mean work. "
+                f"{sentence[0].upper()}{sentence[1:]}"
             )
     else:
         sentence = f"{' and '.join(parts)} would give {gain}"
@@ -197,7 +197,7 @@ def _say(
     if best.num_peak_bytes is not None and before.num_peak_bytes is not None:
         more = best.num_peak_bytes - before.num_peak_bytes
         if more > 0:
-            sentence += f", while the IPU that holds most would hold {more:,} bytes more"
+            sentence += f"; the fullest device would hold {more:,} bytes more"
     if "count" in best.change:
         count = best.num_micro_batches
         sentence += f". It changes training: each weight update then takes {count} micro-batches"

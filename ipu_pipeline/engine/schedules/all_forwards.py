@@ -1,14 +1,14 @@
 """The AllForwards schedule: all forwards, then all backwards.
 
-Stages of one IPU take turns: all micro-batches in one, then in the next, and back the other way round.
-With p IPUs of one stage each, each IPU waits for (p-1)(F+B) of a step, as with Interleaved, and holds all m
-micro-batches. With v stages on each IPU, mapped as for Looped, it holds v m stage activations, and waits
-for (p-1)(F+B) of a stage that takes a v-th of the time, if there are m >= p micro-batches.
+Stages on one device take turns: all micro-batches run in one stage, then in the next, and backwards in
+reverse order. With p devices of one stage each, the bubble per step is (p-1)(F+B), as with Interleaved, and
+a device holds all m micro-batches. With v stages on each device, mapped as for Looped, it holds v m stage
+activations, and if m >= p, the bubble is (p-1)(F+B) of one such stage.
 
 It is not Grouped, in which forwards and backwards take turns as soon as there is a backward.
 
-Sources: GPipe (Huang et al., 2018, arXiv 1811.06965); with several stages on an IPU, Breadth-First Pipeline
-Parallelism (Lamy-Poirier, 2022, arXiv 2211.05953).
+Sources: GPipe (Huang et al., 2018, arXiv 1811.06965); with several stages on a device, Breadth-First
+Pipeline Parallelism (Lamy-Poirier, 2022, arXiv 2211.05953).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def all_forwards(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the AllForwards schedule; arguments and result as in `grouped`.
+    """Returns the rows of the AllForwards schedule. Arguments and result are those of `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.all_forwards(2, 3, device_mapping=[0, 1])))
-      IPU 0: F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
-      IPU 1: F1.0 F1.1 F1.2 B1.0 B1.1 B1.2
+      device 0: F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+      device 1: F1.0 F1.1 F1.2 B1.0 B1.1 B1.2
     """
     if not training:
         return forwards_only(levels, num_micro_batches, device_mapping)

@@ -1,23 +1,23 @@
-"""Finds why IPUs that wait only for data are idle in a step. No JAX.
+"""Finds why devices that wait only for data are idle in a step. No JAX.
 
-An idle moment seldom has a single cause: an IPU waits for another one, which waited for a transfer. So a
-cause counts as the time by which a step would be shorter without it, times the number of IPUs. One cause
+An idle moment seldom has a single cause: a device waits for another one, which waited for a transfer. So a
+cause counts as the time by which a step would be shorter without it, times the number of devices. One cause
 after the other is taken away, and in the end only the ramps are left:
 
 * shared cores: each program has the cores that it needs.
 * host: the host takes no time.
 * transfers: they take no time, nor do all-reduces: links are infinitely fast, also those to host memory.
 * imbalance: the work of forwards, of backwards (and their halves) and of updates is each spread evenly over
-  the IPUs, and there over the stages. 0 where that makes the step longer, which happens with few
+  the devices, and there over the stages. 0 where that makes the step longer, which happens with few
   micro-batches.
-* ramps: the idle time that is left. Before the first backward of an IPU it is ramp-up, after its last
+* ramps: the idle time that is left. Before the first backward of a device it is ramp-up, after its last
   forward ramp-down; time that is both or neither is half of each. Without backwards, the first forward
   counts.
 
 None can be negative: an end of a program is the latest of sums of costs (a "max-plus" system: Baccelli et
 al., "Synchronization and Linearity", 1992), so it does not come later when a cost gets less.
 
-With N stages on N IPUs that take equally long, and M micro-batches, only the ramps are left with Grouped
+With N stages on N devices that take equally long, and M micro-batches, only the ramps are left with Grouped
 and Interleaved, (N-1)/(M+N-1) of the step (Narayanan et al., "Efficient Large-Scale Language Model Training
 on GPU Clusters", 2021, have it as (N-1)/M of the rest); with Sequential they are (N-1)/N.
 """
@@ -40,7 +40,7 @@ __all__ = ["balanced", "find_bubble"]
 
 
 def balanced(scenario: Scenario) -> Scenario:
-    """Spreads all work of a scenario evenly over the IPUs, and there over the stages."""
+    """Spreads all work of a scenario evenly over the devices, and there over the stages."""
     ipus = scenario.device_mapping
     num_there = [ipus.count(ipu) for ipu in ipus]
 
@@ -109,7 +109,7 @@ def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, st
 
 
 def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tuple[float, float]:
-    """Finds the idle time before the first backwards and after the last forwards of the IPUs."""
+    """Finds the idle time before the first backwards and after the last forwards of the devices."""
     up = down = 0.0
     by_ipu: dict[int, list[list[ProgramTiming]]] = {
         ipu: [[] for _kind in programs] for ipu in scenario.ipus_of_replicas

@@ -1,19 +1,19 @@
-"""The VHalf and VMin schedules: two stages on each IPU in a V shape, and less held than with ZeroBubbleV.
+"""The VHalf and VMin schedules: two stages on each device in a V shape, holding less than ZeroBubbleV.
 
-All micro-batches go forward down the IPUs and up, and back down and up, in the same rhythm, their block.
-One follows the other 6 time-steps later, 3 for each of an IPU's stages. A block's actions on one IPU have
-different places modulo 6, so that blocks fit into each other. The longer a block takes, the more is held:
-in VMin each hop takes one time-step, in VHalf those down take two, which leaves less to wait for at both
-ends of a step. What is held is about the same on all IPUs. `fill` follows the order of the blocks, and
-enters weight gradients where IPUs would wait.
+Every micro-batch goes forward down and up the devices, and backward down and up, with the same timing, its
+block. Blocks start 6 time-steps apart, 3 for each of a device's stages. A block's actions on one device are
+at different time-steps modulo 6, so that blocks interlock. The longer a block, the more activations are
+held: in VMin each hop takes one time-step, in VHalf hops down take two, which shortens the bubble at both
+ends of a step. All devices hold about the same amount. `fill` follows the order of the blocks, and fills
+idle time with weight gradients.
 
-Where F, I and W of a stage take one time-step each, with p > 1 IPUs and m micro-batches:
+Where F, I and W of a stage take one time-step each, with p > 1 devices and m micro-batches:
 
-| | stage activations that an IPU holds at most | time-steps that it waits, across steps too |
+| | most stage activations on a device | bubble in time-steps, also across steps |
 | VHalf | 2 ((p+2) // 2): half of ZeroBubbleV's, and 1 or 2 | 3p-4 if p is odd, max(3p-6, 1) if it is even |
 | VMin | 2 ((p+4) // 3): a third, and 2 at most | 4p-3 if 3 divides p, 4p-5 otherwise |
 
-The waits are those with at least p micro-batches. Where times are not equal, IPUs wait in every block.
+The bubbles hold for at least p micro-batches. If times are not equal, every block has a bubble.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), whose search finds
 blocks; the distances here are our own, the least with which no two places are equal.
@@ -39,17 +39,17 @@ class _Block:
     """When a micro-batch's actions are due, in time-steps.
 
     Attributes:
-      down: from an IPU to the next one, for forwards of the first half of the stages and input gradients of
-        the second one.
-      pauses: the time-steps from the last action of each way to the first one of the next: on the last IPU,
-        on the first one, and on the last one again.
+      down: from a device to the next one, for forwards of the first half of the stages and input gradients
+        of the second one.
+      pauses: the time-steps from the last action of each way to the first one of the next: on the last
+        device, on the first one, and on the last one again.
     """
 
     down: int
     pauses: tuple[int, int, int]
 
     def find_times(self, ipu: int, num_ipus: int) -> tuple[int, int, int, int]:
-        """When an IPU's forwards and input gradients are due, on each of the four ways."""
+        """When a device's forwards and input gradients are due, on each of the four ways."""
         last = num_ipus - 1
         down, up = ipu * self.down, last * self.down + last - ipu
         back = last * self.down + last + self.pauses[0] + self.pauses[1]  # the last stage's input gradients
@@ -63,18 +63,18 @@ def v_half(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the VHalf schedule; arguments and result as in `grouped`.
+    """Returns the rows of the VHalf schedule. Arguments and result are those of `grouped`.
 
-    For equal times and m >= p micro-batches on p IPUs, an IPU waits for 3p-4 of 6m time-steps if p is odd,
-    and for max(3p-6, 1) if p is even.
+    For equal times and m >= p micro-batches on p devices, the bubble is 3p-4 of 6m time-steps if p is odd,
+    and max(3p-6, 1) if p is even.
 
     Example:
       >>> print(schedules.format_rows(schedules.v_half(4, 2, device_mapping=[0, 1, 1, 0])))
-      IPU 0: F0.0 F0.1 F3.0 I3.0 F3.1 I3.1 I0.0 W3.0 I0.1 W3.1 W0.0 W0.1
-      IPU 1: F1.0 F2.0 F1.1 F2.1 I2.0 I1.0 I2.1 I1.1 W2.0 W1.0 W2.1 W1.1
+      device 0: F0.0 F0.1 F3.0 I3.0 F3.1 I3.1 I0.0 W3.0 I0.1 W3.1 W0.0 W0.1
+      device 1: F1.0 F2.0 F1.1 F2.1 I2.0 I1.0 I2.1 I1.1 W2.0 W1.0 W2.1 W1.1
 
     Raises:
-      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+      ScheduleError: device_mapping has no V shape, such as [0, 1, 1, 0], or some stages are parallel.
     """
     num_ipus = check_v_shape("VHalf", num_stages, device_mapping, levels)
     if not training:
@@ -90,18 +90,18 @@ def v_min(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the VMin schedule; arguments and result as in `grouped`.
+    """Returns the rows of the VMin schedule. Arguments and result are those of `grouped`.
 
-    For equal times and m >= p micro-batches on p IPUs, an IPU waits for 4p-3 of 6m time-steps if 3 divides
-    p, and for 4p-5 otherwise.
+    For equal times and m >= p micro-batches on p devices, the bubble is 4p-3 of 6m time-steps if 3 divides
+    p, and 4p-5 otherwise.
 
     Example:
       >>> print(schedules.format_rows(schedules.v_min(4, 2, device_mapping=[0, 1, 1, 0])))
-      IPU 0: F0.0 F3.0 I3.0 F0.1 W3.0 I0.0 W0.0 F3.1 I3.1 W3.1 I0.1 W0.1
-      IPU 1: F1.0 F2.0 I2.0 I1.0 F1.1 F2.1 W2.0 W1.0 I2.1 I1.1 W2.1 W1.1
+      device 0: F0.0 F3.0 I3.0 F0.1 W3.0 I0.0 W0.0 F3.1 I3.1 W3.1 I0.1 W0.1
+      device 1: F1.0 F2.0 I2.0 I1.0 F1.1 F2.1 W2.0 W1.0 I2.1 I1.1 W2.1 W1.1
 
     Raises:
-      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+      ScheduleError: device_mapping has no V shape, such as [0, 1, 1, 0], or some stages are parallel.
     """
     num_ipus = check_v_shape("VMin", num_stages, device_mapping, levels)
     if not training:

@@ -3,8 +3,8 @@
 `check` follows the rows and returns a `Timetable`: when every action runs, how many micro-batches each
 stage holds at most, and one global order of the actions.
 
-A stage whose backwards are done in halves is called halved. It is for all of its micro-batches: where its
-row has a whole backward, that becomes both halves, one after the other.
+A stage with a split backward is called halved. All of its micro-batches are split: a whole backward in its
+row becomes input gradients and weight gradients, one after the other.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Timetable:
       (2, 1)
 
     Attributes:
-      rows: one row of slots per IPU, as given but for the turns of parallel stages, and whole backwards of
-        halved stages.
-      order: all actions in the order of their time-steps; within one time-step by IPU. No action comes
-        before one that it depends on.
+      rows: one row of slots per device, as given except for the order of parallel stages and for whole
+        backwards of halved stages.
+      order: all actions, sorted by time-step and then by device. No action comes before one that it depends
+        on.
       time_steps: the time-step (from 1) of the action at the same position in `order`.
-      in_flight: for each stage, the largest number of micro-batches that have gone forward and not yet
-        come back, with their weight gradients. 1 without training.
-      fullest: for each stage, the moments at which it may hold most, as the numbers of micro-batches
-        (before the backward or its first half, between the halves).
-      num_time_steps: the last time-step in which anything runs.
-      halved: the stages whose backwards are done in halves.
+      in_flight: for each stage, the largest number of micro-batches that have gone forward and whose
+        backward, with weight gradients, is not done. 1 without training.
+      fullest: for each stage, the moments at which it may hold most, as pairs of numbers of micro-batches:
+        those before their backward or input gradients, and those before their weight gradients.
+      num_time_steps: the last time-step with an action.
+      halved: the stages with a split backward.
     """
 
     rows: Rows
@@ -89,14 +89,13 @@ def check(
     levels: Sequence[int] | None = None,
     halved: frozenset[int] | None = None,
 ) -> Timetable:
-    """Proves that a schedule is complete, ordered and free of deadlock.
+    """Checks that a schedule is complete, in order and free of deadlock.
 
-    Each IPU follows its own row, one slot per time-step, and waits at an action whose inputs are not
-    there yet: a forward needs the stages of the level before to have gone forward, a backward or its input
-    gradients need the stage's own forward and the same of the level after, and weight gradients need the
-    stage's input gradients, all in earlier time-steps. Parallel stages of one IPU take their places in its
-    row in turn, forwards by their numbers and backwards the other way round, so that every micro-batch has
-    the same last reader of a value.
+    Each device follows its own row, one slot per time-step, and waits at an action whose inputs are
+    missing: a forward needs the forwards of the previous level, a backward or its input gradients need the
+    stage's own forward and the same action of the next level, and weight gradients need the stage's input
+    gradients, all in earlier time-steps. Parallel stages on one device are put in a fixed order, forwards
+    by number and backwards in reverse, so that every micro-batch has the same last reader of a value.
 
     Example:
       >>> rows = schedules.grouped(2, 3, device_mapping=[0, 1])
@@ -105,22 +104,22 @@ def check(
       8
 
     Args:
-      rows: one row per IPU; None is a time-step in which the IPU waits.
+      rows: one row per device; None is a time-step in which the device waits.
       num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
-      device_mapping: the IPU of each stage.
+      device_mapping: the device of each stage.
       training: whether there are backwards.
       levels: as in `grouped`.
-      halved: the stages whose backwards are done in halves, whatever the rows have. None: those of which
-        the rows have halves.
+      halved: the stages with a split backward, whatever the rows have. None: the stages whose input or
+        weight gradients are in the rows.
 
     Returns:
       The timetable.
 
     Raises:
-      ScheduleError: an action is missing, unknown, doubled, on another IPU than its stage, or before an
-        earlier micro-batch of the same stage and kind. Or the IPUs wait for each other; then the message
-        has the grid up to there.
+      ScheduleError: an action is missing, unknown, doubled, on another device than its stage, or before an
+        earlier micro-batch of the same stage and kind. Or the devices deadlock; the message then has the
+        grid up to this point.
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_slots(frozen)
@@ -129,9 +128,9 @@ def check(
         halved = found
     elif found - halved:
         raise ScheduleError(
-            f"Schedule: with {num_micro_batches} micro-batches, stage {min(found - halved)} does its "
-            "backward in halves, but not with the number that the programs were made for. Use halves with "
-            f"any number.\n{format_rows(frozen)}"
+            f"Schedule: with {num_micro_batches} micro-batches, stage {min(found - halved)} splits its "
+            "backward, but not with the number that the programs were made for. Split it with any "
+            f"number.\n{format_rows(frozen)}"
         )
     if halved:
         frozen = _in_halves(frozen, halved)
@@ -216,7 +215,7 @@ def _check_slots(rows: Rows) -> None:
         for position, action in enumerate(row):
             if action is not None and not (isinstance(action, Action) and action.kind in _KINDS):
                 raise ScheduleError(
-                    f"Schedule: a slot must hold an Action or None; slot {position} of IPU {ipu} holds "
+                    f"Schedule: a slot must hold an Action or None; slot {position} of device {ipu} holds "
                     f"{action!r}."
                 )
 
@@ -257,7 +256,7 @@ def _check_complete(
                     f"micro-batches, {'training' if training else 'forwards only'})"
                 )
             elif device_mapping[action.stage] != ipu:
-                fault = f"is on IPU {ipu}, but its stage is on IPU {device_mapping[action.stage]}"
+                fault = f"is on device {ipu}, but its stage is on device {device_mapping[action.stage]}"
             elif action.micro_batch < next_micro_batch[key]:
                 fault = "comes twice, or after a later micro-batch of its stage"
             elif action.micro_batch > next_micro_batch[key]:
@@ -279,7 +278,7 @@ def _check_complete(
 
 
 def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
-    """Changes the turns of parallel stages of one IPU, which need the same actions done before them."""
+    """Changes the turns of parallel stages of one device, which need the same actions done before them."""
     if len(set(levels)) == len(levels):
         return rows
     changed = [list(row) for row in rows]
@@ -326,7 +325,7 @@ def _is_ready(
 
 def _describe_deadlock(rows: Rows, positions: Sequence[int], time_step: int) -> str:
     waiting = [(ipu, position) for ipu, position in enumerate(positions) if position < len(rows[ipu])]
-    lines = [f"IPU {ipu} waits with the {rows[ipu][position]}" for ipu, position in waiting]
+    lines = [f"device {ipu} waits with the {rows[ipu][position]}" for ipu, position in waiting]
     return (
         f"Schedule: deadlock at time-step {time_step}: " + "; ".join(lines) + ". None of them has its "
         f"inputs.\n{format_rows(rows, waiting[0])}"

@@ -1,10 +1,10 @@
 """Where the replicas of a pipeline run: processes, and the links between their devices. No JAX.
 
-A link takes its latency, and then the bytes over its bandwidth. Each device has links of its own, so what
-one sends does not hold up another.
+A link takes its latency, and then the bytes over its bandwidth. Each device has its own links, so devices
+do not delay each other's transfers.
 
-Replicas average their gradients once per weight update: those of a stage go around in a ring of R devices,
-one of each replica. A reduce-scatter and an all-gather take R-1 rounds each, and in a round each device
+Replicas average their gradients once per weight update: a stage's gradients go around a ring of R devices,
+one per replica. A reduce-scatter and an all-gather take R-1 rounds each, and in a round each device
 sends an R-th of the bytes to the next one. So each takes (R-1) (latency + bytes / R / bandwidth) of the
 slowest link, and together they are an all-reduce: 2 (R-1) / R of the bytes, which is the least possible
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Where
@@ -26,7 +26,7 @@ __all__ = ["Cluster", "LinkSpeed"]
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """How fast a link is.
+    """The speed of a link.
 
     Example:
       >>> engine.LinkSpeed(latency=1e-6, bandwidth=1e9).time(1_000_000)
@@ -54,13 +54,13 @@ class LinkSpeed:
             )
 
     def time(self, num_bytes: float) -> float:
-        """The time that it takes to send `num_bytes`; 0 if there are none."""
+        """Returns the time to send `num_bytes`; 0 for no bytes."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The replicas of a pipeline, the processes that run them, and the links; `Cluster.of` spreads devices.
+    """The replicas of a pipeline, their processes and links. `Cluster.of` spreads the devices evenly.
 
     Example:
       >>> cluster = engine.Cluster.of(num_replicas=2, num_ipus=4, num_processes=2)
@@ -68,9 +68,9 @@ class Cluster:
       2
 
     Attributes:
-      num_replicas: copies of the pipeline, each with IPUs and micro-batches of its own.
+      num_replicas: copies of the pipeline, each with its own devices and micro-batches.
       processes: the process that starts each device's programs, from 0. The devices of replica 0 come
-        first, by IPU, then those of replica 1, and so on. Empty: one process has all.
+        first, by device, then those of replica 1, and so on. Empty: one process has all.
       within: the links between devices of one process.
       between: the links between devices of different processes.
       shards_optimizer_state: whether each replica keeps and updates its share of the optimizer's state.
@@ -118,7 +118,7 @@ class Cluster:
 
         Args:
           num_replicas: copies of the pipeline.
-          num_ipus: the number of IPUs of each replica.
+          num_ipus: the number of devices of each replica.
           num_processes: the number of processes; it divides the number of all devices.
           within: see the fields.
           between: see the fields.
@@ -162,7 +162,7 @@ class Cluster:
         return (number - 1) * self.speed_between(devices).time(num_bytes / number)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them, for `from_dict`; an infinite bandwidth is None."""
+        """Returns the fields as JSON values, for `from_dict`; an infinite bandwidth is None."""
 
         def describe(speed: LinkSpeed) -> dict[str, float | None]:
             bandwidth = speed.bandwidth if math.isfinite(speed.bandwidth) else None
@@ -178,7 +178,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> Cluster:
-        """Makes a cluster from what `as_dict` returned; missing entries get their defaults."""
+        """Makes a cluster from a result of `as_dict`; missing entries get their defaults."""
         entries = dict(entries)
         for name in ("within", "between"):
             speed = dict(entries.pop(name, {}))

@@ -1,4 +1,4 @@
-"""What the actions of a step cost, in time and memory."""
+"""The costs of a step's actions, in time and memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Edge: TypeAlias = "tuple[int, int]"  # the stage that sends, and the one that re
 
 @dataclass(frozen=True)
 class Costs:
-    """How long the parts of a step take, all in one unit of time; `Costs.of` makes them from fewer numbers.
+    """The times of the parts of a step, all in one unit. `Costs.of` makes them from fewer numbers.
 
-    An action that takes no time is not a program: nothing is dispatched for it.
+    An action of time 0 has no program: nothing is dispatched for it.
 
     Example:
       >>> costs = engine.Costs.of(3, forward=[1, 2, 1], backward=2)
@@ -29,20 +29,20 @@ class Costs:
       forward: the time of each stage's forward, for one micro-batch.
       backward: the time of each stage's backward, for one micro-batch.
       update: the time of each stage's update, once a step.
-      transfers: (sending stage, receiving stage) -> how long it takes to send what a micro-batch sends
-        there. Forwards send to later stages, backwards to earlier ones; pairs that are missing take 0. A
-        link sends one result at a time, while the IPUs compute.
-      host: how long the host takes to start a program; each process has one host.
-      forward_cores: the number of cores that the forward of each stage keeps busy while it runs alone (its
-        time on the processors over its time on the clock). It matters only where IPUs share cores.
+      transfers: (sending stage, receiving stage) -> the transfer time of one micro-batch. Forwards send to
+        later stages, backwards to earlier ones; missing pairs take 0. A link sends one result at a time,
+        while the devices compute.
+      host: the time in which the host starts a program; each process has one host.
+      forward_cores: the number of cores that each stage's forward keeps busy while it runs alone (CPU time
+        divided by wall time). It matters only where devices share cores.
       backward_cores: the same for the backward of each stage.
-      is_fused: whether forward and backward of the last stage, or the first half of that, are one program,
-        which runs where the schedule has the forward. The engine does so.
-      num_sent_bytes: edge -> the bytes that a micro-batch sends there. They take the time of the cluster's
-        link, on top of `transfers`; nothing where both stages are on one IPU.
+      is_fused: whether the last stage's forward and backward (input gradients, if the backward is split)
+        are one program, which runs where the schedule has the forward. It is so in the engine.
+      num_sent_bytes: (sending stage, receiving stage) -> the bytes of one micro-batch. The time to send
+        them on the cluster's link is added to `transfers`; it is 0 if both stages are on one device.
       num_gradient_bytes: the gradients of each stage, which replicas average once a step.
-      weight_gradients: how much of each stage's backward is its second half, if the schedule does it in
-        halves; empty: a half of it.
+      weight_gradients: the time of each stage's weight gradients, a part of `backward`, if the schedule
+        splits the backward; empty: half of the backward.
     """
 
     forward: tuple[float, ...]
@@ -58,7 +58,7 @@ class Costs:
     weight_gradients: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the fields. Without cores, each is one; without bytes, each is zero; halves are even."""
+        """Checks the fields. By default cores are 1, bytes 0, and weight gradients half of the backward."""
         if not self.weight_gradients:
             object.__setattr__(self, "weight_gradients", tuple(time / 2 for time in self.backward))
         for name, default in (("forward_cores", 1.0), ("backward_cores", 1.0), ("num_gradient_bytes", 0.0)):
@@ -138,7 +138,7 @@ class Costs:
           is_fused: see the fields.
           num_sent_bytes: given in the same forms as `transfer`.
           num_gradient_bytes: see the fields.
-          weight_gradients: see the fields; None: a half of the backward.
+          weight_gradients: see the fields; None: half of the backward.
 
         Raises:
           ValueError: there is not one number per stage (or pair of neighbours), or a number is negative or
@@ -179,7 +179,7 @@ class Costs:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON can hold them, for `from_dict`."""
+        """Returns the fields as JSON values, for `from_dict`."""
         return {
             "forward": list(self.forward),
             "backward": list(self.backward),
@@ -196,7 +196,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> Costs:
-        """Makes costs from what `as_dict` returned; only those of forwards are required.
+        """Makes costs from a result of `as_dict`; only `forward` is required.
 
         Raises:
           KeyError: there is no `forward`.
@@ -213,7 +213,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Memory:
-    """What IPUs hold, in bytes.
+    """The memory that devices hold, in bytes.
 
     Example:
       >>> memory = schedules.Memory(num_constant_bytes=(1000, 1000), num_held_bytes=(100, 50))
@@ -223,11 +223,12 @@ class Memory:
       Peak(ipu=0, num_bytes=1300, time=2.0)
 
     Attributes:
-      num_constant_bytes: for each IPU, by its number: variables, optimizer state and accumulators; the same
-        in each replica.
-      num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
-        backward, or of the first half of that.
-      num_between_bytes: what each stage then holds to the end of the second half; empty: as much.
+      num_constant_bytes: for each device, by its number: variables, optimizer state and accumulators; the
+        same in each replica.
+      num_held_bytes: the bytes that each stage holds per micro-batch from the start of its forward to the
+        end of its backward, or of its input gradients if the backward is split.
+      num_between_bytes: the bytes that each stage then holds until its weight gradients end; empty: as
+        many.
     """
 
     num_constant_bytes: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Makes an order by dispatching: an IPU that is free takes the most urgent action that it can do. No JAX.
+"""Makes an order by dispatching: a device that is free takes the most urgent action that it can do. No JAX.
 
-A forward is done only if its IPU can still finish all that it has begun: one micro-batch after the other,
-each through all stages of the IPU (the banker's algorithm: Dijkstra, EWD 623). As all IPUs can do so in
-the same order of micro-batches, they never wait for each other's memory for ever.
+A forward is done only if its device can still finish all that it has begun: one micro-batch after the
+other, each through all stages of the device (the banker's algorithm: Dijkstra, EWD 623). As all devices can
+do so in the same order of micro-batches, they never wait for each other's memory for ever.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Urgency: TypeAlias = "Sequence[Sequence[Sequence[float]]]"
 
 @dataclass(frozen=True)
 class Rule:
-    """How an IPU chooses.
+    """How a device chooses.
 
     Attributes:
       urgency: how urgent the actions are.
-      patience: for each IPU, when it waits for a more urgent action that is on its way: if another one
+      patience: for each device, when it waits for a more urgent action that is on its way: if another one
         would hold that up by more than this share of the other one's time. 1 is never, 0 always.
       most: for each stage, the most micro-batches in flight (gone forward, and their input gradients not
         done); empty: any number that fits.
@@ -65,7 +65,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
     chosen: list[tuple[float, int, int]] = [(math.inf, 0, 0)] * len(free)
 
     def choose(ipu: int) -> tuple[float, int, int]:
-        """The begin, kind and stage of an IPU's next action."""
+        """The begin, kind and stage of a device's next action."""
         now = free[ipu]
         can: list[tuple[float, float, int, int, float]] = []  # urgency, ready, kind, stage, time
         for stage in problem.stages_of[ipu]:
@@ -155,7 +155,7 @@ def _is_safe(
     inputs_done: Sequence[int],
     weights_done: Sequence[int],
 ) -> bool:
-    """Whether an IPU can still finish all that it has begun after one more forward of a stage."""
+    """Whether a device can still finish all that it has begun after one more forward of a stage."""
     held, between = problem.num_held_bytes, problem.num_between_bytes
     is_both = problem.is_fused and stage == problem.num_stages - 1
     if room < (max(held[stage], between[stage]) if is_both else held[stage]):

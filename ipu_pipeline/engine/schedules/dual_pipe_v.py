@@ -1,18 +1,19 @@
-"""The DualPipeV schedule: two stages on each IPU in a V shape, one forward while the other goes backward.
+"""The DualPipeV schedule: two stages on each device in a V, one forward while the other goes backward.
 
-With p IPUs, IPU r has the stages r (F, I, W) and 2p-1-r (f, i, w). With B = I W and m >= 2p micro-batches
-its row is
+With p devices, device r has the stages r (F, I, W) and 2p-1-r (f, i, w). With B = I W and m >= 2p
+micro-batches its row is
 
     2(p-r-1) times F | r+1 times F f | p-r-1 times i w f | m-2p+r+1 times F b f B |
     p-r-1 times b f B | r+1 times b B, the second half of them only i or I | p-r-1 times W I |
     the other weight gradients
 
-The pairs F b and f B are of different micro-batches. DeepSeek computes one of a pair while data of the
-other is sent; here both follow one another. So the schedule is good where transfers take time.
+The two actions of a pair F b or f B belong to different micro-batches. DeepSeek computes one while it sends
+data of the other; here they run one after the other. So the schedule suits slow transfers.
 
-Where F, I and W of a stage take one time-step each, IPUs wait for p-1 of them; with fewer than 2p
-micro-batches, which are then left out of the rows, for longer. (DeepSeek's formula is (p-1)(F&B + B - 3W),
-where F&B is the time of an overlapped pair.) An IPU holds up to 2p+1 activations of such a stage.
+Where F, I and W of a stage take one time-step each, the bubble per step is p-1 time-steps; with fewer than
+2p micro-batches, where the missing ones are left out of the rows, it is longer. (DeepSeek's formula is
+(p-1)(F&B + B - 3W), where F&B is the time of an overlapped pair.) A device holds up to 2p+1 activations of
+such a stage.
 
 Source: DualPipe of DeepSeek-V3 (arXiv 2412.19437), cut in half as in the DualPipe repository's DualPipeV.
 """
@@ -37,15 +38,15 @@ def dual_pipe_v(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the DualPipeV schedule; arguments and result as in `grouped`.
+    """Returns the rows of the DualPipeV schedule. Arguments and result are those of `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.dual_pipe_v(4, 2, device_mapping=[0, 1, 1, 0])))
-      IPU 0: F0.0 F0.1 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 I0.1 W0.1
-      IPU 1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 I1.0 W1.0 I2.1 W2.1 I1.1 W1.1
+      device 0: F0.0 F0.1 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 I0.1 W0.1
+      device 1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 I1.0 W1.0 I2.1 W2.1 I1.1 W1.1
 
     Raises:
-      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+      ScheduleError: device_mapping has no V shape, such as [0, 1, 1, 0], or some stages are parallel.
     """
     num_ipus = check_v_shape("DualPipeV", num_stages, device_mapping, levels)
     if not training:

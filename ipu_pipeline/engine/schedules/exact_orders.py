@@ -1,9 +1,9 @@
 """Finds the order with the smallest step time and proves it, by branch and bound. No JAX.
 
-Of all actions that could be next, one would end first. On its IPU, either it is next, or one that begins
+Of all actions that could be next, one would end first. On its device, either it is next, or one that begins
 before that end: else it could go first without delaying anything (Giffler and Thompson, "Algorithms for
 solving production-scheduling problems", 1960). An action that takes memory may not fit in earlier, though.
-Where that can matter, there is another branch, in which it waits until its IPU has done something else.
+Where that can matter, there is another branch, in which it waits until its device has done something else.
 
 A branch ends where its bound, as in `order_bounds`, is no less than the best time that is known. It also
 ends where the same actions have been done before, and nothing was free or there later than now.
@@ -66,10 +66,10 @@ class _State:
       returned: the same of its input gradients.
       ends: when its input gradients ended.
       done: by kind and stage, how many micro-batches are done.
-      free: when each IPU is free.
-      room: the bytes that each IPU has left.
+      free: when each device is free.
+      room: the bytes that each device has left.
       rows: the order so far.
-      barred: for each IPU, what waits until it has done something else.
+      barred: for each device, what waits until it has done something else.
     """
 
     arrived: list[list[float]]

@@ -1,11 +1,11 @@
-"""Execution phases: the levels of a pipeline that run as one, and what leaves the devices between phases.
+"""Execution phases: levels of a pipeline that run as one, and the values offloaded between phases.
 
 A micro-batch goes through all phases before the next one begins: forwards phase by phase, and then
 backwards in the opposite order. The last phase's backwards belong to the phase of its forwards, or are a
 phase of their own. With two phases: forward 0, forward and backward 1, backward 0; or forward 0, forward 1,
 backward 1, backward 0.
 
-Source: what PopTorch calls phased execution, and PopART execution phases.
+Source: PopTorch's phased execution, and PopART's execution phases.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class ExecutionPhases:
     Attributes:
       of_levels: the phase of each entry of `stages`, ascending from 0 without gaps.
       shares_last: whether the last phase's backwards belong to the phase of its forwards. False needs a
-        last entry that is alone in its level and has nothing to keep, because the last stage's forward and
-        backward are one program, which then begins the backwards.
-      num_ahead: the number of earlier phases that may still be on the devices when a phase's needs are
-        brought there: 0 waits for the previous phase to end, 1 for the one before that. None: no limit.
-      keeps_values: whether what goes from phase to phase stays on the devices. False: it waits in host
+        last entry that is alone in its level and keeps nothing, because the last stage's forward and
+        backward are one program, which then starts the backwards.
+      num_ahead: the number of earlier phases that may still be on the devices when a phase's data are
+        brought there: 0 waits for the previous phase to end, 1 for the phase before that. None: no limit.
+      keeps_values: whether values that go from phase to phase stay on the devices. False: they wait in host
         memory, like everything else of a micro-batch.
     """
 
@@ -71,7 +71,7 @@ class ExecutionPhases:
         """Checks the phases against the rest of a pipeline.
 
         Raises:
-          ValueError: they do not go together.
+          ValueError: they contradict each other.
         """
         if len(self.of_levels) != num_levels:
             raise ValueError(

@@ -1,14 +1,14 @@
 """Schedules in CSV files, in the format of PyTorch's `torch.distributed.pipelining`.
 
-There is no header. Line r is the row of rank r, which is IPU r, from 0. A cell is empty, for a time-step of
-waiting, or has a stage, a type and a micro-batch: `0F3` is the forward of stage 0 for micro-batch 3, `B` a
-backward, `I` and `W` its halves. `(0F8;7B0)OVERLAP_F_B` are several actions, which here follow one another.
-Cells of the types UNSHARD, RESHARD, REDUCE_GRAD, SEND_F, RECV_F, SEND_B and RECV_B are left out: the engine
-plans these by itself.
+There is no header. Line r is the row of rank r, which is device r, from 0. An empty cell is a
+time-step of waiting; others have a stage, a type and a micro-batch: `0F3` is the forward of stage 0 for
+micro-batch 3, `B` a backward, `I` its input gradients and `W` its weight gradients. `(0F8;7B0)OVERLAP_F_B`
+is several actions, which run one after another here. Cells of the types UNSHARD, RESHARD, REDUCE_GRAD,
+SEND_F, RECV_F, SEND_B and RECV_B are left out: the engine plans these by itself.
 
-Where all stages take their backwards in the same order, but not in that of the micro-batches (as in
-PyTorch's ScheduleLoopedBFS, from the last one to the first), they are numbered in the order in which they
-come. All forwards that they need are done by then, so times and memory stay the same.
+If all stages take their backwards in the same order, but another than the micro-batches' (as in PyTorch's
+ScheduleLoopedBFS, from the last to the first), micro-batches are numbered in the order of their backwards.
+All forwards that these need are done by then, so times and memory stay the same.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class FileSchedule:
 
     Attributes:
       path: the path of the file.
-      rows: the rows that are in it.
-      device_mapping: the IPU of each stage.
+      rows: its rows.
+      device_mapping: the device of each stage.
       num_micro_batches: micro-batches per weight update.
     """
 
@@ -111,7 +111,7 @@ class FileSchedule:
 
 
 def is_path(schedule: Any) -> bool:
-    """Whether an argument is the path of a schedule: `os.PathLike`, or a string that ends in ".csv".
+    """Tells whether an argument is a path of a schedule: `os.PathLike`, or a string that ends in ".csv".
 
     Example:
       >>> schedules.is_path("mine.csv"), schedules.is_path("grouped")
@@ -131,14 +131,14 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
       One row per rank. Empty cells are None, except those after the last action of a row.
 
     Raises:
-      ScheduleError: the file cannot be read, or is no schedule of training that is complete, in order and
-        free of deadlock.
+      ScheduleError: the file cannot be read, or its schedule is no training schedule, is incomplete or out
+        of order, or deadlocks.
     """
     return load_schedule(path).rows
 
 
 def write_csv(rows: Sequence[Sequence[Action | None]], path: str | os.PathLike[str]) -> None:
-    """Writes a schedule to a file, as PyTorch reads it too. An existing file is replaced.
+    """Writes a schedule to a file that PyTorch can read, too. An existing file is replaced.
 
     Example:
       >>> rows = schedules.interleaved(2, 4, device_mapping=[0, 1])
@@ -147,7 +147,7 @@ def write_csv(rows: Sequence[Sequence[Action | None]], path: str | os.PathLike[s
       True
 
     Args:
-      rows: one row per IPU; None is an empty cell.
+      rows: one row per device; None is an empty cell.
       path: the path of the file.
 
     Raises:
@@ -159,7 +159,7 @@ def write_csv(rows: Sequence[Sequence[Action | None]], path: str | os.PathLike[s
 
 
 def load_schedule(path: Any) -> FileSchedule:
-    """Reads a schedule from a file, for `schedule` arguments; arguments and errors as in `read_csv`.
+    """Reads a schedule from a file, for `schedule` arguments. Arguments and errors are those of `read_csv`.
 
     Example:
       >>> schedules.write_csv(schedules.interleaved(2, 4, device_mapping=[0, 1]), "mine.csv")

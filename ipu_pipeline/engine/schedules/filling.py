@@ -1,13 +1,13 @@
-"""Fills the time in which IPUs would wait with weight gradients, by following time-steps of equal length.
+"""Fills idle time of devices with weight gradients, by following time-steps of equal length.
 
-Each IPU does its forwards in a given order and its input gradients in another, and weight gradients in the
-order of the input gradients. In each time-step it takes the first of these that it can:
+Each device does its forwards in a given order and its input gradients in another, and weight gradients in
+the order of the input gradients. In each time-step it takes the first of these that it can:
 
 1. weight gradients, if its next forward is ready but it holds as many micro-batches as it may,
 2. of its next forward and its next input gradients, the one that is due first,
 3. weight gradients.
 
-There is no deadlock if doing all actions of all IPUs in the order in which they are due is one of the
+There is no deadlock if doing all actions of all devices in the order in which they are due is one of the
 possible ways: of what is left, the one due first can always be done, now or after weight gradients.
 """
 
@@ -32,13 +32,13 @@ def fill(forwards: Sequence[Sequence[Due]], inputs: Sequence[Sequence[Due]], lim
     """Makes rows of forwards and halves of backwards.
 
     Args:
-      forwards: the forwards of each IPU, in their order.
-      inputs: the input gradients of each IPU, in their order.
-      limit: the most micro-batches of its stages that an IPU may hold from a forward to the weight
+      forwards: the forwards of each device, in their order.
+      inputs: the input gradients of each device, in their order.
+      limit: the most micro-batches of its stages that a device may hold from a forward to the weight
         gradients.
 
     Returns:
-      One row per IPU.
+      One row per device.
     """
     ipus = range(len(forwards))
     last_stage = max(due.action.stage for own in forwards for due in own)

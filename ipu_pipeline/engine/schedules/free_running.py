@@ -1,15 +1,15 @@
-"""Finds when each program of a step runs, if IPUs wait only for data. No JAX.
+"""Finds when each program of a step runs, if devices wait only for data. No JAX.
 
-The host starts the programs one after another, in the order of the timetable, and runs ahead of the IPUs,
-as the engine's runner does. A program begins as soon as it has been started, its IPU has finished the
-previous one, and all that it reads has arrived. So it begins at the latest of three times, and one pass in
-the order of the timetable finds them all.
+The host starts the programs one after another, in the order of the timetable, and runs ahead of the
+devices, as the engine's runner does. A program begins as soon as it has been started, its device has
+finished the previous one, and all that it reads has arrived. So it begins at the latest of three times, and
+one pass in the order of the timetable finds them all.
 
 Replicas are columns of programs beside each other. The host of each process starts what its devices do,
-each action for one replica after the other. After the last action the replicas of an IPU meet, average
+each action for one replica after the other. After the last action the replicas of a device meet, average
 their gradients and update, and a host starts each of these programs once for all of its replicas.
 
-Where IPUs share cores, `shared_cores` follows the programs in the order of time instead.
+Where devices share cores, `shared_cores` follows the programs in the order of time instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "wire",
 ]
 
-_MEET = GATHER + 1  # not a program: all replicas of an IPU have come this far
+_MEET = GATHER + 1  # not a program: all replicas of a device have come this far
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class ProgramTiming:
     """The program of a stage for one kind of action, or its update, and when it runs.
 
     Attributes:
-      ipu: the IPU where it runs, by its number among those of all replicas.
+      ipu: the device where it runs, by its number among those of all replicas.
       cost: how long it takes alone; 0: it is not a program, and passes results on once inputs are there.
       cores: the number of cores that it keeps busy.
       inputs: for each value that it reads, the arrivals by chunk.
@@ -136,7 +136,7 @@ def _wire_replica(scenario: Scenario, replica: int) -> Programs:
             _fuse(forwards[-1], back[-1])
         pairs = [*zip(forwards, back, strict=True), *((firsts[i], seconds[i]) for i in halved)]
         for before, after in pairs:
-            if not (before.cost and after.cost):  # else the order on their IPU ensures it
+            if not (before.cost and after.cost):  # else the order on their device ensures it
                 _connect(before, after, Link((0, 0), 0.0, before.ends))
 
     def send(programs: list[ProgramTiming], edge: Edge) -> None:
@@ -168,7 +168,7 @@ def _join(scenario: Scenario, programs: Programs) -> Programs:
     halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
 
     def make(place: int, num_halves: int) -> ProgramTiming:
-        time = num_halves * halves.get(place % number, 0.0)  # once per IPU, with its first stage
+        time = num_halves * halves.get(place % number, 0.0)  # once per device, with its first stage
         return ProgramTiming(updates[place].ipu, time, 0.0, process=updates[place].process)
 
     is_sharded = scenario.cluster.shards_optimizer_state
@@ -184,7 +184,7 @@ def _join(scenario: Scenario, programs: Programs) -> Programs:
             _connect(source, meeting, Link((stage, stage), 0.0, [], num_skipped), is_kept=True)
         for target in targets:
             _connect(meeting, target, Link((stage, stage), 0.0, meeting.ends))
-        meetings.append(meeting)  # one before the reduction and one before the gathering, by IPU
+        meetings.append(meeting)  # one before the reduction and one before the gathering, by device
 
     num_chunks = scenario.num_micro_batches // scenario.chunk_size
     for stage in halves:
@@ -278,7 +278,7 @@ class Host:
 
 
 def run_freely(programs: Programs, timetable: Timetable, host: float) -> float:
-    """Finds when each program runs if no IPU takes cores from another.
+    """Finds when each program runs if no device takes cores from another.
 
     Args:
       programs: the programs, fresh from `wire`; their begins, ends and arrivals are entered.

@@ -1,4 +1,4 @@
-"""What more memory gains: the best orders of a scenario under rising limits. No JAX."""
+"""The gain of more memory: the best orders of a scenario under rising limits. No JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_GAIN = 1e-3  # of the step time; for less nobody gives memory
 def find_frontier(scenario: Scenario, effort: Effort | None = None) -> tuple[Point, ...]:
     """Finds the points of memory and step time to choose from.
 
-    Limits go from a third of what micro-batches take with Interleaved, on the fullest IPU, to twice that. A
+    Limits go from a third to twice of the micro-batches' memory with Interleaved, on the fullest device. A
     limit that gains less than a thousandth of the step time is left out.
 
     Example:
@@ -28,12 +28,12 @@ def find_frontier(scenario: Scenario, effort: Effort | None = None) -> tuple[Poi
       3 20.0
 
     Args:
-      scenario: the pipeline; its schedule does not matter. Where it has no memory, or holds nothing, each
-        stage is taken to hold one unit for each micro-batch in flight, and a limit counts these.
+      scenario: the pipeline; its schedule does not matter. If its memory is not known or 0, each stage is
+        assumed to hold one unit per micro-batch in flight, and limits are in these units.
       effort: as for `search`, at each point; None: about two seconds.
 
     Returns:
-      The points, from the least limit.
+      The points, from the lowest limit.
 
     Raises:
       ValueError: see `Scenario.problem`.

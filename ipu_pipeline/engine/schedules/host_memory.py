@@ -1,4 +1,4 @@
-"""What execution phases bring from host memory and take there, for the simulator. No JAX."""
+"""The transfers of execution phases from and to host memory, for the simulator. No JAX."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What execution phases move between IPUs and host memory; `Pipeline.plan_host_memory` finds it.
+    """The bytes that execution phases move from and to host memory. `Pipeline.plan_host_memory` makes it.
 
-    Sizes are per program, which handles a micro-batch or a chunk of them. There is one per stage, or none
-    for zeros.
+    Sizes are per program, which handles a micro-batch or a chunk of them. There is one size per stage;
+    empty means zeros.
 
     Example:
       >>> phases = engine.ExecutionPhases(of_levels=(0, 1))
@@ -32,15 +32,15 @@ class HostMemory:
 
     Attributes:
       phases: the execution phases of the pipeline.
-      link: the link between an IPU and host memory, with the same speed in either direction. What a program
-        needs is sent at once, and so is what it leaves.
-      num_bytes_to_forward: what is brought before each stage's forward; the weights only if its phase does
-        not have them yet.
-      num_bytes_to_backward: what is brought before each stage's backward, in the same way.
-      num_bytes_to_update: what is brought before each stage's update.
-      num_bytes_from_forward: what each stage's forward leaves to host memory.
-      num_bytes_from_backward: what each stage's backward leaves to host memory.
-      num_bytes_from_update: what each stage's update leaves to host memory.
+      link: the link between a device and host memory, with the same speed in either direction. All data
+        that a program needs are sent together, and so are all that it leaves.
+      num_bytes_to_forward: the bytes brought before each stage's forward; weights count only if the phase
+        does not have them yet.
+      num_bytes_to_backward: the bytes brought before each stage's backward, in the same way.
+      num_bytes_to_update: the bytes brought before each stage's update.
+      num_bytes_from_forward: the bytes that each stage's forward leaves to host memory.
+      num_bytes_from_backward: the bytes that each stage's backward leaves to host memory.
+      num_bytes_from_update: the bytes that each stage's update leaves to host memory.
     """
 
     phases: ExecutionPhases
@@ -80,14 +80,14 @@ class HostMemory:
         self.phases.check(num_levels, schedule if isinstance(schedule, str) else "sequential", 1)
 
     def check_devices(self, cores: float | None, num_replicas: int) -> None:
-        """Checks that a scenario has one replica, and IPUs with cores of their own.
+        """Checks that a scenario has one replica, and devices with cores of their own.
 
         Raises:
           ValueError: it has not.
         """
         if cores is not None or num_replicas > 1:
             raise ValueError(
-                "Scenario: host_memory goes with one replica, and with IPUs that share no cores; got "
+                "Scenario: host_memory goes with one replica, and with devices that share no cores; got "
                 f"{num_replicas} replicas and cores={cores!r}. Leave it out, or the others."
             )
 
@@ -119,7 +119,7 @@ class HostMemory:
         return self.link.time(values[stage]) if values else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them, for `from_dict`; an infinite bandwidth is None."""
+        """Returns the fields as JSON values, for `from_dict`; an infinite bandwidth is None."""
         bandwidth = self.link.bandwidth
         return {
             "phases": {**dataclasses.asdict(self.phases), "of_levels": list(self.phases.of_levels)},
@@ -132,7 +132,7 @@ class HostMemory:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> HostMemory:
-        """Makes one from what `as_dict` returned; missing entries get their defaults."""
+        """Makes one from a result of `as_dict`; missing entries get their defaults."""
         entries = dict(entries)
         link = dict(entries.pop("link", {}))
         if link.get("bandwidth") is None:

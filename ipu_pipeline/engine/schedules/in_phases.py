@@ -1,13 +1,13 @@
-"""Finds when each program of a step runs in execution phases, if IPUs wait only for data. No JAX.
+"""Finds when each program of a step runs in execution phases, if devices wait only for data. No JAX.
 
-Each IPU has a link from host memory and one to it, and each carries one transfer at a time. The host asks
-for what a program needs right before it starts the program, as the engine's runner does. Where another
+Each device has a link from host memory and one to it, and each carries one transfer at a time. The host
+asks for what a program needs right before it starts the program, as the engine's runner does. Where another
 phase begins, it waits until all but `num_ahead` of the phases before have ended and what they leave has
 arrived in host memory. Weight updates follow the last phase, and the host waits for each in the same way.
 
-A program begins when it has been started, its IPU is free, and all that it reads has arrived. What a stage
-leaves in host memory must have arrived there before anything of the stage is brought again. Where all of a
-micro-batch goes through host memory, this holds for what any stage leaves.
+A program begins when it has been started, its device is free, and all that it reads has arrived. What a
+stage leaves in host memory must have arrived there before anything of the stage is brought again. Where all
+of a micro-batch goes through host memory, this holds for what any stage leaves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["run_step"]
 
 
 def run_step(scenario: Scenario, timetable: Timetable, programs: Programs, host: float) -> float:
-    """Finds when each program runs if IPUs share no cores; in phases, if the scenario has them.
+    """Finds when each program runs if devices share no cores; in phases, if the scenario has them.
 
     Args:
       scenario: what is simulated.
@@ -59,8 +59,8 @@ class _Run:
         self._phase: object = None
         self._end = 0.0  # the end of the phase, with what it leaves
         self._before: collections.deque[float] = collections.deque()  # ends of phases that may not be over
-        self._free: dict[int, float] = {}  # IPU -> when it is free
-        self._link_to: dict[int, float] = {}  # IPU -> when its link is free
+        self._free: dict[int, float] = {}  # device -> when it is free
+        self._link_to: dict[int, float] = {}  # device -> when its link is free
         self._link_from: dict[int, float] = {}
         self._in_host: dict[int, float] = {}  # stage -> when all that it left is there
 

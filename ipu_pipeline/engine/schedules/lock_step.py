@@ -1,17 +1,17 @@
-"""The schedules of IPUs in lock-step: counts in, rows of actions out.
+"""The schedules of devices in lock-step: counts in, rows of actions out.
 
-A schedule is one row of slots per IPU. A slot holds an `Action` or, in a lock-step schedule, None for
-a time-step in which the IPU waits. `check` follows the rows and returns a `Timetable`: when every
+A schedule is one row of slots per device. A slot holds an `Action` or, in a lock-step schedule, None for
+a time-step in which the device waits. `check` follows the rows and returns a `Timetable`: when every
 action runs, how many micro-batches each stage holds at most, and one global order of the actions.
 
-Time-steps are counted from 1, stages, IPUs and micro-batches from 0. With N stages and G micro-batches
-in training, one stage per IPU:
+Time-steps are counted from 1, stages, devices and micro-batches from 0. With N stages and G micro-batches
+in training, one stage per device:
 
-* Grouped: time-steps 1..N are for forwards, after them backward and forward time-steps take turns,
-  and once the last stage has done its last forward only backwards remain.
+* Grouped: time-steps 1..N are for forwards; then backward and forward time-steps alternate, and after the
+  last stage's last forward only backwards remain.
 * Interleaved: stage i runs forwards at i+1, i+3, ... and backwards at 2N-i, 2N-i+2, ..., so that
-  neighbours are always doing different things. This is Graphcore's name for 1F1B. What Megatron calls
-  "interleaved", several stages on each IPU, is Looped.
+  neighbours never do the same. This is Graphcore's name for 1F1B. Megatron's "interleaved", with several
+  stages on each device, is Looped.
 * Sequential: a micro-batch goes forward through all stages and back before the next one starts.
 
 Grouped and Interleaved end at time-step 2(G+N-1). Stage i holds at most 2(N-i)-1 micro-batches in
@@ -19,7 +19,7 @@ Grouped, N-i in Interleaved, 1 in Sequential, and never more than G. Without tra
 Grouped and Interleaved are the same: stage i takes micro-batch k at time-step i+k+1.
 
 Source: the pipeline schedules of Graphcore's "Targeting the IPU from TensorFlow 1" user guide; with one
-stage per IPU, Interleaved is the non-interleaved 1F1B schedule of PipeDream-Flush (Narayanan et al.,
+stage per device, Interleaved is the non-interleaved 1F1B schedule of PipeDream-Flush (Narayanan et al.,
 "Memory-Efficient Pipeline-Parallel DNN Training", 2021).
 """
 
@@ -43,23 +43,23 @@ def grouped(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Grouped schedule.
+    """Returns the rows of the Grouped schedule.
 
     Example:
       >>> print(schedules.format_rows(schedules.grouped(2, 3, device_mapping=[0, 1])))
-      IPU 0: F0.0 F0.1 .    F0.2 B0.0 .    B0.1 B0.2
-      IPU 1: .    F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+      device 0: F0.0 F0.1 .    F0.2 B0.0 .    B0.1 B0.2
+      device 1: .    F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
 
     Args:
       num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
-      device_mapping: the IPU of each stage, from 0.
+      device_mapping: the device of each stage, from 0.
       training: whether there are backwards.
-      levels: the level of each stage, ascending from 0; those of one level run in the same time-steps.
+      levels: the level of each stage, ascending from 0; stages of one level run in the same time-steps.
         None: each stage has its own.
 
     Returns:
-      One row per IPU.
+      One row per device.
     """
     num_levels = num_stages if levels is None else levels[-1] + 1
     last_forward = num_levels + 2 * (num_micro_batches - 1)
@@ -89,12 +89,12 @@ def interleaved(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Interleaved schedule; arguments and result as in `grouped`.
+    """Returns the rows of the Interleaved schedule. Arguments and result are those of `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.interleaved(2, 3, device_mapping=[0, 1])))
-      IPU 0: F0.0 .    F0.1 B0.0 F0.2 B0.1 .    B0.2
-      IPU 1: .    F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+      device 0: F0.0 .    F0.1 B0.0 F0.2 B0.1 .    B0.2
+      device 1: .    F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
     """
     num_levels = num_stages if levels is None else levels[-1] + 1
 
@@ -116,12 +116,12 @@ def sequential(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Sequential schedule; arguments and result as in `grouped`.
+    """Returns the rows of the Sequential schedule. Arguments and result are those of `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.sequential(2, 2, device_mapping=[0, 1])))
-      IPU 0: F0.0 .    .    B0.0 F0.1 .    .    B0.1
-      IPU 1: .    F1.0 B1.0 .    .    F1.1 B1.1
+      device 0: F0.0 .    .    B0.0 F0.1 .    .    B0.1
+      device 1: .    F1.0 B1.0 .    .    F1.1 B1.1
     """
     num_levels = num_stages if levels is None else levels[-1] + 1
     period = num_levels * (2 if training else 1)
@@ -149,15 +149,15 @@ def make_rows(
     device_mapping: Sequence[int],
     times: Mapping[ActionKind, StageTimes],
 ) -> Rows:
-    """Makes rows from the time-steps that actions of a level have when every stage has its own IPU.
+    """Makes rows from the time-steps that actions of a level have when every stage has its own device.
 
-    An IPU with one stage keeps those time-steps. An IPU with several stages does their actions in that
-    order, one after another, and then no IPU has fixed time-steps: each waits only for data.
+    A device with one stage keeps those time-steps. A device with several stages does their actions in that
+    order, one after another, and then no device has fixed time-steps: each waits only for data.
 
     Args:
       levels: the level of each stage.
       num_micro_batches: micro-batches per weight update.
-      device_mapping: the IPU of each stage, from 0.
+      device_mapping: the device of each stage, from 0.
       times: by kind of action, a function from a level and a micro-batch to the time-step, from 1.
     """
     counts = range(num_micro_batches)

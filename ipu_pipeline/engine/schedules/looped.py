@@ -1,13 +1,13 @@
-"""The Looped schedule: each IPU has several stages, and micro-batches go around all IPUs several times.
+"""The Looped schedule: each device has several stages; micro-batches go around the devices several times.
 
-With p IPUs, stage i is on IPU i mod p. Groups of micro-batches go once around the IPUs, then again, up to
-the last stages, and back in the same way. IPU r does its first 2(p-r-1) + (v-1)g forwards and then
-forwards and backwards in turn, where v is the number of its stages and g the size of a group. So with
-stages that take a v-th of the time, each IPU waits for (p-1)(F+B)/v of a step, a v-th of Interleaved's,
-while it holds up to 2(p-r-1) + (v-1)g + 1 stage activations.
+With p devices, stage i is on device i mod p. Groups of micro-batches go once around the devices, then
+again, up to the last stages, and back in the same way. Device r does its first 2(p-r-1) + (v-1)g forwards
+and then alternates forwards and backwards, where v is the number of its stages and g the size of a group.
+If each stage takes 1/v of F and B, the bubble per step is (p-1)(F+B)/v, 1/v of Interleaved's, and a device
+holds up to 2(p-r-1) + (v-1)g + 1 stage activations.
 
-There are as many groups of at least p micro-batches as possible, of equal sizes or one apart: g is p where
-p divides the number of micro-batches. With fewer than p of them, IPUs wait longer, by (v-1)(p-m)(F+B)/v.
+There are as many groups of at least p micro-batches as possible, whose sizes differ by at most one: g is p
+if p divides the number of micro-batches. With m < p micro-batches, the bubble is (v-1)(p-m)(F+B)/v longer.
 
 Source: the interleaved schedule of Megatron (Narayanan et al., "Efficient Large-Scale Language Model
 Training on GPU Clusters", 2021, arXiv 2104.04473), which needs a multiple of p.
@@ -30,15 +30,15 @@ def looped(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the Looped schedule; arguments and result as in `grouped`.
+    """Returns the rows of the Looped schedule. Arguments and result are those of `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.looped(4, 2, device_mapping=[0, 1, 0, 1])))
-      IPU 0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1
-      IPU 1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
+      device 0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1
+      device 1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
 
     Raises:
-      ScheduleError: the stages do not go around the IPUs, or some are parallel.
+      ScheduleError: device_mapping does not go around, such as [0, 1, 0, 1], or some stages are parallel.
     """
     check_looped("Looped", num_stages, device_mapping, levels)
     num_ipus = max(device_mapping) + 1
@@ -74,14 +74,14 @@ def _beside_each_other(row: Sequence[Action], stage: int) -> tuple[Action, ...]:
 def check_looped(
     name: str, num_stages: int, device_mapping: Sequence[int], levels: Sequence[int] | None
 ) -> None:
-    """Raises a ScheduleError if the stages do not go around the IPUs, or some are parallel."""
+    """Raises a ScheduleError if the mapping does not go around the devices, or some stages are parallel."""
     num_ipus = max(device_mapping) + 1
     around = [stage % num_ipus for stage in range(num_stages)]
     if list(device_mapping) != around or num_stages % num_ipus or num_stages == num_ipus:
         raise ScheduleError(
-            f"Schedule: {name} needs a device_mapping that goes around the IPUs several times, such as "
-            f"[0, 1, 0, 1] for four stages on two IPUs; got {list(device_mapping)}. With one stage per "
-            "IPU, take Interleaved or ZeroBubble."
+            f"Schedule: {name} needs a device_mapping that goes around the devices several times, such as "
+            f"[0, 1, 0, 1] for four stages on two devices; got {list(device_mapping)}. With one stage per "
+            "device, take Interleaved or ZeroBubble."
         )
     if levels is not None and len(set(levels)) < num_stages:
         raise ScheduleError(
@@ -98,5 +98,5 @@ def make_groups(count: int, size: int) -> list[range]:
 
 
 def take_in_groups(kind: ActionKind, stages: Iterable[int], groups: Sequence[range]) -> list[Action]:
-    """The actions of one kind in the order in which an IPU takes them: group by group, stage by stage."""
+    """The actions of one kind in the order in which a device takes them: group by group, stage by stage."""
     return [Action(kind, stage, number) for group in groups for stage in stages for number in group]

@@ -1,18 +1,18 @@
-"""The LoopedZeroBubble schedule: as Looped, with backwards in halves, so that IPUs do not wait.
+"""The LoopedZeroBubble schedule: Looped with a split backward, and no bubble across steps.
 
-Stages go around the IPUs and micro-batches in groups as in Looped. The first IPU's first backward can come
-after (v-1)g + 2(p-1) + 1 forwards, where p is the number of IPUs, v that of stages on each, and g the size
-of a group; in Looped only the first IPU holds so many stage activations. Here every IPU may, as in
-ZeroBubbleH2. It does input gradients as soon as it can, then forwards if it holds less than that, then
-weight gradients.
+Stages go around the devices and micro-batches in groups as in Looped. Device 0 can do its first backward
+after (v-1)g + 2(p-1) + 1 forwards, where p is the number of devices, v the number of stages on each, and g
+the size of a group. In Looped only device 0 holds so many stage activations; here every device may, as in
+ZeroBubbleH2. A device does input gradients as soon as it can, then forwards if it holds less than this
+limit, then weight gradients.
 
-Where forwards and both halves take one time-step each, an IPU waits for nothing if steps follow each other
-at once and there are m >= 2p-1 micro-batches, and for 2p-1-m time-steps if p <= m < 2p-1. With fewer than p
-micro-batches IPUs wait longer.
+Where forwards, input gradients and weight gradients take one time-step each, the bubble between steps that
+follow each other at once is 0 for m >= 2p-1 micro-batches, and 2p-1-m time-steps for p <= m < 2p-1. With
+fewer than p micro-batches it is longer.
 
-Sources: the groups are those of Megatron's interleaved schedule (arXiv 2104.04473), the halves those of Qi
+Sources: the groups are from Megatron's interleaved schedule (arXiv 2104.04473), the split backward from Qi
 et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241). PyTorch's ScheduleInterleavedZeroBubble holds
-less, (v-1)g + p on the first IPU, and waits more.
+less, (v-1)g + p on device 0, and has a larger bubble.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def looped_zero_bubble(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the LoopedZeroBubble schedule; arguments and result as in `grouped`.
+    """Returns the rows of the LoopedZeroBubble schedule. Arguments and result are those of `grouped`.
 
-    With p <= m < 2p-1 micro-batches on p IPUs, an IPU waits for 2p-1-m time-steps per step.
+    With p <= m < 2p-1 micro-batches on p devices, the bubble per step is 2p-1-m time-steps.
 
     Example:
       >>> print(schedules.format_rows(schedules.looped_zero_bubble(4, 2, device_mapping=[0, 1, 0, 1])))
-      IPU 0: F0.0 F0.1 F2.0 F2.1 I2.0 W2.0 I2.1 I0.0 I0.1 W2.1 W0.0 W0.1
-      IPU 1: F1.0 F1.1 F3.0 I3.0 F3.1 I3.1 I1.0 I1.1 W3.0 W3.1 W1.0 W1.1
+      device 0: F0.0 F0.1 F2.0 F2.1 I2.0 W2.0 I2.1 I0.0 I0.1 W2.1 W0.0 W0.1
+      device 1: F1.0 F1.1 F3.0 I3.0 F3.1 I3.1 I1.0 I1.1 W3.0 W3.1 W1.0 W1.1
 
     Raises:
-      ScheduleError: the stages do not go around the IPUs, or some are parallel.
+      ScheduleError: device_mapping does not go around, such as [0, 1, 0, 1], or some stages are parallel.
     """
     check_looped("LoopedZeroBubble", num_stages, device_mapping, levels)
     if not training:

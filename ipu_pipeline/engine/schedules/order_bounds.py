@@ -4,12 +4,12 @@ Heads and tails: an action cannot begin before its head, and after its end at le
 all is done. They are longest paths over what every order has to keep: results and their transfers,
 micro-batches in order, and the limit of bytes. If a stage can have n micro-batches in flight, its forward
 of micro-batch k+n begins after its input gradients of k; and where only c may be between the halves, the
-weight gradients of micro-batch k-c come before the forward of k. Of all that must be done on an IPU between
-two actions, the sum of the times is a path as well.
+weight gradients of micro-batch k-c come before the forward of k. Of all that must be done on a device
+between two actions, the sum of the times is a path as well.
 
-Then each IPU alone has to do its actions, no two at a time, within heads and tails. Jackson's preemptive
+Then each device alone has to do its actions, no two at a time, within heads and tails. Jackson's preemptive
 schedule, most urgent tail first, is the shortest one if actions could be interrupted (Carlier, "The
-one-machine sequencing problem", 1982). And each IPU alone has to hold each micro-batch for as long as it
+one-machine sequencing problem", 1982). And each device alone has to hold each micro-batch for as long as it
 takes to come back: bytes times time, over the bytes that it has.
 """
 
@@ -72,10 +72,10 @@ class Caps:
 
 
 def find_caps(problem: OrderProblem) -> list[Caps]:
-    """Finds how many micro-batches each stage can hold if its IPU holds as few as possible otherwise."""
+    """Finds how many micro-batches each stage can hold if its device holds as few as possible otherwise."""
     count, caps = problem.num_micro_batches, []
     for stage, ipu in enumerate(problem.device_mapping):
-        # A micro-batch that a stage holds is also held by the stages before on the same IPU.
+        # A micro-batch that a stage holds is also held by the stages before on the same device.
         before = sum(problem.num_held_bytes[other] for other in problem.stages_of[ipu] if other < stage)
         held, between = problem.num_held_bytes[stage], problem.num_between_bytes[stage]
         room = problem.num_free_bytes[ipu]
@@ -221,8 +221,8 @@ def find_bound(problem: OrderProblem) -> Bound:
             if times[kind][stage]
         ]
         for found in (
-            Bound(find_preemptive(jobs), f"the work of IPU {ipu}"),
-            Bound(_find_occupancy(problem, ipu), f"the memory of IPU {ipu}"),
+            Bound(find_preemptive(jobs), f"the work of device {ipu}"),
+            Bound(_find_occupancy(problem, ipu), f"the memory of device {ipu}"),
         ):
             if found.time > best.time:
                 best = found
@@ -254,7 +254,7 @@ def find_preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 
 def _find_occupancy(problem: OrderProblem, ipu: int) -> float:
-    """The bytes times the time that an IPU holds them, over the bytes that it has."""
+    """The bytes times the time that a device holds them, over the bytes that it has."""
     room, own = problem.num_free_bytes[ipu], problem.stages_of[ipu]
     if math.isinf(room) or not room:
         return 0.0

@@ -1,10 +1,10 @@
-"""What a search of the best order is asked: times, bytes and a limit; and what an order takes. No JAX.
+"""The problem of the best order: times, bytes and a limit; and the cost of an order. No JAX.
 
-An IPU follows its row, and waits at an action until its inputs are there: a forward needs the stage before
-to have gone forward, input gradients need the stage's own forward and the input gradients of the stage
-after, weight gradients the stage's input gradients. Results take their time on a link, which sends one
-after another while IPUs compute. That is `free_running`, but for actions that take no time: here they wait
-in their row like any other, so that memory is free when the row says so.
+A device follows its row, and waits at an action until its inputs are there: a forward needs the stage
+before to have gone forward, input gradients need the stage's own forward and the input gradients of the
+stage after, weight gradients the stage's input gradients. Results take their time on a link, which sends
+one after another while devices compute. That is `free_running`, but for actions that take no time: here
+they wait in their row like any other, so that memory is free when the row says so.
 
 Every stage is halved. A whole backward is input gradients and, directly after them, weight gradients.
 """
@@ -37,32 +37,32 @@ __all__ = [
 FORWARD, INPUTS, WEIGHTS = ActionKind.FORWARD, ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS
 
 Step: TypeAlias = "tuple[int, int]"  # the kind and the stage; the micro-batch is the next one
-Order: TypeAlias = "tuple[tuple[Step, ...], ...]"  # a row per IPU
+Order: TypeAlias = "tuple[tuple[Step, ...], ...]"  # a row per device
 
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """Stages one after another, and what their actions take for a micro-batch. Times have any one unit.
+    """Stages one after another, with their costs for a micro-batch. All times are in one unit.
 
     Attributes:
       num_micro_batches: micro-batches per weight update.
       forward: the time of each stage's forward.
-      input_gradients: the time of each stage's input gradients; 0 where there is nothing to do.
-      weight_gradients: the same of the weight gradients.
-      device_mapping: the IPU of each stage, from 0; by default each stage has its own.
-      forward_transfers: the time to send what each stage but the last one sends forward; by default 0.
-      backward_transfers: the time to send what each stage but the first one sends back; by default 0.
-      updates: the time of each stage's update, after the last action of its IPU; by default 0.
+      input_gradients: the time of each stage's input gradients; 0 if it has none.
+      weight_gradients: the time of each stage's weight gradients.
+      device_mapping: the device of each stage, from 0; by default each stage has its own.
+      forward_transfers: the time of each stage's transfer forward, except the last stage's; by default 0.
+      backward_transfers: the time of each stage's transfer back, except the first stage's; by default 0.
+      updates: the time of each stage's update, after the last action of its device; by default 0.
       is_fused: whether the last stage's forward and input gradients are one program, where the forward is.
-      num_held_bytes: what each stage holds of a micro-batch from the begin of its forward to the end of its
-        input gradients; by default nothing.
-      num_between_bytes: what it holds from there to the end of its weight gradients; by default nothing.
-      num_constant_bytes: what each IPU holds all the time; by default nothing.
-      num_bytes_per_ipu: the most that an IPU may hold; None: anything.
+      num_held_bytes: the bytes that each stage holds per micro-batch from the start of its forward to the
+        end of its input gradients; by default 0.
+      num_between_bytes: the bytes that it holds from then to the end of its weight gradients; by default 0.
+      num_constant_bytes: the bytes that each device always holds; by default 0.
+      num_bytes_per_ipu: the most bytes that a device may hold; None: no limit.
 
     Raises:
-      ValueError: a tuple has another length than there are stages or IPUs, a number is negative or not
-        finite, or the bytes per IPU are too few for one micro-batch.
+      ValueError: a tuple does not have one entry per stage or device, a number is negative or not finite,
+        or the bytes per device are too few for one micro-batch.
     """
 
     num_micro_batches: int
@@ -115,9 +115,9 @@ class OrderProblem:
         for ipu, needed in enumerate(self.num_least_bytes):
             if limit is not None and needed > limit:
                 raise ValueError(
-                    f"OrderProblem: num_bytes_per_ipu must be enough for one micro-batch; IPU {ipu} needs "
-                    f"{needed:,} bytes ({self.num_constant_bytes[ipu]:,} of them all the time), and the "
-                    f"limit is {limit:,}."
+                    f"OrderProblem: num_bytes_per_ipu must be enough for one micro-batch; device {ipu} "
+                    f"needs {needed:,} bytes ({self.num_constant_bytes[ipu]:,} of them all the time), and "
+                    f"the limit is {limit:,}."
                 )
 
     @property
@@ -127,12 +127,12 @@ class OrderProblem:
 
     @property
     def num_ipus(self) -> int:
-        """The number of IPUs, including those without a stage."""
+        """The number of devices, including those without a stage."""
         return len(self.num_constant_bytes)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each IPU, in order."""
+        """The stages of each device, in order."""
         stages = range(self.num_stages)
         return tuple(
             tuple(s for s in stages if self.device_mapping[s] == ipu)
@@ -141,7 +141,7 @@ class OrderProblem:
 
     @cached_property
     def times(self) -> tuple[tuple[float, ...], ...]:
-        """By kind of action, the time in which each stage's IPU is busy; of a whole backward nothing."""
+        """By kind of action, the time in which each stage's device is busy; of a whole backward nothing."""
         forward, inputs = list(self.forward), list(self.input_gradients)
         if self.is_fused:
             forward[-1], inputs[-1] = forward[-1] + inputs[-1], 0.0
@@ -149,13 +149,13 @@ class OrderProblem:
 
     @cached_property
     def num_free_bytes(self) -> tuple[float, ...]:
-        """The bytes that each IPU has for micro-batches; infinite without a limit."""
+        """The bytes that each device has for micro-batches; infinite without a limit."""
         limit = math.inf if self.num_bytes_per_ipu is None else self.num_bytes_per_ipu
         return tuple(limit - constant for constant in self.num_constant_bytes)
 
     @cached_property
     def num_least_bytes(self) -> tuple[int, ...]:
-        """The bytes that each IPU needs to do one micro-batch after another."""
+        """The bytes that each device needs to do one micro-batch after another."""
         found = []
         for ipu, stages in enumerate(self.stages_of):
             held = [self.num_held_bytes[stage] for stage in stages]
@@ -172,16 +172,16 @@ class OrderProblem:
 
     @cached_property
     def updates_of_ipus(self) -> tuple[float, ...]:
-        """The time of each IPU's updates."""
+        """The time of each device's updates."""
         return tuple(sum(self.updates[stage] for stage in stages) for stages in self.stages_of)
 
     def find_end(self, free: Sequence[float]) -> float:
-        """When all is done, updates too, if that is when each IPU has done its actions."""
+        """When all is done, updates too, if that is when each device has done its actions."""
         return max(map(operator.add, free, self.updates_of_ipus), default=0.0)
 
 
 def find_step_time(problem: OrderProblem, order: Order) -> float:
-    """Finds how long a step takes in an order; infinite where IPUs wait for each other for ever."""
+    """Finds how long a step takes in an order; infinite where devices wait for each other for ever."""
     last = problem.num_stages - 1
     times, fused = problem.times, problem.is_fused
     ipus = problem.device_mapping
@@ -231,7 +231,7 @@ def find_step_time(problem: OrderProblem, order: Order) -> float:
 
 
 def find_peaks(problem: OrderProblem, order: Order) -> tuple[int, ...]:
-    """Finds the most bytes that each IPU holds in an order, with what it holds all the time."""
+    """Finds the most bytes that each device holds in an order, with what it holds all the time."""
     peaks = []
     for constant, row in zip(problem.num_constant_bytes, order, strict=True):
         peak = now = constant
@@ -248,7 +248,7 @@ def find_peaks(problem: OrderProblem, order: Order) -> tuple[int, ...]:
 
 
 def fits(problem: OrderProblem, order: Order) -> bool:
-    """Whether an order holds no more bytes than the limit on any IPU."""
+    """Whether an order holds no more bytes than the limit on any device."""
     limit = problem.num_bytes_per_ipu
     return limit is None or max(find_peaks(problem, order)) <= limit
 

@@ -1,4 +1,4 @@
-"""What is simulated: a schedule, and the time and memory that its actions cost."""
+"""A scenario to simulate: a schedule, and the time and memory of its actions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Layer", "Scenario"]
 
 @dataclass(frozen=True)
 class Layer:
-    """A part of a stage that another stage could have.
+    """A layer of a stage, which could be moved to another stage.
 
     Example:
       >>> blocks = [engine.Layer(f"block{number}", forward=1.0, backward=2.0) for number in range(4)]
@@ -39,8 +39,8 @@ class Layer:
       name: its name, for people.
       forward: its part of the stage's forward, in the unit of the costs.
       backward: its part of the stage's backward, in the unit of the costs.
-      num_constant_bytes: what it always takes of its IPU's memory.
-      num_held_bytes: what it holds for each micro-batch in flight.
+      num_constant_bytes: the bytes that it takes all the time.
+      num_held_bytes: the bytes that it holds for each micro-batch in flight.
       update: its part of the stage's update, in the unit of the costs.
     """
 
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: a step of a pipeline, or of several replicas of it.
+    """A step to simulate, of a pipeline or of several replicas of it.
 
     Example:
       >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
@@ -66,17 +66,18 @@ class Scenario:
       costs: the costs of its actions.
       schedule: a name, a function as for `Pipeline`, a `SearchedSchedule`, or a checked timetable.
       num_micro_batches: micro-batches of each replica per weight update.
-      device_mapping: the IPU of each stage, from 0; by default the timetable's, or each stage has its own.
+      device_mapping: the device of each stage, from 0; by default the timetable's, or each stage has its
+        own.
       levels: the level of each stage, ascending from 0; stages of one level are parallel. By default each
         stage has its own.
       training: whether there are backwards and an update.
-      chunk_size: micro-batches that a program handles, one after another. The schedule is then one of
-        chunks.
-      cores: the number of cores that the IPUs share; None: each has what it needs.
-      memory: what IPUs hold; None: not known.
+      chunk_size: micro-batches that a program handles, one after another. The schedule then orders chunks.
+      cores: the number of cores that the devices share; None: each has its own.
+      memory: the memory that devices hold; None: not known.
       micro_batch_size: samples in a micro-batch.
       cluster: replicas, processes and links; by default there is one replica in one process.
-      host_memory: what execution phases bring to the IPUs and take away, with "sequential"; None: nothing.
+      host_memory: the transfers of execution phases to and from host memory, with "sequential"; None: there
+        are none.
       layers: the layers of each stage, in their order, for `what_if` and `advise`; empty: not known.
     """
 
@@ -133,8 +134,8 @@ class Scenario:
             if sizes != (max(self.device_mapping) + 1, number):
                 raise ValueError(
                     f"Scenario: memory must have num_constant_bytes for each of "
-                    f"{max(self.device_mapping) + 1} IPUs and num_held_bytes for each of {number} stages; "
-                    f"got {sizes[0]} and {sizes[1]}."
+                    f"{max(self.device_mapping) + 1} devices and num_held_bytes for each of {number} "
+                    f"stages; got {sizes[0]} and {sizes[1]}."
                 )
         object.__setattr__(self, "layers", tuple(map(tuple, self.layers)))
         if len(self.layers) not in (0, number):
@@ -149,27 +150,27 @@ class Scenario:
         if len(self.cluster.processes) not in (0, num_devices):
             raise ValueError(
                 f"Scenario: the cluster must have the process of each of {num_devices} devices "
-                f"({self.cluster.num_replicas} replicas of {self.num_ipus} IPUs); got "
+                f"({self.cluster.num_replicas} replicas of {self.num_ipus} devices); got "
                 f"{len(self.cluster.processes)}."
             )
 
     @property
     def ipus(self) -> tuple[int, ...]:
-        """The IPUs of a replica that have stages."""
+        """The devices of a replica that have stages."""
         return tuple(sorted(set(self.device_mapping)))
 
     @property
     def num_ipus(self) -> int:
-        """The number of IPUs of a replica, including those without a stage."""
+        """The number of devices of a replica, including those without a stage."""
         return max(self.device_mapping) + 1
 
     @property
     def ipus_of_replicas(self) -> tuple[int, ...]:
-        """The IPUs of all replicas that have stages: IPU i of replica r is r times `num_ipus` plus i."""
+        """The devices with stages, in all replicas: device i of replica r is r times `num_ipus` plus i."""
         return tuple(self.ipu_of(r, ipu) for r in range(self.cluster.num_replicas) for ipu in self.ipus)
 
     def ipu_of(self, replica: int, ipu: int) -> int:
-        """The number of a replica's IPU among those of all replicas."""
+        """The number of a replica's device among those of all replicas."""
         return replica * self.num_ipus + ipu
 
     @property
@@ -190,7 +191,7 @@ class Scenario:
 
     @property
     def halved(self) -> frozenset[int]:
-        """The stages whose backwards are done in halves."""
+        """The stages with a split backward."""
         return self.timetable().halved
 
     def work(self, kind: ActionKind, stage: int) -> float:
@@ -213,14 +214,14 @@ class Scenario:
         return time
 
     def half_ring(self, ipu: int) -> float:
-        """The time of a reduce-scatter of an IPU's gradients; an all-gather takes as long again."""
+        """The time of a reduce-scatter of a device's gradients; an all-gather takes as long again."""
         mapping, gradients = self.device_mapping, self.costs.num_gradient_bytes
         num_bytes = sum(own for own, there in zip(gradients, mapping, strict=True) if there == ipu)
         devices = {self.ipu_of(replica, ipu) for replica in range(self.cluster.num_replicas)}
         return self.cluster.half_ring(devices, num_bytes) if self.training else 0.0
 
     def work_of_ipus(self) -> dict[int, float]:
-        """The time of each IPU's programs of a step without any waiting, in all replicas."""
+        """The time of each device's programs of a step without any waiting, in all replicas."""
         total = dict.fromkeys(self.ipus, 0.0)
         for stage, ipu in enumerate(self.device_mapping):
             total[ipu] += sum(self.work(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
@@ -229,18 +230,18 @@ class Scenario:
         return {self.ipu_of(replica, ipu): work for replica in replicas for ipu, work in total.items()}
 
     def problem(self, num_bytes_per_ipu: int | None = None) -> OrderProblem:
-        """The problem of the best order; the scenario's own schedule does not matter.
+        """Returns the problem of finding the best order. The scenario's own schedule does not matter.
 
-        A micro-batch of the problem is a chunk. The time of the host, cores that IPUs share, and what
-        replicas do together are not part of it: each comes on top of a step time that is found.
+        A micro-batch of the problem is a chunk. The problem leaves out the host's time, shared cores and
+        the communication of replicas, each of which adds to the step time found.
 
         Args:
-          num_bytes_per_ipu: the most that an IPU may hold, for which `memory` is needed; None: anything.
+          num_bytes_per_ipu: the most that a device may hold, for which `memory` is needed; None: anything.
 
         Raises:
           ValueError: the scenario has parallel stages, execution phases, no training, or values that skip
-            stages and may arrive later than what goes through these; or there is a limit and the memory is
-            not known, or the limit is too low.
+            stages and may arrive later than values that go through these; or there is a limit and the
+            memory is not known, or the limit is too low.
         """
         costs, memory, number = self.costs, self.memory, self.costs.num_stages
         edges = {*costs.transfers, *costs.num_sent_bytes}
@@ -288,7 +289,7 @@ class Scenario:
         for ipu, needed in enumerate(problem.num_least_bytes):
             if needed > num_bytes_per_ipu:
                 raise ValueError(
-                    "PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; IPU "
+                    "PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; device "
                     f"{ipu} needs {needed:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the "
                     f"time), and the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload "
                     "activations."
@@ -315,7 +316,7 @@ class Scenario:
 
     @functools.cached_property
     def searched(self) -> Searched | None:
-        """What the search found, with its proof; None with another schedule, or without training.
+        """The result of the search, with its proof; None with another schedule, or without training.
 
         Raises:
           ValueError: see `problem`.
@@ -355,7 +356,7 @@ class Scenario:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON can hold them, for `from_dict`.
+        """Returns the fields as JSON values, for `from_dict`.
 
         Raises:
           ValueError: the schedule has no name.
@@ -392,7 +393,7 @@ class Scenario:
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> Scenario:
-        """Makes a scenario from what `as_dict` returned; only the costs of forwards are required.
+        """Makes a scenario from a result of `as_dict`; only the costs of forwards are required.
 
         Raises:
           ValueError: an entry is missing, unknown or wrong.

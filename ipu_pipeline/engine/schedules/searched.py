@@ -1,4 +1,4 @@
-"""The schedule that is searched for the costs of the pipeline that it is given to. No JAX."""
+"""A schedule that is searched for the costs of its pipeline. No JAX."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["SearchedSchedule"]
 
 @dataclass(frozen=True)
 class SearchedSchedule:
-    """Asks for the order of actions with the smallest step time; given as a `schedule`.
+    """Requests a search for the order of actions with the shortest step; pass it as `schedule`.
 
     A pipeline measures its stages on its devices before its first step, and searches (see `search`). A
-    `Scenario` has the costs already. The backward of every stage is done in halves. Needs one process, and
-    stages one after another on several IPUs.
+    `Scenario` already has the costs. The backward of every stage is split into input and weight gradients.
+    It needs one process, several devices, and no parallel stages.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -24,8 +24,8 @@ class SearchedSchedule:
       25.0
 
     Attributes:
-      bytes_per_ipu: the most bytes that an IPU may take: variables, optimizer state, accumulators,
-        micro-batches and the largest program, as in `plan_ipu_memory`. None: anything.
+      bytes_per_ipu: the most bytes that a device may hold: variables, optimizer state, accumulators,
+        micro-batches and the largest program, as in `plan_ipu_memory`. None: no limit.
     """
 
     bytes_per_ipu: int | None = None

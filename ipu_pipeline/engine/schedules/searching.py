@@ -1,10 +1,10 @@
-"""Searches the order with the smallest step time under a limit of bytes, with a proof of how good it is.
+"""Searches for the order with the shortest step under a memory limit, with a lower bound as proof. No JAX.
 
-It begins with the schedules that have names, and with dispatching by simple rules. Small problems are then
-solved by branch and bound (`exact_orders`). Otherwise the rules are changed at random, and what is better,
-or in the beginning a little worse, is kept (threshold accepting: Dueck and Scheuer, 1990). The search is
+It starts with the named schedules, and with dispatching by simple rules. Small problems are then solved by
+branch and bound (`exact_orders`). For others the rules are changed at random, and better results, at first
+also slightly worse ones, are kept (threshold accepting: Dueck and Scheuer, 1990). The search is
 deterministic: it ends after a number of orders, not of seconds, or as soon as an order takes no longer
-than the lower bound (`order_bounds`). No JAX.
+than the lower bound (`order_bounds`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHARES = (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2)  # of a frontier
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a search may go on.
+    """The limits of a search.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -55,8 +55,8 @@ class Effort:
       >>> searched = schedules.search(scenario.problem(), schedules.Effort(num_actions=10_000, num_nodes=0))
 
     Attributes:
-      num_actions: the actions in all orders that are tried; half a million take about two seconds.
-      num_nodes: the nodes of branch and bound; 30,000 take about four seconds with 96 actions.
+      num_actions: the most actions in all orders that are tried; half a million take about two seconds.
+      num_nodes: the most nodes of branch and bound; 30,000 take about four seconds with 96 actions.
     """
 
     num_actions: int = 500_000
@@ -68,7 +68,7 @@ QUICK = Effort(20_000, 200)  # where several problems are solved for a reader wh
 
 @dataclass(frozen=True)
 class Searched:
-    """The best order that was found.
+    """The best order found.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -77,12 +77,12 @@ class Searched:
       (25.0, 25.0, 0.0)
 
     Attributes:
-      rows: the schedule; each stage's backwards are in halves.
-      step_time: how long a step takes, in the problem's unit.
-      bound: a time that no order under the limit can be faster than.
-      reason: what the bound is, in words.
-      name: the schedule that it is, if that has a name; otherwise "searched".
-      num_peak_bytes: the most that each IPU holds.
+      rows: the schedule; every stage has a split backward.
+      step_time: the time of a step, in the problem's unit.
+      bound: a lower bound for the step time of any order under the limit.
+      reason: the source of the bound, in words.
+      name: the name of the schedule if it is a named one; otherwise "searched".
+      num_peak_bytes: the most bytes that each device holds.
     """
 
     rows: Rows = field(repr=False)
@@ -94,18 +94,18 @@ class Searched:
 
     @property
     def gap(self) -> float:
-        """By how much the step time is at most above the smallest one, as a share of the bound."""
+        """The most by which the step time may exceed the shortest one, as a share of the bound."""
         return self.step_time / self.bound - 1.0 if self.bound else 0.0
 
     def __str__(self) -> str:
-        """Says how good it is, such as "searched, 2.1% above the bound at most"."""
+        """Describes the result, such as "searched, 2.1% above the bound at most"."""
         told = "the best there is" if self.gap <= _SAME else f"{self.gap:.1%} above the bound at most"
         return "searched" + ("" if self.name == "searched" else f" (as {self.name})") + f", {told}"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A limit of bytes, and the best that was found under it.
+    """A limit of bytes, and the best order found under it.
 
     Example:
       >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
@@ -117,9 +117,9 @@ class Point:
 
     Attributes:
       num_bytes_per_ipu: the limit.
-      searched: what was found.
-      share: what the limit leaves for micro-batches, as a share of what they take with Interleaved on the
-        IPU that holds most.
+      searched: the best order.
+      share: the memory that the limit leaves for micro-batches, as a share of their memory with Interleaved
+        on the fullest device.
     """
 
     num_bytes_per_ipu: int
@@ -137,9 +137,9 @@ class _Known:
 
 
 def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
-    """Searches the order with the smallest step time.
+    """Searches for the order with the shortest step.
 
-    It is never slower than a schedule with a name that fits.
+    The result is never slower than a named schedule that fits.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -149,8 +149,8 @@ def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
       True
 
     Args:
-      problem: the stages, what their actions take, and the limit of bytes.
-      effort: how long it may go on; None: about two seconds.
+      problem: the stages, the times of their actions, and the limit of bytes.
+      effort: the limits of the search; None: about two seconds.
 
     Returns:
       The order and its proof. With up to 96 actions the proof is nearly always complete: a gap of 0.
@@ -161,7 +161,7 @@ def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
 def frontier(
     problem: OrderProblem, limits: Iterable[int] | None = None, effort: Effort | None = None
 ) -> list[Point]:
-    """Finds what more memory gains: the best order under each limit.
+    """Finds the gain of more memory: the best order under each limit.
 
     Example:
       >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
@@ -174,13 +174,13 @@ def frontier(
       400 13.0
 
     Args:
-      problem: the stages; its own limit does not count.
-      limits: bytes per IPU. None: eight from a third of what activations take with Interleaved, on the IPU
-        that holds most, to twice that, on top of what IPUs hold all the time.
+      problem: the stages; its own limit is ignored.
+      limits: bytes per device. None: eight limits, which leave activations from a third to twice of their
+        memory with Interleaved on the fullest device, beside the memory that devices always hold.
       effort: as for `search`, at each point.
 
     Returns:
-      A point for each limit, from the least. No point is slower than one before.
+      A point for each limit, from the lowest. No point is slower than the previous one.
 
     Raises:
       ValueError: a limit is too low for one micro-batch.
@@ -206,7 +206,7 @@ def frontier(
 
 
 def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
-    """What the fullest IPU always holds; what micro-batches take with Interleaved; the least limit."""
+    """What the fullest device always holds; what micro-batches take with Interleaved; the least limit."""
     problem = dataclasses.replace(problem, num_bytes_per_ipu=None)
     rows = interleaved(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
     peaks = find_peaks(problem, as_order(rows))

@@ -1,4 +1,4 @@
-"""Finds when each program of a step runs if IPUs share cores, as a CPU's virtual devices do. No JAX.
+"""Finds when each program of a step runs if devices share cores, as a CPU's virtual devices do. No JAX.
 
 A program that runs alone keeps some cores busy (`Costs.forward_cores`), and a transfer, which is a copy in
 the host's memory there, keeps one. While they would keep more busy than there are, all are slowed down by
@@ -56,7 +56,7 @@ def share(costs: list[float], demands: list[float], cores: float) -> list[float]
 
 
 def run_sharing(programs: Programs, timetable: Timetable, host: float, cores: float) -> float:
-    """Finds when each program runs if IPUs share `cores`; otherwise like `run_freely`."""
+    """Finds when each program runs if devices share `cores`; otherwise like `run_freely`."""
     _Run(programs, timetable, host).run(cores)
     return last_end(programs)
 
@@ -87,11 +87,11 @@ class _Run:
         self._now = 0.0
         self._served = 0.0
         self._demand = 0.0
-        # The service clock when it ends, and the number of what runs: IPUs come first, then transfers.
+        # The service clock when it ends, and the number of what runs: devices come first, then transfers.
         self._running: list[tuple[float, int]] = []
         self._sendings: list[_Sendings] = []
         self._by_link: dict[Link, _Sendings] = {}
-        self._timers: list[tuple[float, int]] = []  # when to look at an IPU again
+        self._timers: list[tuple[float, int]] = []  # when to look at a device again
         self._free: list[ProgramTiming] = []  # programs without cost and inputs, once per chunk
         hosts = Host(programs, host)
         for kind, place, chunk in in_order(timetable, programs):
@@ -130,7 +130,7 @@ class _Run:
             self._begin(number)
 
     def _begin(self, ipu: int) -> None:
-        """Begins the next program of an IPU if all is there; if only time is missing, sets a timer."""
+        """Begins the next program of a device if all is there; if only time is missing, sets a timer."""
         queue, position = self._queues[ipu], self._positions[ipu]
         if self._is_busy[ipu] or position == len(queue):
             return

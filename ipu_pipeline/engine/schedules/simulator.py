@@ -34,11 +34,12 @@ class Simulation:
       2
 
     Attributes:
-      scenario: what was simulated.
-      timetable: the checked schedule; of chunks, where the scenario has them.
-      free_running: the timeline if IPUs wait only for data, as the engine's do. See `free_running` and
-        `bubbles`.
-      lock_step: the timeline if IPUs begin each time-step together, as real ones do. See `time_steps`.
+      scenario: the simulated scenario.
+      timetable: the checked schedule. If programs handle several micro-batches, its actions are for chunks.
+      free_running: the timeline if devices wait only for data, as in the engine. See the modules
+        `free_running` and `bubbles`.
+      lock_step: the timeline if devices start each time-step together, as Graphcore's IPUs do. See the
+        module `time_steps`.
     """
 
     scenario: Scenario
@@ -48,13 +49,13 @@ class Simulation:
 
     @property
     def limiting_ipu(self) -> int:
-        """The IPU that has most to do."""
+        """The busiest device."""
         work = self.free_running.work
         return max(work, key=work.__getitem__)
 
 
 def simulate(scenario: Scenario) -> Simulation:
-    """Simulates a step of a pipeline, beginning with nothing in flight.
+    """Simulates a step of a pipeline that starts empty.
 
     Example:
       >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
@@ -68,7 +69,7 @@ def simulate(scenario: Scenario) -> Simulation:
       scenario: the schedule and its costs.
 
     Returns:
-      Both timelines.
+      The result, with both timelines.
 
     Raises:
       ScheduleError: the schedule is incomplete, out of order or deadlocked.
@@ -84,7 +85,7 @@ def simulate(scenario: Scenario) -> Simulation:
 
 
 def predict_step_time(scenario: Scenario) -> float:
-    """The time of a step if IPUs wait only for data: `simulate(scenario).free_running.step_time`.
+    """Returns `simulate(scenario).free_running.step_time`: the step time if devices wait only for data.
 
     Example:
       >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
@@ -235,7 +236,7 @@ def _parts(begins: Array, ends: Array, size: int, first: float, behind: float) -
 def _find_memory(
     scenario: Scenario, runs: Mapping[tuple[int, int, int], tuple[Array, Array]]
 ) -> dict[int, tuple[Array, Array]]:
-    """Finds what each IPU holds over time; empty if that is not known."""
+    """Finds what each device holds over time; empty if that is not known."""
     memory = scenario.memory
     if memory is None:
         return {}

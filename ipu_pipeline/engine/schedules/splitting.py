@@ -1,7 +1,7 @@
 """Finds where to cut layers into stages: the split whose step takes least. No JAX.
 
-A split is judged by the simulator, under the schedule and the IPUs of its stages; where IPUs share cores,
-also by what these have to do. Where there are few splits, all of them are simulated. Else the first
+A split is judged by the simulator, under the schedule and the devices of its stages; where devices share
+cores, also by what these have to do. Where there are few splits, all of them are simulated. Else the first
 candidates come from dynamic programming over what stages take: the least longest stage, and for longest
 stages up to a quarter longer the least that is sent. A local search goes on from these and from the even
 split, and moves one or two cuts at a time for as long as that helps; then from splits drawn near the best
@@ -60,7 +60,7 @@ _LONGER = 1.25  # than the least longest stage: how long that of a candidate may
 _NUM_CANDIDATES = 8
 _NUM_TRIES = 20  # to improve the best split
 _JUMPS = (1, 2, 4, 8)  # layers by which a cut moves
-_SHARE_OF_OWN = 0.05  # of a step on devices of their own, where IPUs share cores
+_SHARE_OF_OWN = 0.05  # of a step on devices of their own, where devices share cores
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,15 @@ class SplitProblem:
       num_stages: the number of stages; there are at least as many layers.
       schedule: see `Scenario`. A searched one is searched afterwards: splits are judged by "zero_bubble".
       num_micro_batches: per weight update.
-      device_mapping: the IPU of each stage.
+      device_mapping: the device of each stage.
       training: whether there are backwards and an update.
       memory: what layers hold; None if that is not known.
-      bytes_per_ipu: the most that an IPU may hold; None: anything.
+      bytes_per_ipu: the most that a device may hold; None: anything.
       chunk_sizes: the numbers of micro-batches per program that the pipeline may choose from, ascending.
       max_chunked_bytes: chunks of several may not make a stage hold more than this of micro-batches.
       sent: what layers send each other.
       fused: what layers save in one stage.
-      cores: the number of cores that the IPUs share; None: each has what it needs.
+      cores: the number of cores that the devices share; None: each has what it needs.
     """
 
     layers: Costs
@@ -333,8 +333,8 @@ class SplitProblem:
     def step_time(self, split: Split, cores: float | None = None, chunk_size: int = 1) -> float:
         """The time of a step. Of a long one the beginning is simulated, and the rest is at its pace.
 
-        That is the pace of the last round, or of the busiest IPU, if that is slower: while a pipeline has
-        micro-batches in stock, it may hide that one.
+        That is the pace of the last round, or of the busiest device, if that is slower: while a pipeline
+        has micro-batches in stock, it may hide that one.
 
         Args:
           split: the split.
@@ -400,7 +400,7 @@ class SplitProblem:
         return stage == self.num_stages - 1 and self.layers.is_fused and self.training
 
     def num_bytes(self, split: Split) -> tuple[int, ...]:
-        """What each IPU holds at most, whatever chunks are chosen; nothing if that is not known."""
+        """What each device holds at most, whatever chunks are chosen; nothing if that is not known."""
         memory, mapping = self.memory, self.device_mapping
         if memory is None:
             return ()
@@ -426,7 +426,7 @@ class SplitProblem:
         return tuple(own + more for own, more in zip(held, running, strict=True))
 
     def excess(self, split: Split) -> int:
-        """The bytes that the fullest IPU holds beyond the limit."""
+        """The bytes that the fullest device holds beyond the limit."""
         if self.bytes_per_ipu is None or self.memory is None:
             return 0
         return max(0, max(self.num_bytes(split)) - self.bytes_per_ipu)
@@ -515,7 +515,7 @@ def find_split(problem: SplitProblem, most: int | None = None, known: Iterable[S
     if excess:
         assert problem.bytes_per_ipu is not None
         raise ValueError(
-            "bytes_per_ipu must be enough for the fullest IPU, which in the best split that was found has "
+            "bytes_per_ipu must be enough for the fullest device, which in the best split found has "
             f"{excess + problem.bytes_per_ipu:,} bytes; got {problem.bytes_per_ipu:,}. Raise it, or take "
             "more stages, recomputation or offloading."
         )

@@ -1,4 +1,4 @@
-"""A timetable as text: an IPU per line, a time-step per column, and the phases."""
+"""A timetable as text: a device per line, a time-step per column, and the phases."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ class Ramp(NamedTuple):
 
 
 def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ramp, Ramp, Ramp]:
-    """Finds the phases of a timetable.
+    """Finds the phases of a timetable: ramp-up, main and ramp-down.
 
-    Main lasts from the time-step in which the last IPU begins its first action to the one in which the
-    first IPU to finish does its last action, both included. What comes before is ramp-up (some IPU has not
-    begun), what comes after is ramp-down (some IPU has finished). With only a few forwards there may be no
-    main phase.
+    Ramp-up ends when the last device begins its first action. Ramp-down begins after the first device has
+    finished its last action. With only a few forwards there may be no main phase between them.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 4, (0, 1), training=True)
@@ -42,7 +40,7 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 
     Args:
       timetable: the timetable of a schedule.
-      device_mapping: the IPU of each stage.
+      device_mapping: the device of each stage.
     """
     firsts: dict[int, int] = {}
     lasts: dict[int, int] = {}
@@ -62,7 +60,7 @@ def find_ramps(timetable: Timetable, device_mapping: Sequence[int]) -> tuple[Ram
 def find_slots(
     timetable: Timetable, device_mapping: Sequence[int], time_steps: Sequence[int]
 ) -> list[list[Action | None]]:
-    """Finds what each IPU does in some time-steps; None where it waits.
+    """Returns the actions of each device in some time-steps; None if it waits.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 2, (0, 1), training=True)
@@ -82,24 +80,24 @@ def find_slots(
 def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width: int | None = None) -> str:
     """Formats a timetable as lines of text.
 
-    `F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` are its halves (input and weight
-    gradients); where an IPU has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
-    waiting, and a bar separates the phases. What does not fit is left out in the middle, and the last line
-    says so.
+    `F3` is the forward of micro-batch 3, `B3` its backward, `I3` its input gradients and `W3` its weight
+    gradients. If a device has several stages, `F2.3` is the forward of stage 2. A dot is a time-step of
+    waiting, and a bar separates the phases. If the lines are too long, time-steps in the middle are left
+    out, and the last line says so.
 
     Example:
       >>> timetable = schedules.timetable("grouped", 2, 3, (0, 1), training=True)
       >>> print(schedules.format_staircase(timetable, [0, 1]))
       time-step 1  | 2  3  4  5  6  7  | 8
-      IPU 0     F0 | F1 .  F2 B0 .  B1 | B2
-      IPU 1     .  | F0 B0 F1 B1 F2 B2 | .
+      device 0  F0 | F1 .  F2 B0 .  B1 | B2
+      device 1  .  | F0 B0 F1 B1 F2 B2 | .
       phases: ramp-up 1, main 2..7, ramp-down 8
 
     Args:
       timetable: the timetable of a schedule.
-      device_mapping: the IPU of each stage.
-      width: the most characters of a line; None: no limit. At least the first and the last time-step are
-        there.
+      device_mapping: the device of each stage.
+      width: the most characters per line; None: no limit. The first and the last time-step are always
+        shown.
     """
     has_stages = len(set(device_mapping)) < len(device_mapping)
     phases = find_ramps(timetable, device_mapping)
@@ -107,7 +105,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     most = max(action.micro_batch for action in timetable.order)
     longest = f"F{len(device_mapping) - 1}.{most}" if has_stages else f"F{most}"
     cell = max(len(longest), len(str(total)))
-    head = max(len("time-step"), len(f"IPU {len(timetable.rows) - 1}"))
+    head = max(len("time-step"), len(f"device {len(timetable.rows) - 1}"))
     shown = list(range(1, total + 1))
     if width is not None:
         # Two bars, a space before each cell, and the gap with its space.
@@ -135,7 +133,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
 
     lines = [line("time-step", [str(time_step) for time_step in shown], _GAP)]
     for ipu, row in enumerate(slots):
-        lines.append(line(f"IPU {ipu}", [name(action) for action in row], _GAP))
+        lines.append(line(f"device {ipu}", [name(action) for action in row], _GAP))
     spans = [
         f"{phase.name} {phase.first}" + (f"..{phase.last}" if phase.last > phase.first else "")
         for phase in phases

@@ -11,16 +11,16 @@ brought ahead, while they compute.
 Source: the execution of an IPU in steps of compute, sync and exchange ("Bulk Synchronous Parallel") in
 Graphcore's IPU Programmer's Guide. Every idle moment has one cause:
 
-* host: all IPUs, from the end of a time-step to the begin of the next one.
-* transfers: all IPUs, while what a time-step sent is in transit, and while replicas send to each other.
-* imbalance: IPUs that act in a time-step, after they have finished; in the time-step of updates, all IPUs.
-* ramps: IPUs that do not act in a time-step. Before the first backward of an IPU it is ramp-up, after its
-  last forward ramp-down; time that is both or neither is half of each. Without backwards, the first forward
-  counts.
+* host: all devices, from the end of a time-step to the begin of the next one.
+* transfers: all devices, while what a time-step sent is in transit, and while replicas send to each other.
+* imbalance: devices that act in a time-step, after they have finished; for updates, all devices.
+* ramps: devices that do not act in a time-step. Before the first backward of a device it is ramp-up, after
+  its last forward ramp-down; time that is both or neither is half of each. Without backwards, the first
+  forward counts.
 * shared cores: the time by which a time-step is longer than its slowest action alone.
 
-With N stages on N IPUs, M micro-batches and forwards that take as long as backwards, Grouped and
-Interleaved have 2(M+N-1) time-steps, in 2M of which an IPU acts: the ramps are (N-1)/(M+N-1) of the time
+With N stages on N devices, M micro-batches and forwards that take as long as backwards, Grouped and
+Interleaved have 2(M+N-1) time-steps, in 2M of which a device acts: the ramps are (N-1)/(M+N-1) of the time
 (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, have it as (N-1)/M
 of the rest).
 """
@@ -156,10 +156,11 @@ class _Closing:
     Attributes:
       intervals: see `LockStep.closing`.
       now: the time when all is done.
-      waited: how long IPUs wait for the host.
+      waited: how long devices wait for the host.
       transfers: how long replicas send to each other.
-      imbalance: how long the IPUs of a replica wait for the one that updates longest, summed over the IPUs.
-      shared: how much longer the updates take because IPUs share cores, summed over the IPUs.
+      imbalance: how long the devices of a replica wait for the one that updates longest, summed over the
+        devices.
+      shared: how much longer the updates take because devices share cores, summed over the devices.
     """
 
     def __init__(self, scenario: Scenario, hosts: _Hosts, now: float) -> None:
@@ -251,9 +252,9 @@ def _begin(lengths: Array, started: Array) -> Array:
 def _update(
     scenario: Scenario, updates: Mapping[int, float], begin: float
 ) -> tuple[list[float], list[float], float]:
-    """The time-step of updates: begins and ends by stage, and the longest time of an IPU alone.
+    """The time-step of updates: begins and ends by stage, and the longest time of a device alone.
 
-    The updates of one IPU follow each other.
+    The updates of one device follow each other.
     """
     alone = dict.fromkeys(scenario.ipus, 0.0)
     for stage, cost in updates.items():

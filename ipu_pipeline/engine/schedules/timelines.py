@@ -1,4 +1,4 @@
-"""The times of all events of a simulated step, and what follows from them. No JAX."""
+"""The times of all events of a simulated step, and results computed from them. No JAX."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Interval(NamedTuple):
     """An action.
 
     Attributes:
-      kind: "forward", "backward", "input gradients", "weight gradients" or "update"; or what replicas do
-        together, in which no IPU computes: "reduce" (average gradients) and "gather" (exchange what they
-        have updated).
-      stage: the stage; for what replicas do together, the first one on the IPU.
+      kind: "forward", "backward", "input gradients", "weight gradients" or "update"; or a communication of
+        replicas, in which no device computes: "reduce" (average gradients) or "gather" (exchange updated
+        parts).
+      stage: the stage; for communication, the first stage on the device.
       micro_batch: the number of the micro-batch; with several replicas, of the infeed's element, as their
-        micro-batches alternate. None for what ends the step.
-      ipu: the IPU; with several replicas counted through all of them.
-      begin: when it begins, in the unit of the costs; the step begins at 0.
-      end: when it ends.
+        micro-batches alternate. None for actions after the micro-batches, such as updates.
+      ipu: the device; with several replicas, counted through all of them.
+      begin: the begin, in the unit of the costs; the step begins at 0.
+      end: the end.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Interval(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """The transfer of a program's results over a link; attributes as in `Interval`.
+    """The transfer of a program's results over a link; times are as in `Interval`.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0, transfer=0.5)
@@ -64,9 +64,9 @@ class Sending(NamedTuple):
     Attributes:
       source: the stage that sends.
       target: the stage that receives.
-      micro_batch: the first one of the chunk.
-      begin: when it begins.
-      end: when it has arrived.
+      micro_batch: the first micro-batch of the chunk.
+      begin: the begin.
+      end: the arrival.
     """
 
     source: int
@@ -78,14 +78,14 @@ class Sending(NamedTuple):
 
 @dataclass(frozen=True)
 class Bubble:
-    """How long IPUs are idle, by cause: summed over the IPUs, in the unit of the costs.
+    """The idle time by cause, summed over the devices, in the unit of the costs.
 
-    The causes add up to `total`: the number of IPUs times the step's time, less the time of their programs.
-    In a free-running timeline a cause is the time by which the step would be shorter without it, times the
-    number of IPUs, after those below it in the list of attributes have been removed. In lock-step, shared
-    cores are the excess of time-steps over their slowest action, host and transfers the time between
-    time-steps, imbalance the rest of a time-step after the IPU's own action, and ramps time-steps without
-    an action.
+    The causes add up to `total`: the number of devices times the step's time, less the time of their
+    programs. In a free-running timeline, a cause counts as the time by which the step would be shorter
+    without it, times the number of devices, after the causes below it in the list of attributes are
+    removed. In lock-step, shared cores are the excess of time-steps over their slowest action, host and
+    transfers the time between time-steps, imbalance the rest of a time-step after the device's own action,
+    and ramps are time-steps without an action.
 
     Example:
       >>> costs = engine.Costs.of(3, forward=1.0, backward=2.0)
@@ -94,12 +94,12 @@ class Bubble:
       (6.0, 12.0, 18.0)
 
     Attributes:
-      ramp_up: until the pipeline is full.
-      ramp_down: until it is empty.
-      imbalance: because IPUs have unequal work.
-      transfers: because results or gradients are on their way.
-      host: because the host has not started a program yet.
-      shared_cores: because programs take cores from each other.
+      ramp_up: while the pipeline fills.
+      ramp_down: while it drains.
+      imbalance: due to unequal work of the devices.
+      transfers: waiting for results or gradients in transit.
+      host: waiting for the host to start a program.
+      shared_cores: due to programs that take cores from each other.
     """
 
     ramp_up: float
@@ -120,7 +120,7 @@ class Bubble:
 
 
 class Peak(NamedTuple):
-    """The most that an IPU holds.
+    """The peak memory of a device.
 
     Example:
       >>> memory = schedules.Memory(num_constant_bytes=(1000, 1000), num_held_bytes=(100, 50))
@@ -130,9 +130,9 @@ class Peak(NamedTuple):
       1300
 
     Attributes:
-      ipu: the IPU.
-      num_bytes: the bytes that it holds.
-      time: when it first holds them.
+      ipu: the device.
+      num_bytes: the most bytes that it holds.
+      time: the first time at which it holds them.
     """
 
     ipu: int
@@ -142,7 +142,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A simulated step. Arrays have an entry per action, by begin and then by IPU.
+    """A simulated step. Arrays have an entry per action, sorted by begin and then by device.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
@@ -153,17 +153,17 @@ class Timeline:
       (2.0, 4.0)
 
     Attributes:
-      kinds: places in `KINDS`, int8.
+      kinds: indices into `KINDS`, int8.
       stages: the stage of the action.
-      micro_batches: the micro-batch; -1 for what ends the step.
-      ipus: the IPU where it runs.
-      begins: when it begins, in the unit of the costs. Actions that take no time are included.
-      ends: when it ends.
+      micro_batches: the micro-batch; -1 for actions after the micro-batches, such as updates.
+      ipus: the device on which it runs.
+      begins: the begin, in the unit of the costs. Actions that take no time are included.
+      ends: the end.
       sendings: arrays with an entry per transfer that takes time, by the names of `Sending`'s attributes.
-      step_time: the time when all is done.
-      work: how long the programs of each IPU that has stages take alone, by its number.
-      bubble: the idle time of all IPUs together, by cause.
-      memory: the bytes that each IPU holds, as (times, bytes from then on); empty if not known.
+      step_time: the end of the last event.
+      work: the time of the programs of each device with stages, by its number.
+      bubble: the idle time of all devices together, by cause.
+      memory: the bytes that each device holds, as (times, bytes from then on); empty if not known.
       num_samples: samples of a step.
     """
 
@@ -182,12 +182,12 @@ class Timeline:
 
     @property
     def utilisation(self) -> float:
-        """The share of the step in which IPUs compute, over all IPUs; 0 to 1."""
+        """The share of the step in which devices compute, over all devices; 0 to 1."""
         return sum(self.work.values()) / (len(self.work) * self.step_time) if self.step_time else 0.0
 
     @property
     def utilisation_of_ipus(self) -> dict[int, float]:
-        """The share of the step in which each IPU computes."""
+        """The share of the step in which each device computes."""
         return {ipu: work / self.step_time if self.step_time else 0.0 for ipu, work in self.work.items()}
 
     @property
@@ -197,7 +197,7 @@ class Timeline:
 
     @property
     def peaks(self) -> tuple[Peak, ...]:
-        """The most that each IPU holds, and when; empty if not known."""
+        """The peak memory of each device; empty if not known."""
         found = []
         for ipu, (times, sizes) in self.memory.items():
             place = int(np.argmax(sizes))
@@ -205,7 +205,7 @@ class Timeline:
         return tuple(found)
 
     def intervals(self) -> list[Interval]:
-        """The actions, by begin and then by IPU."""
+        """The actions, sorted by begin and then by device."""
         columns = (self.kinds, self.stages, self.micro_batches, self.ipus, self.begins, self.ends)
         return [
             Interval(KINDS[kind], stage, micro_batch if micro_batch >= 0 else None, ipu, begin, end)
@@ -215,15 +215,15 @@ class Timeline:
         ]
 
     def transfers(self) -> list[Sending]:
-        """The transfers that take time, by begin."""
+        """The transfers that take time, sorted by begin."""
         columns = [self.sendings[name].tolist() for name in Sending._fields]
         return [Sending(*entry) for entry in zip(*columns, strict=True)]
 
     def num_bytes_at(self, ipu: int, time: float) -> int:
-        """What an IPU holds at a time.
+        """Returns the bytes that a device holds at a time.
 
         Raises:
-          KeyError: it is not known.
+          KeyError: the device's memory is not known.
         """
         times, sizes = self.memory[ipu]
         return int(sizes[max(0, bisect.bisect_right(times, time) - 1)])
@@ -245,7 +245,7 @@ def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *b
 
 
 def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
-    """Finds what an IPU holds over time.
+    """Finds what a device holds over time.
 
     Args:
       constant: bytes that it always holds.

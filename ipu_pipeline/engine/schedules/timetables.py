@@ -1,4 +1,4 @@
-"""Makes a checked timetable from a schedule's name or the user's function."""
+"""Makes checked timetables from a schedule's name or a user's function."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def timetable(
 
     Args:
       schedule: a name, see `find_schedule`, or a function with the arguments of `grouped` that returns
-        one sequence of actions (None: wait one time-step) per IPU. It gets `levels` only where there are
-        parallel stages. A `SearchedSchedule` is not searched here, where costs are not known: it is
-        "interleaved" with all backwards in halves.
+        one sequence of actions (None: wait one time-step) per device. It gets `levels` only if there are
+        parallel stages. A `SearchedSchedule` is not searched here, as costs are not known: it stands for
+        "interleaved" with a split backward.
       num_stages: the number of stages.
       num_micro_batches: micro-batches per weight update.
-      device_mapping: the IPU of each stage, from 0.
+      device_mapping: the device of each stage, from 0.
       training: whether there are backwards.
       levels: as in `grouped`.
       halved: as in `check`.
@@ -54,8 +54,8 @@ def timetable(
     if num_actions > MAX_ACTIONS:
         raise ValueError(
             f"{num_micro_batches} micro-batches per weight update on {num_stages} stages are "
-            f"{num_actions} actions; a schedule over several IPUs has up to {MAX_ACTIONS}. Update more "
-            "often, or put all stages on one IPU."
+            f"{num_actions} actions; a schedule over several devices has up to {MAX_ACTIONS}. Update more "
+            "often, or put all stages on one device."
         )
     if levels is None:
         levels = tuple(range(num_stages))

@@ -1,7 +1,7 @@
-"""What schedules with V-shaped device mappings share: each IPU has one stage down and one up.
+"""What schedules with V-shaped device mappings share: each device has one stage down and one up.
 
-With p IPUs, IPU r has the stages r and 2p-1-r. So the first and the last stage are on the first IPU, and a
-micro-batch goes from the last IPU's first stage to its second one without leaving it.
+With p devices, device r has the stages r and 2p-1-r. So the first and the last stage are on the first
+device, and a micro-batch goes from the last device's first stage to its second one without leaving it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["check_v_shape", "number_actions"]
 def check_v_shape(
     name: str, num_stages: int, device_mapping: Sequence[int], levels: Sequence[int] | None
 ) -> int:
-    """Checks that the stages of the schedule `name` go down the IPUs and up again.
+    """Checks that the stages of the schedule `name` go down the devices and up again.
 
     Returns:
-      The number of IPUs.
+      The number of devices.
 
     Raises:
       ScheduleError: they do not, or some stages are parallel.
@@ -28,9 +28,9 @@ def check_v_shape(
     half = range(max(device_mapping) + 1)
     if list(device_mapping) != [*half, *half[::-1]] or len(device_mapping) != num_stages:
         raise ScheduleError(
-            f"Schedule: {name} needs a device_mapping that goes from the first IPU to the last one and "
-            f"back, such as [0, 1, 1, 0] for four stages on two IPUs; got {list(device_mapping)}. With one "
-            "stage per IPU, take Interleaved or ZeroBubble."
+            f"Schedule: {name} needs a device_mapping that goes from the first device to the last and "
+            f"back, such as [0, 1, 1, 0] for four stages on two devices; got {list(device_mapping)}. With "
+            "one stage per device, take Interleaved or ZeroBubble."
         )
     if levels is not None and len(set(levels)) < num_stages:
         raise ScheduleError(

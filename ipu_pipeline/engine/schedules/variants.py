@@ -1,9 +1,8 @@
 """Simulates other schedules, gradient accumulation counts and splits. No JAX.
 
-Each is simulated with IPUs that wait only for data, as the engine's do. The costs of a micro-batch are
-those that are known: another count changes the number of micro-batches, another split moves work between
-stages: whole layers in their order, where these are known. What stages send each other
-stays as it is. Another cluster has the same devices.
+In each simulation devices wait only for data, as in the engine. The costs of a micro-batch stay the same:
+another count changes the number of micro-batches; another split moves work between stages, in whole layers
+if these are known. Transfers between stages stay the same. Another cluster has the same devices.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["Variant", "make_even", "what_if"]
 
 _MOVED = 0.1  # share of a mean stage, where no layers are known
 _LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
-_MAX_SLOTS = 2**24  # for Sequential, whose IPUs mostly wait: each has a slot for every time-step
+_MAX_SLOTS = 2**24  # for Sequential, whose devices mostly wait: each has a slot for every time-step
 _LEAST_TRIED, _MOST_TRIED = 30, 300_000  # splits, and their actions, of the search for the best one
 _ALIKE = 0.005  # of step times: among splits this close, the one that moves least is taken
 _COUNTS = (0.5, 2.0, 4.0)  # times the gradient accumulation count
@@ -51,14 +50,15 @@ class Variant:
       schedule: the name of the schedule, or of its function.
       num_micro_batches: the gradient accumulation count.
       chunk_size: micro-batches that a program handles.
-      split: what moves, from which stage to which; "" for nothing. Several moves are one split.
+      split: the layers that move, with their old and new stage; "" if none move. Several moves are one
+        split.
       step_time: the time of a step, in the unit of the costs.
       samples_per_second: samples per second, with costs in seconds.
-      utilisation: the share of the step in which IPUs compute.
-      num_peak_bytes: the most that an IPU holds; None if that is not known.
+      utilisation: the share of the step in which devices compute.
+      num_peak_bytes: the most bytes that a device holds; None if not known.
       gain: the gain in samples per second over the unchanged scenario, as a share: 0.1 for a tenth more.
-      scenario: what was simulated.
-      cluster: what is different about the cluster; "" for nothing.
+      scenario: the simulated scenario.
+      cluster: the difference in the cluster; "" for none.
     """
 
     change: str
@@ -85,10 +85,9 @@ def what_if(
     Larger chunks are simulated if the host takes time to start programs. Half, twice and four times the
     number of processes are simulated where there are replicas or processes, and all have equally many
     devices in a row.
-    Where execution phases bring anything from host memory, only other counts are simulated: what the other
-    variants would bring is not known here.
-    Replicas are also simulated with shared optimizer state, or without if it is shared. The effect on
-    memory is not known here.
+    If execution phases bring anything from host memory, only other counts are simulated, as the transfers
+    of the other variants are not known. Replicas are also simulated with shared optimizer state, or without
+    if it is shared; the effect on memory is not known.
 
     Example:
       >>> costs = engine.Costs.of(4, forward=1.0, backward=2.0)
@@ -100,16 +99,16 @@ def what_if(
 
     Args:
       scenario: the pipeline as it is.
-      layers: the layers of each stage, in order; None: the scenario's. Then a neighbouring split moves the
-        last layer of a stage to the next one, or the first layer to the one before, and the best split of
-        all layers is simulated, too. If none are known, a tenth of a mean stage moves.
+      layers: the layers of each stage, in order; None: the scenario's. A neighbouring split moves the last
+        layer of a stage to the next stage, or its first layer to the previous stage. The best split of all
+        layers is simulated, too. If no layers are known, a tenth of a mean stage moves.
       counts: gradient accumulation counts; None: half, twice and four times the present one.
 
     Returns:
       The scenario itself first, then other counts and schedules, then larger chunks, then other clusters,
       then other splits.
-      Variants are left out that have more actions than a schedule may have, or that a schedule function or
-      timetable cannot do, and Sequential where writing it down takes long.
+      Left out are variants with more actions than a schedule may have, variants that a schedule function or
+      timetable cannot handle, and Sequential if making its rows takes long.
 
     Raises:
       ValueError: there is not one list of layers per stage, or a layer takes more than its stage.
@@ -205,7 +204,7 @@ def _other_clusters(scenario: Scenario) -> Iterator[tuple[str, Cluster]]:
 
 
 def _find_peak(scenario: Scenario) -> int | None:
-    """The most that an IPU holds if all its stages hold their maximum at the same time."""
+    """The most that a device holds if all its stages hold their maximum at the same time."""
     if scenario.memory is None:
         return None
     held = dict.fromkeys(scenario.ipus, 0)
@@ -228,7 +227,7 @@ def make_even(scenario: Scenario) -> Variant | None:
       54.0
 
     Returns:
-      The result, without memory; None if an IPU has several stages, or there is one stage.
+      The result, without memory; None if a device has several stages, or there is one stage.
     """
     costs, number = scenario.costs, scenario.costs.num_stages
     if len(set(scenario.device_mapping)) < number or number == 1 or scenario.host_memory is not None:

@@ -1,14 +1,15 @@
-"""The ZeroBubble schedule: backwards in two halves, and weight gradients where IPUs would wait.
+"""The ZeroBubble schedule: a split backward, whose weight gradients fill what would be bubble.
 
-It is ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): no IPU holds more
-micro-batches than the first one does with Interleaved. With p stages of one IPU each and m >= p
-micro-batches, where forwards (F) and both halves (I, W) take one time-step each, the last stage goes
+It is ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241): no device holds more
+micro-batches than the first one does with Interleaved. With p stages of one device each and m >= p
+micro-batches, where forwards (F), input gradients (I) and weight gradients (W) take one time-step each, the
+last stage's row is
 
     F0 I0 F1 I1 ... Fp-1 Ip-1 W0 | Fp Ip W1 | Fp+1 Ip+1 W2 | ... Wm-p+1 ... Wm-1
 
-without a pause, once the first micro-batch has arrived. The others follow: a forward comes at the latest
-when the last stage will need it, and weight gradients come in time to make room for it. All ends after
-3m + p-1 time-steps, so each IPU waits for p-1 of them, (p-1)(F + I - W); with m < p, for 2p-1-m.
+without a pause, once the first micro-batch has arrived. The other stages follow it: each does a forward no
+later than the last stage needs it, and weight gradients early enough to free memory for it. A step takes
+3m + p-1 time-steps. Bubble per step: (p-1)(F + I - W), p-1 time-steps; with m < p, 2p-1-m time-steps.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def zero_bubble(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubble schedule; arguments and result as in `grouped`.
+    """Returns the rows of the ZeroBubble schedule. Arguments and result are those of `grouped`.
 
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble(2, 3, device_mapping=[0, 1])))
-      IPU 0: F0.0 F0.1 .    I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2
-      IPU 1: .    F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2
+      device 0: F0.0 F0.1 .    I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2
+      device 1: .    F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2
     """
     if not training:
         return forwards_only(levels, num_micro_batches, device_mapping)
@@ -47,7 +48,7 @@ def zero_bubble(
 
 
 def _find_times(number: int, count: int) -> dict[ActionKind, list[list[int]]]:
-    """Finds the time-step of each level's actions, by micro-batch, as if each level had its own IPU."""
+    """Finds the time-step of each level's actions, by micro-batch, as if each level had its own device."""
     times: dict[ActionKind, list[list[int]]] = {
         kind: [[] for _level in range(number)]
         for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)

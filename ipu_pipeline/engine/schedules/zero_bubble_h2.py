@@ -1,17 +1,17 @@
-"""The ZeroBubbleH2 schedule: as ZeroBubble, and IPUs hold more so that they do not wait at all.
+"""The ZeroBubbleH2 schedule: ZeroBubble with more activations in memory and no bubble across steps.
 
-It is ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241). With p stages of one IPU
-each, where forwards (F) and both halves (I, W) of m >= 2p-1 micro-batches take one time-step each, IPU r
-begins r time-steps after the first one and then goes on without a pause:
+It is ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241). With p stages of one device
+each, where forwards (F), input gradients (I) and weight gradients (W) of m >= 2p-1 micro-batches take one
+time-step each, device r starts r time-steps after device 0 and then runs without a pause:
 
     2(p-r)-1 times F | 2r times I F | m-2p+1 times I W F | 2(p-r)-1 times I W | 2r times W
 
-It also ends r time-steps after the first one. So if the next step follows at once, an IPU waits for
-(p-1)(F+I-2W), which is nothing, and otherwise for p-1 time-steps more. Where times differ, this holds as
-long as W takes at most as long as F and as I. With fewer micro-batches, those that are not there are left
-out of the rows, and an IPU waits for 2p-1-m time-steps across steps.
+It also ends r time-steps after device 0. So if the next step follows at once, the bubble per step is
+(p-1)(F+I-2W), here 0; otherwise it is p-1 time-steps longer. If the times differ, this holds as long as W
+takes no longer than F and I. With fewer micro-batches, the missing ones are left out of the rows, and the
+bubble is 2p-1-m time-steps across steps.
 
-Each IPU holds up to 2p-1 stage activations, nearly twice as many as the first one with Interleaved.
+Each device holds up to 2p-1 stage activations, nearly twice as many as device 0 with Interleaved.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def zero_bubble_h2(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubbleH2 schedule; arguments and result as in `grouped`.
+    """Returns the rows of the ZeroBubbleH2 schedule. Arguments and result are those of `grouped`.
 
-    With m < 2p-1 micro-batches on p IPUs, an IPU waits for 2p-1-m time-steps per step.
+    With m < 2p-1 micro-batches on p devices, the bubble per step is 2p-1-m time-steps.
 
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble_h2(2, 4, device_mapping=[0, 1])))
-      IPU 0: F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3
-      IPU 1: F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.0 F1.3 I1.3 W1.1 W1.2 W1.3
+      device 0: F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3
+      device 1: F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.0 F1.3 I1.3 W1.1 W1.2 W1.3
     """
     if not training:
         return forwards_only(levels, num_micro_batches, device_mapping)

@@ -1,15 +1,15 @@
-"""The ZeroBubbleV schedule: two stages on each IPU in a V shape, and IPUs do not wait at all.
+"""The ZeroBubbleV schedule: two stages on each device in a V shape, and no bubble across steps.
 
-It is ZB-V of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 6). With p IPUs,
-IPU r has the stages r (F, I, W) and 2p-1-r (f, i, w). With m >= 2p-1 micro-batches, where all of these take
-one time-step each, it begins r time-steps after the first one and then goes on without a pause:
+It is ZB-V of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, section 6). With p devices,
+device r has the stages r (F, I, W) and 2p-1-r (f, i, w). With m >= 2p-1 micro-batches, where all of these
+take one time-step each, it starts r time-steps after device 0 and then runs without a pause:
 
     2(p-r)-1 times F | r times f F | p-r times f i w | m-2p+r+1 times F I W f i w |
     p-r-1 times I W f i w | r times I i | p-r times I W | r times w | r times W
 
-It also ends r time-steps after the first one: if the next step follows at once, no IPU waits. With fewer
-micro-batches, those that are not there are left out, and an IPU waits for 2(2p-1-m) time-steps. Each
-IPU holds up to 2p activations of such a stage, as much as the first one with Interleaved.
+It also ends r time-steps after device 0: if the next step follows at once, there is no bubble. With fewer
+micro-batches, the missing ones are left out, and the bubble is 2(2p-1-m) time-steps. Each device holds up
+to 2p activations of such a stage, as much as device 0 with Interleaved.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def zero_bubble_v(
     training: bool = True,
     levels: Sequence[int] | None = None,
 ) -> Rows:
-    """Rows of the ZeroBubbleV schedule; arguments and result as in `grouped`.
+    """Returns the rows of the ZeroBubbleV schedule. Arguments and result are those of `grouped`.
 
-    With m < 2p-1 micro-batches on p IPUs, an IPU waits for 2(2p-1-m) time-steps per step.
+    With m < 2p-1 micro-batches on p devices, the bubble per step is 2(2p-1-m) time-steps.
 
     Example:
       >>> print(schedules.format_rows(schedules.zero_bubble_v(4, 2, device_mapping=[0, 1, 1, 0])))
-      IPU 0: F0.0 F0.1 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 I0.1 W0.1
-      IPU 1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 I1.0 W1.0 I2.1 W2.1 I1.1 W1.1
+      device 0: F0.0 F0.1 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 I0.1 W0.1
+      device 1: F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 I1.0 W1.0 I2.1 W2.1 I1.1 W1.1
 
     Raises:
-      ScheduleError: the stages do not go down the IPUs and up again, or some are parallel.
+      ScheduleError: device_mapping has no V shape, such as [0, 1, 1, 0], or some stages are parallel.
     """
     num_ipus = check_v_shape("ZeroBubbleV", num_stages, device_mapping, levels)
     if not training:

@@ -31,9 +31,9 @@ def count_aval() -> Any:
 
 
 def update_count() -> jax.Array:
-    """The number of weight updates before the one that is being computed, in a stage or an optimizer.
+    """Returns the number of weight updates before the current one, in a stage or an optimizer.
 
-    It is counted per pipeline name, and goes on where a checkpoint is restored.
+    Each pipeline name has its own count. It continues when a checkpoint is restored.
 
     Example:
       >>> def optimizer_of(loss):

@@ -43,10 +43,10 @@ def _key_value(*, serial: int) -> Any:
 
 
 def next_rng_key() -> jax.Array:
-    """A fresh random key for the stage being traced: a different one for every call and micro-batch.
+    """Returns a new random key for the stage being traced, different for every call and micro-batch.
 
-    It depends on the key that `Pipeline.init` was given, the step, the micro-batch, the replica and the
-    call, and not on the schedule or the devices.
+    It depends on the key given to `Pipeline.init`, the step, the micro-batch, the replica and the call, and
+    not on the schedule or the devices.
 
     Example:
       >>> def stage(x):
@@ -59,7 +59,7 @@ def next_rng_key() -> jax.Array:
       False
 
     Returns:
-      A scalar key as `jax.random.key` makes it.
+      A scalar key, like those of `jax.random.key`.
 
     Raises:
       RuntimeError: not called within a stage.
@@ -92,7 +92,7 @@ def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
 
 
 def micro_batch_tag() -> jax.Array:
-    """A tag of the micro-batch that a stage computes, unique and the same in all stages and replicas.
+    """Returns a tag of the current micro-batch, unique and the same in all stages and replicas.
 
     Example:
       >>> def stage(x):

@@ -44,10 +44,10 @@ class Metric:
 
 
 def metric(name: str, value: Any, reduction: MetricReduction = "mean") -> None:
-    """Reports a scalar, to be read per weight update (in inference, per execution).
+    """Reports a scalar, which can be read per weight update (in inference, per execution).
 
-    It may be called in a stage, in the function that gives the loss, and in the `update` of an Optax
-    transformation. Nothing is differentiated through it, and no micro-batch waits for it. It may be called
+    It may be called in a stage, in the loss function, and in the `update` of an Optax transformation. It
+    has no gradient, and no micro-batch waits for it. It may be called
     within `jax.jit`, `jax.checkpoint` and `jax.grad`, but not within loops, conditionals, `jax.vmap` and
     functions with custom derivatives.
 
@@ -62,14 +62,14 @@ def metric(name: str, value: Any, reduction: MetricReduction = "mean") -> None:
       np.float32(5.0)
 
     Args:
-      name: the full name is that of the variable scopes around it, followed by this.
+      name: the metric's name. The full name starts with the surrounding variable scopes.
       value: a scalar, real number or boolean. It is reported as float32; as float64 if it has 64 bits.
-      reduction: how the values of an update's micro-batches become one: "mean", "sum", "min", "max" or
+      reduction: how the values of an update's micro-batches are combined: "mean", "sum", "min", "max" or
         "last". A weight update reports only one value.
 
     Raises:
-      RuntimeError: not called in one of these.
-      TypeError: the name is not a string, or the value not an array.
+      RuntimeError: it is called elsewhere.
+      TypeError: the name is not a string, or the value is not an array.
       ValueError: the name is empty or "update", or another metric of the program has it; the value is not a
         numeric scalar; or the reduction is unknown.
     """

@@ -20,8 +20,8 @@ _MARK = "ipu_pipeline.recomputation_checkpoint."
 def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
     """Marks values that a stage keeps for its backward instead of computing them again.
 
-    Without recomputation, and in the mode RecomputeThenBackpropagate, it does nothing. A value that is used
-    before and after a checkpoint, and is not marked itself, is computed again on both sides.
+    It does nothing without recomputation, and in the mode RecomputeThenBackpropagate. An unmarked value
+    that is used before and after a checkpoint is computed again on both sides.
 
     Example:
       >>> def stage(x):
@@ -41,7 +41,7 @@ def recomputation_checkpoint(tree: Any, name: str | None = None) -> Any:
       name: an operation's name in TensorFlow; not used here.
 
     Returns:
-      The same values, which are to be used from here on.
+      The same values. Use these from here on.
 
     Raises:
       RuntimeError: not called within a computational stage.

@@ -1,4 +1,4 @@
-"""What stages know of the replicas of their pipeline, and compute together with them.
+"""Functions for stages that use the number of replicas, or compute together with other replicas.
 
 These are primitives of JAX. They are lowered for one replica, unless they are within the program of
 several (`jax.shard_map` over the axis `replica`), so nothing has to be known about replicas when a stage is
@@ -30,10 +30,10 @@ _PRIMITIVES = (cross_replica_sum_p, replica_index_p, replica_count_p)
 
 
 def cross_replica_sum(x: T) -> T:
-    """The sum of the replicas' values at this point of a stage, the same for all.
+    """Returns the sum of all replicas' values at this point of a stage.
 
-    Its derivative is the sum of the replicas' derivatives, because a replica's value here is part of the
-    losses of all of them, whose gradients are averaged.
+    Its derivative is the sum of the replicas' derivatives, because a replica's value contributes to all
+    replicas' losses, whose gradients are averaged.
 
     Args:
       x: an array, or a pytree of arrays, of numbers. Each replica passes its own.
@@ -50,7 +50,7 @@ def cross_replica_sum(x: T) -> T:
 
 
 def replica_index() -> jax.Array:
-    """The number of the replica that computes, from 0; an int32 scalar.
+    """Returns the index of the current replica, from 0: an int32 scalar.
 
     Example:
       >>> def stage(x):
@@ -71,7 +71,7 @@ def replica_index() -> jax.Array:
 
 
 def replica_count() -> jax.Array:
-    """The number of replicas; an int32 scalar.
+    """Returns the number of replicas: an int32 scalar.
 
     Example:
       >>> def stage(x):

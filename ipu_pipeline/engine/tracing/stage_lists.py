@@ -1,4 +1,4 @@
-"""The stages as a user gives them: functions, `Stage`s, lists of parallel stages; and the IPU of each."""
+"""The stages as a user gives them: functions, `Stage`s, lists of parallel stages; and their devices."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ __all__ = [
     "with_parameters",
 ]
 
-_MAX_IPU = 2**16 - 1  # more than any system has; every IPU has a row in the schedule
+_MAX_IPU = 2**16 - 1  # more than any system has; every device has a row in the schedule
 
 Mapping: TypeAlias = "Sequence[int | Sequence[int]]"
 
 
 class Stage:
-    """A stage that is a plain function of parameters and inputs, without named variables.
+    """A stage as a plain function of parameters and inputs, without `get_variable`.
 
     Example:
       >>> stage = engine.Stage(lambda w, x: x @ w, np.ones([4, 2], np.float32), name="project")
@@ -63,8 +63,8 @@ class Stage:
 
         Args:
           function: `function(parameters, *inputs) -> outputs`.
-          parameters: a pytree of arrays, the values at the start, in which parts may be `Shared` with other
-            stages, or all of it; or a function from a random key to such a pytree; or its shapes
+          parameters: a pytree of arrays, the initial values; parts or all of it may be `Shared` with other
+            stages. Or a function from a random key to such a pytree; or its shapes
             (`jax.ShapeDtypeStruct`), with which `Pipeline.init` is not possible. Integers and booleans are
             not trained.
           name: the scope of its variables, one per leaf, named by the leaf's path. None: `stage<index>`.
@@ -248,9 +248,10 @@ def flatten_stages(
     device_mapping: Mapping | None,
     parameters: Sequence[Any] | None = None,
 ) -> tuple[list[list[StageFunction]], tuple[int, ...], StageParameters | ModelParameters]:
-    """Flattens stages into the stage functions level by level, the IPU of each stage, and their parameters.
+    """Flattens stages into stage functions level by level, the device of each stage, and their parameters.
 
-    Parallel stages at the end are followed by a stage on the first one's IPU that only joins their results.
+    Parallel stages at the end are followed by a stage on the first one's device that only joins their
+    results.
 
     Raises:
       TypeError: the stages are no list.
@@ -278,12 +279,12 @@ def flatten_stages(
         )
     highest = max(ipu for level in per_level for ipu in level)
     if highest > _MAX_IPU:
-        raise ValueError(f"device_mapping: IPUs have numbers up to {_MAX_IPU}; got {highest}.")
+        raise ValueError(f"device_mapping: devices have numbers up to {_MAX_IPU}; got {highest}.")
     num_ipus = len({ipu for level in per_level for ipu in level})
     for level in per_level:
         if num_ipus > 1 and len(set(level)) < len(level):
             raise ValueError(
-                "device_mapping: parallel stages run at the same time, so each needs an IPU of its own "
+                "device_mapping: parallel stages run at the same time, so each needs a device of its own "
                 f"(or all stages of the pipeline are on one); got {level}."
             )
     numbers = itertools.count()

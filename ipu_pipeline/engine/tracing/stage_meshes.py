@@ -28,11 +28,11 @@ _mesh: contextvars.ContextVar[StageMesh | None] = contextvars.ContextVar("stage_
 
 
 def stage_mesh() -> StageMesh:
-    """The mesh of the devices that compute the stage that calls this, in one replica.
+    """Returns the mesh of the devices that compute the calling stage, in one replica.
 
-    Its axes are "replica", of size 1, and "model", of `TensorParallel.size`; without tensor parallelism
-    that is 1, too. It is JAX's mesh in the stage, as by `jax.set_mesh`, so functions that take that one
-    need not be given it. What replicas compute together is done by `cross_replica_sum`.
+    Its axes are "replica", of size 1, and "model", of `TensorParallel.size`, 1 without tensor parallelism.
+    It is already JAX's current mesh in the stage, as set by `jax.set_mesh`, so functions that use the
+    current mesh need no argument. To compute across replicas, use `cross_replica_sum`.
 
     Example:
       >>> from jax.sharding import PartitionSpec
@@ -55,7 +55,7 @@ def stage_mesh() -> StageMesh:
       8.0
 
     Returns:
-      A `jax.sharding.AbstractMesh`; a `Mesh` with devices where a step runs op by op (`jax.disable_jit`).
+      A `jax.sharding.AbstractMesh`; a `Mesh` with devices if a step runs op by op (`jax.disable_jit`).
 
     Raises:
       RuntimeError: not called in a stage of a pipeline, in its loss, or in a derivative rule of these.

@@ -36,11 +36,11 @@ __all__ = [
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A part of a stage's parameters, or all of them, with a name of its own: one variable for all stages.
+    """Parameters with a name that several stages share: one variable for all of them.
 
-    It occurs only in the parameters: stage functions get the value. The gradients of all stages that have
-    it are added. The names of its variables have no stage in them, so for a layer of one stage it is a name
-    that stays the same in every split.
+    Use it only in the parameters: stage functions get the value. The gradients of all stages that have it
+    are added. The names of its variables contain no stage, so it also gives a layer of a single stage a
+    name that stays the same in every split.
 
     Example:
       >>> table = engine.Shared("table", np.ones([100, 16], np.float32))
@@ -54,11 +54,11 @@ class Shared:
       {'table': table: float32[100, 16]}
 
     Attributes:
-      name: the full name of its variable; all `Shared` of the same name are one. If the value is a pytree,
-        the leaves' paths follow the name: `layer0/w`.
+      name: the full name of its variable; all `Shared` with the same name are one variable. If the value is
+        a pytree, the leaves' paths follow the name: `layer0/w`.
       value: an array or a pytree of arrays, the same wherever the name occurs; or its shapes, or a function
-        from a random key to it, as for all of a stage's parameters. Of several functions the first stage's
-        makes the value.
+        from a random key to it, as for a stage's parameters. If there are several functions, the first
+        stage's makes the value.
     """
 
     name: str

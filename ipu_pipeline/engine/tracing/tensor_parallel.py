@@ -1,6 +1,6 @@
 """Stages that several devices compute together: what is divided over the axis `model`.
 
-Each IPU of the pipeline then is a group of devices. Variables and intermediate values carry a
+Each stage then runs on a group of devices. Variables and intermediate values carry a
 `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner decides from these
 which device computes what, and where devices exchange results (Xu et al., "GSPMD", 2021).
 """
@@ -44,7 +44,7 @@ class TensorParallel:
       >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"block0/up": jax.P(None, "model")})
 
     Attributes:
-      size: devices of each IPU of the pipeline, at least 1.
+      size: the number of devices per stage, at least 1.
       variables: full name -> the `PartitionSpec` of a variable, whose only axis name is "model", at most
         once; or a function from each variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one, or to
         None. Other variables are whole on each device. Gradients, their accumulators and the optimizer's
@@ -120,7 +120,7 @@ def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
 class _Tracing:
     """A pipeline whose stages are being traced."""
 
-    size: int  # devices of each IPU
+    size: int  # devices per stage
     is_used: bool = False  # whether a stage has divided anything
 
 
@@ -150,7 +150,7 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
     """Says how a value within a stage is divided over the devices that compute the stage together.
 
     Without it the partitioner decides, from how variables are divided. Outside of stages, as in optimizers,
-    and where an IPU is one device, this returns the value as it is.
+    and where a stage has one device, this returns the value as it is.
 
     Example:
       >>> def stage(x):
@@ -181,7 +181,7 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
     if axis is not None and x.shape[axis] % tracing.size:
         raise ValueError(
             f"constrain: axis {axis} of the shape {x.shape} must be a multiple of the {tracing.size} "
-            "devices of an IPU to be divided. Divide another axis, or leave it whole."
+            "devices of a stage to be divided. Divide another axis, or leave it whole."
         )
     tracing.is_used = True
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of_stages(), partition))

@@ -65,7 +65,7 @@ class VariableScope(str):
 
 
 def get_variable_scope() -> VariableScope:
-    """The innermost variable scope; its name is "" outside of all.
+    """Returns the innermost variable scope; outside of all scopes its name is "".
 
     Example:
       >>> def stage(x):
@@ -89,10 +89,10 @@ def variable_scope(
     dtype: Any = None,
     use_resource: bool | None = True,
 ) -> Iterator[VariableScope]:
-    """Puts `name/` before the names of the variables that are asked for within the `with` block.
+    """Puts `name/` before the names of variables inside the `with` block.
 
-    Scopes nest. A scope may be opened again, but a variable that exists already may only be asked for
-    again with `reuse=True`, which inner scopes inherit; one that does not exist yet is then created.
+    Scopes nest. A scope may be opened again, but `get_variable` returns an existing variable only with
+    `reuse=True`, which inner scopes inherit; a variable that does not exist yet is then created.
 
     Example:
       >>> def stage(x):
@@ -106,19 +106,19 @@ def variable_scope(
       ['encoder/kernel']
 
     Args:
-      name: one or more names joined by "/"; or what another `variable_scope` yielded, which is opened again
-        as it is. None: `default_name`.
-      default_name: used without a `name`: this, or with `_1`, `_2`, ... the first that is new in the scope
-        around.
-      initializer: for variables within that are asked for without one, see `get_variable`.
-      custom_getter: called in place of `get_variable` within, as
-        `custom_getter(getter, full_name, shape=, dtype=, initializer=, regularizer=, trainable=)`, and
-        returns what that returns. `getter` takes the same arguments except itself, and makes or finds the
-        variable. An inner scope's is called first, with the outer's as its getter.
-      reuse: True or `AUTO_REUSE` lets the block share variables that exist; None or False leaves that to
-        the scopes around it.
-      dtype: for variables within that are asked for without one.
-      use_resource: only True (or None) is possible; there for TensorFlow 1 code.
+      name: one or more names joined by "/"; or a scope that `variable_scope` yielded, which is opened
+        again. None: `default_name`.
+      default_name: used if `name` is None: this name, or with `_1`, `_2`, ... the first one that is new in
+        the surrounding scope.
+      initializer: the default initializer of variables inside, see `get_variable`.
+      custom_getter: called in place of `get_variable` inside, as
+        `custom_getter(getter, full_name, shape=, dtype=, initializer=, regularizer=, trainable=)`; its
+        result is the result of `get_variable`. `getter` takes the same arguments except itself, and makes
+        or finds the variable. An inner scope's function is called first, with the outer one as its getter.
+      reuse: True or `AUTO_REUSE` lets the block share existing variables; with None or False the
+        surrounding scopes decide.
+      dtype: the default dtype of variables inside.
+      use_resource: only True (or None) is possible; accepted for TensorFlow 1 code.
 
     Yields:
       The scope.

@@ -2,8 +2,8 @@
 
 The owner of a variable accumulates its gradients under the variable's full name. Every other stage that
 shares the variable has an accumulator of its own on its group, which is added to the owner's once per
-weight update. On the same IPU both use one accumulator, except for a running mean, whose formula takes one
-gradient per micro-batch.
+weight update. On the same device both use one accumulator, except for a running mean, whose formula takes
+one gradient per micro-batch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def plan_accumulators(
     """Plans which program accumulates where."""
     keys: dict[tuple[int, str], str] = {}
     extra: dict[str, Accumulator] = {}
-    holders: dict[tuple[str, int], str] = {}  # (variable, IPU) -> the key there
+    holders: dict[tuple[str, int], str] = {}  # (variable, device) -> the key there
     for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
         accumulated = {
             value.index

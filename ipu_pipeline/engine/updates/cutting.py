@@ -1,8 +1,8 @@
-"""Weight updates: partitions an optimizer that was traced over all variables into programs per IPU.
+"""Weight updates: partitions an optimizer that was traced over all variables into programs per device.
 
-Everything that one IPU updates is updated together, by the first of its stages, which is the home of its
+Everything that one device updates is updated together, by the first of its stages, which is the home of its
 variables in the partition. `partitioning` says where values that join several homes are made; those that
-join only scalars are made on the IPU of the last stage.
+join only scalars are made on the device of the last stage.
 
 A leaf of the optimizer's state belongs to a variable if the variable's name is in the leaf's path. This is
 so for everything that Optax makes with `tree.map` over the parameters, which are one flat dict, full name
@@ -48,7 +48,7 @@ _COUNTS = (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
 
 @dataclass(frozen=True, eq=False)
 class UpdateProgram:
-    """A program that a stage's IPU runs per weight update, or once to make its part of the state."""
+    """A program that a stage's device runs per weight update, or once to make its part of the state."""
 
     name: str  # for profiles, for example "stage0_update"
     stage: int  # it runs where this stage lives
@@ -91,7 +91,7 @@ class Updates:
     state_leaves: tuple[StateLeaf, ...]  # its leaves
     initial: Mapping[int, Any]  # the numbers that fill leaves at the start, by the leaves' places
     inits: tuple[UpdateProgram, ...]  # the programs that make the others, in the order in which they run
-    # the programs of a weight update, in that order, too; one, if one IPU has all trained variables
+    # the programs of a weight update, in that order, too; one, if one device has all trained variables
     updates: tuple[UpdateProgram, ...]
     moves: tuple[Move, ...]  # the values that these send
     init_needs_outputs: bool  # whether the state at the start depends on the last stage's outputs

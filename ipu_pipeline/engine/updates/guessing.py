@@ -1,10 +1,10 @@
-"""What a weight update can do before the values that join several IPUs are known.
+"""What a weight update can do before the values that join several devices are known.
 
-A global norm, or whether all gradients are finite, is known only when all IPUs have all of their gradients.
-Most of what follows from it seldom changes: gradients are not clipped, or everything is finite. So each IPU
-may update with a guess of the choices among what it waits for (truth values, and integers that tell which
-branch of a conditional is taken), and go on. Later the guess is compared with what they were, and an update
-that was wrong is done again from the values before it.
+A global norm, or whether all gradients are finite, is known only when all devices have all of their
+gradients. Most of what follows from it seldom changes: gradients are not clipped, or everything is finite.
+So each device may update with a guess of the choices among what it waits for (truth values, and integers
+that tell which branch of a conditional is taken), and go on. Later the guess is compared with what they
+were, and an update that was wrong is done again from the values before it.
 
 Other values are not guessed. A guess settles an update if these do not matter then, as a norm does not
 where nothing is clipped: what a selection or conditional does not choose is not looked at.

@@ -30,7 +30,7 @@ _ASYNC_OPTIONS = (
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """A torch DataLoader that yields what one call of a wrapped model takes.
+    """A torch DataLoader whose batches are the inputs of one call of a wrapped model.
 
     The rows of a batch are in the order of the data set: device iteration outermost, then accumulation
     step, then replica, then the row in its micro-batch.
@@ -39,7 +39,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     process that loads the data, which has no JAX in it.
 
     Attributes:
-      mode: where batches are made.
+      mode: the process in which batches are made.
     """
 
     def __init__(
@@ -63,21 +63,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Args:
           options: the model's options, which set the number of micro-batches in a call.
           dataset: a data set of torch, with an index or iterable.
-          batch_size: rows of a micro-batch. With None, the data set's elements are taken as they are.
-          shuffle: whether rows come in a new order in each iteration; None means no.
-          num_workers: the number of processes that load rows. With 0, the process that makes batches does.
-          drop_last: whether rows left over at the end, too few for a call, are dropped.
-          persistent_workers: whether workers stay from one iteration to the next; None means yes.
+          batch_size: rows of a micro-batch. None: the data set's elements are used as they are.
+          shuffle: whether rows come in a new order in each iteration; None: False.
+          num_workers: the number of processes that load rows. With 0, the process that makes batches loads
+            them.
+          drop_last: whether the last rows are dropped if they are too few for a call.
+          persistent_workers: whether workers stay from one iteration to the next; None: True.
           auto_distributed_partitioning: whether each of several processes (`options.Distributed`) gets its
               part of the data: contiguous and equal parts, of a permutation that all have in common if rows
               are shuffled. Otherwise the data set or the sampler must do this.
-          mode: where batches are made. Sync: in this process; Async: in another one, see
-            `AsynchronousDataAccessor`; AsyncRebatched: in another one, from smaller batches of the workers.
+          mode: the process in which batches are made. Sync: this process; Async: another process, see
+            `AsynchronousDataAccessor`; AsyncRebatched: another process, from smaller batches of the
+            workers.
           async_options: arguments of `AsynchronousDataAccessor`, by name.
-          rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None for the number
-            that is yielded.
-          batch_sampler: torch's, in place of `batch_size`. It yields the indices of the rows of each
-            micro-batch.
+          rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None: as many as in
+            the yielded batches.
+          batch_sampler: a torch batch sampler, in place of `batch_size`. It yields the indices of each
+            micro-batch's rows.
           **kwargs: torch's other arguments.
 
         Raises:

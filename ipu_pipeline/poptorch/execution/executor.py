@@ -1,4 +1,4 @@
-"""A wrapped model: called with all micro-batches at once, it runs on its devices."""
+"""A wrapped model, which takes all micro-batches of a call together and runs on its devices."""
 
 from __future__ import annotations
 
@@ -76,26 +76,26 @@ NOT_COMPILED = (
 
 
 class PoplarExecutor:
-    """A wrapped model, as `trainingModel` and `inferenceModel` return it.
+    """A wrapped model, the result of `trainingModel` and `inferenceModel`.
 
-    Any other attribute or method is the user's model's.
+    Other attributes and methods are the user's model's.
 
-    Several threads may use it; one call runs at a time, also among models that wrap the same user's model.
+    Several threads may use it; one call runs at a time, also of all wrappers of the same model.
 
     Attributes:
-      per_replica_params: maps the name of a parameter to how replicas are grouped, how many replicas a
-        group has, and whether the parameter has a row (along a new first dimension) for each group or for
-        each replica. `executor.weight.replicaGrouping(kind, size, mode)` sets the entry of "weight".
-        Forward sees the row of its own replica. A row's gradients are summed over its group and divided by
-        the number of all replicas. With `AllReplicas` a group's rows are equal; `CommGroupType.All` changes
-        nothing. `max_grad_norm` counts the rows of all groups. Entries are read when the model is compiled.
+      per_replica_params: for parameters by name, the grouping of replicas, the size of a group, and whether
+        the parameter has a row (along a new first dimension) for each group or for each replica.
+        `executor.weight.replicaGrouping(kind, size, mode)` sets the entry of "weight". Forward sees the row
+        of its own replica. A row's gradients are summed over its group and divided by the number of all
+        replicas. With `AllReplicas` a group's rows are equal; `CommGroupType.All` changes nothing.
+        `max_grad_norm` counts the rows of all groups. Entries are read when the model is compiled.
     """
 
     def __init__(self, wrapped: Wrapped, optimizer: torch.optim.Optimizer | None) -> None:
         """Wraps a model; nothing is compiled yet.
 
         Args:
-          wrapped: the model, and how it is to run.
+          wrapped: the model and its options.
           optimizer: the optimizer of a model that trains; None for inference.
         """
         self._wrapped = wrapped
@@ -132,7 +132,7 @@ class PoplarExecutor:
           **kwargs: its keyword arguments, with the same layout.
 
         Returns:
-          What forward returns, for the micro-batches that the output mode selects.
+          The results of forward, for the micro-batches that the output mode selects.
 
         Raises:
           AssertionError: there are too many arguments, or one is unknown, given twice, or cannot be cut
@@ -190,14 +190,14 @@ class PoplarExecutor:
 
     @translating
     def resume(self, num_done: int = 0) -> int:
-        """Lets training go on from memory, where `ipu-pipeline launch --restarts` starts processes again.
+        """Continues training from memory after `ipu-pipeline launch --restarts` has restarted processes.
 
-        PopTorch does not have this. From now on the state is kept in the machines' memory before each call:
-        weights, buffers, the optimizer's state and values, and random numbers. After a restart, weights and
-        buffers are put into the user's model at once, and all of it on the devices when the model is
-        compiled, so that training goes on as if nothing had failed, to the last bit. What the program keeps
-        itself it has to bring to the same place: a data loader, or a scheduler of rates. Without that
-        launcher, nothing is kept.
+        PopTorch does not have this. After this call, the state is kept in the machines' memory before each
+        call of the model: weights, buffers, the optimizer's state and values, and random numbers. After a
+        restart, weights and buffers are copied to the user's model at once, and the whole state to the
+        devices when the model is compiled, so that training continues exactly as if nothing had failed. The
+        program must set its own state, such as a data loader or a learning rate scheduler, to the same
+        position. Without that launcher, nothing is kept.
 
         Call it before the first call, in all processes, and for several models in the same order:
 
@@ -205,18 +205,18 @@ class PoplarExecutor:
                 output, loss = training_model(*batch(step))
 
         Args:
-          num_done: how many calls had been done when the program saved what it has loaded from disk. What
-            is in memory is left alone if it is of fewer calls.
+          num_done: the number of finished calls in a state that the program has loaded from disk. A state
+            in memory with fewer calls is not used.
 
         Returns:
-          How many calls are done: `num_done`, or more if memory has them.
+          The number of finished calls: `num_done`, or more if memory has a newer state.
 
         Raises:
           RuntimeError: the model does not train.
           Error: the model has been compiled, or this was called before.
-          ValueError: what is in memory is of another model.
+          ValueError: the state in memory belongs to another model.
           OSError: the launcher's directory cannot be made, or another user may write to it.
-          TypeError: `num_done` is no number of calls.
+          TypeError: `num_done` is not a number of calls.
         """
         if not self._wrapped.trains:
             raise RuntimeError("resume is for training models: the weights of this one do not change.")
@@ -240,16 +240,16 @@ class PoplarExecutor:
     def generate(self) -> Callable[..., Any]:
         """Generates tokens on the devices, with a decoder of transformers that is wrapped for inference.
 
-        `executor.generate(input_ids, attention_mask=mask, max_new_tokens=32)` takes the arguments of
-        transformers' `generate` and returns what it returns, int64 [rows, length]: prompts, new tokens,
-        padding. Keys and values stay on the devices of their layers. docs/poptorch.md says which arguments
-        are supported; others raise an `Error` that names them. Samples depend on `Options.randomSeed`, or
-        else on `torch.manual_seed`. For other models it is the model's own `generate`, which runs on the
-        host, as `executor.model.generate` always does.
+        `executor.generate(input_ids, attention_mask=mask, max_new_tokens=32)` has the arguments and the
+        result of transformers' `generate`: int64 [rows, length] with prompts, new tokens and padding. Keys
+        and values stay on the devices of their layers. docs/poptorch.md lists the supported arguments;
+        others raise an `Error` that names them. Samples depend on `Options.randomSeed`, or else on
+        `torch.manual_seed`. For other models, this is the model's own `generate`, which runs on the host,
+        like `executor.model.generate`.
 
-        The model is captured for chunks of 1, 8 and 64 tokens, the last one for the first prompt that is as
-        long. It is compiled again for more rows, and for requests longer than the caches, whose lengths are
-        powers of two from 32. A model that is also called has its weights on the devices twice.
+        The model is captured for chunks of 1, 8 and 64 tokens, the last one when the first prompt of this
+        length comes. It is compiled again for more rows, and for requests longer than the caches, whose
+        lengths are powers of two from 32. A model that is also called has its weights on the devices twice.
         """
         if generates_on_devices(self._wrapped):
             return self._generate
@@ -473,7 +473,7 @@ class PoplarExecutor:
 
     @translating
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copies them if those on the devices are newer; says whether they were."""
+        """Copies them if the devices' values are newer; returns whether they were."""
         return self._host.refresh()
 
     @translating
@@ -561,7 +561,7 @@ class PoplarExecutor:
 
     @translating
     def attachToDevice(self) -> None:
-        """Puts the weights of the user's model, and the optimizer's state, on the devices again.
+        """Copies the weights of the user's model, and the optimizer's state, to the devices again.
 
         Raises:
           AssertionError: the devices are offline.
@@ -584,7 +584,7 @@ class PoplarExecutor:
 
     @translating
     def detachFromDevice(self) -> None:
-        """Copies the weights to the host if they are newer, and lets go of the devices' memory.
+        """Copies the weights to the host if they are newer, and frees the devices' memory.
 
         Raises:
           Error: the model has not been compiled, or is detached.
@@ -601,12 +601,13 @@ class PoplarExecutor:
 
     @translating
     def destroy(self) -> None:
-        """Copies newer weights to the host, and discards everything that was compiled.
+        """Copies newer weights to the host, and discards all compiled programs.
 
         The user's model can be wrapped again, and the next call compiles again.
 
         Raises:
-          Error: the weights on the devices are lost. The rest is still done, and the host keeps its own.
+          Error: the weights on the devices are lost. Programs are still discarded, and the host's weights
+            stay.
         """
         with self._host.lock:
             try:
@@ -679,7 +680,7 @@ class PoplarExecutor:
           Error: the model has not been compiled; parameters have `replicaGrouping`; the file cannot be
             written; or arguments, results, options or the optimizer contain values that no file can hold.
           NotImplementedError: there are several processes (`Options.Distributed`).
-          TypeError: `filename` is no path, or a flag is no boolean.
+          TypeError: `filename` is not a path, or a flag is not a boolean.
         """
         _check_flag("export_model", export_model)
         _check_flag("save_rng_state", save_rng_state)
@@ -707,7 +708,7 @@ class PoplarExecutor:
     def loadExecutable(self, filename: PathLike) -> None:
         """Loads the graph of a model from a file, and compiles it.
 
-        Weights, options and the optimizer stay this wrapper's. From the file come the graph, the arguments
+        This wrapper keeps its weights, options and optimizer. The file supplies the graph, the arguments
         that it was compiled for, constant tensors, and the state of the random numbers. The model's own
         forward is no longer used.
 
@@ -715,9 +716,10 @@ class PoplarExecutor:
           filename: a file that `compileAndExport` or `save` wrote for a model like this one.
 
         Raises:
-          Error: the model has been compiled already; or the file is missing, damaged, or of another model.
+          Error: the model is already compiled; or the file is missing, damaged, or belongs to another
+            model.
           NotImplementedError: there are several processes (`Options.Distributed`).
-          TypeError: `filename` is no path.
+          TypeError: `filename` is not a path.
         """
         check_alone(self._wrapped.options, "loadExecutable")
         with self._host.lock:
@@ -867,7 +869,7 @@ class PoplarExecutor:
     # Times.
 
     def compilationTime(self) -> timedelta:
-        """How long compiling took.
+        """Returns the time that compiling took.
 
         Raises:
           Error: the model has not been compiled; or `Options.showCompilationProgressBar` is off.
@@ -879,7 +881,7 @@ class PoplarExecutor:
         return self._progress.time
 
     def getLatency(self) -> Latency:
-        """The least, greatest and mean time from input to output of the last call's micro-batches, in s."""
+        """The shortest, longest, mean time from input to output of the last call's micro-batches, in s."""
         return self._times.latency("input", "output_complete")
 
     def getHostIpuLatency(self) -> Latency:
@@ -899,7 +901,7 @@ class PoplarExecutor:
         return {name: list(times) for name, times in vars(self._times).items()}
 
     def cycleCount(self) -> int:
-        """Nanoseconds that the last call took: JAX devices count no cycles.
+        """Returns the nanoseconds of the last call, as JAX devices count no cycles.
 
         Raises:
           Error: `Options.logCycleCount` is off, or there was no call.
@@ -917,15 +919,15 @@ class PoplarExecutor:
     def summary(self, lines: bool = False) -> ModelSummary:
         """Describes the model: its stages with their modules, parameters, bytes and operations.
 
-        Before it is compiled, the summary has the modules, and how they will run. With several shapes it
-        describes the last ones that were called or compiled. "Net itself" in it is what the forward of Net
-        computes outside other modules. Operations are floating-point operations, estimated for a
-        micro-batch. The attribute `pipeline` is the engine's own summary. If the user's model has a method
-        of this name, it is `executor.model.summary`.
+        Before the model is compiled, the summary has the modules and counts per call. With several shapes
+        it describes the shapes that were called or compiled last. "Net itself" stands for operations in the
+        forward of Net outside other modules. Operations are floating-point operations, estimated for a
+        micro-batch. The attribute `pipeline` is the engine's summary. A method `summary` of the user's
+        model is `executor.model.summary`.
 
         Args:
-          lines: whether the summary also says what each line of the user's code becomes: its operations in
-            torch, their number of primitives in JAX, and the stage. This traces all operations.
+          lines: whether the summary also lists the lines of the user's code with their operations in torch,
+            the number of primitives in JAX, and the stage. This traces all operations.
 
         Returns:
           The summary, which `str` and `print` show as tables 100 columns wide.
@@ -971,7 +973,7 @@ class PoplarExecutor:
     # What it does not do.
 
     def train(self, mode: bool = True) -> torch.nn.Module:
-        """Sets the mode of the user's model. The compiled one keeps the modes of when it was wrapped."""
+        """Sets the mode of the user's model. The compiled model keeps its modes from wrapping."""
         if any(was != mode for was in self._wrapped.modes.values()):
             warn_once(
                 "train() and eval() of a wrapped model change the user's model. On the devices its modules "

@@ -139,7 +139,7 @@ def summarize_stages(
         if _count_rows(found) <= _MAX_ROWS:
             break
     lines = find_lines([section.nodes for section in stages.sections]) if has_lines else ()
-    pipeline = dataclasses.replace(pipeline, name=class_name)
+    pipeline = dataclasses.replace(pipeline, name=class_name, device_word="IPU")
     return ModelSummary(tuple(facts), pipeline=pipeline, stages=found, lines=lines)
 
 

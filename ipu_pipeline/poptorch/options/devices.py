@@ -1,4 +1,4 @@
-"""Options of devices and replicas: which, how many, and when devices are taken."""
+"""Options of devices and replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _check_proportions(name: str, value: Any) -> dict[int, float]:
 
 
 class DeviceOptions(OptionGroup):
-    """The part of `Options` about devices."""
+    """The options of devices and replicas in `Options`."""
 
     path = "poptorch.Options()"
 
@@ -44,7 +44,7 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def replicationFactor(self, replication_factor: int) -> Self:
-        """Sets how many copies of the model run together, each with its own devices and micro-batches.
+        """Sets the number of copies of the model, each with its own devices and micro-batches.
 
         Replica r of a model on S IPUs has devices r * S to r * S + S - 1.
 
@@ -63,15 +63,14 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
-        """Gives groups of replicas the same inputs. It matters only with `replicationFactor` above 1.
+        """Gives groups of replicas the same inputs. It has an effect only with `replicationFactor` above 1.
 
         Args:
           input_group_size: the number of replicas in a group.
-          input_group_type: how they are chosen: `Consecutive`, `Orthogonal`, or `NoGrouping` with groups
-            of 1.
+          input_group_type: the grouping: `Consecutive`, `Orthogonal`, or `NoGrouping` with groups of 1.
 
         Raises:
-          AssertionError: an argument is of a wrong type.
+          AssertionError: an argument has a wrong type.
           ValueError: the type is `All`, or the size is not a factor of the replication factor.
         """
         name = f"{self.path}.inputReplicaGrouping"
@@ -95,11 +94,11 @@ class DeviceOptions(OptionGroup):
 
     @configurable
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> None:
-        """Whether replicas must have the same buffers. It returns nothing.
+        """Sets whether replicas must have the same buffers. It returns nothing.
 
-        With True, the default, models with several replicas refuse to write a buffer. With False, each
-        replica keeps its own buffers from call to call. They start from the host's, as again after
-        `copyWeightsToDevice` and `attachToDevice`, and the host gets the first replica's.
+        With True, the default, writing a buffer is an error in models with several replicas. With False,
+        each replica keeps its own buffers from call to call. They start from the host's buffers, again
+        after `copyWeightsToDevice` and `attachToDevice`, and the host gets the first replica's.
 
         Raises:
           AssertionError: it is not a boolean.
@@ -110,13 +109,13 @@ class DeviceOptions(OptionGroup):
 
     @auto_round_num_ipus.setter
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> None:
-        """Whether more IPUs than the model uses are reserved, so that their number is a power of two."""
+        """Sets whether the number of reserved IPUs is rounded up to a power of two."""
 
     connection_type = Option(checks.member(ConnectionType), ConnectionType.Always)
 
     @connection_type.setter
     def connectionType(self, connection_type: ConnectionType) -> None:
-        """Whether a model is attached to its devices once it is compiled. With `Never` it cannot run."""
+        """Sets whether a model is attached to its devices when compiled. With `Never` it cannot run."""
 
     sync_pattern = Option(
         checks.member(SyncPattern),
@@ -148,13 +147,13 @@ class DeviceOptions(OptionGroup):
 
     @use_model.setter
     def useIpuModel(self, use_model: bool) -> None:
-        """Whether CPU devices stand for the IPUs, even if there are accelerators."""
+        """Sets whether CPU devices are the IPUs, even if there are accelerators."""
 
     ipu_id = Option(checks.integer(0))
 
     @ipu_id.setter
     def useIpuId(self, ipu_id: int) -> None:
-        """The number of the model's first device."""
+        """Sets the number of the model's first device."""
 
     ipu_version = Option(
         checks.integer(1),

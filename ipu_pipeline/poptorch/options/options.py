@@ -1,4 +1,4 @@
-"""`Options`: all settings of a model besides its layers."""
+"""`Options`: all settings of a model."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _check_schedule(name: str, value: Any) -> schedules.Schedule:
 
 
 class Options(DeviceOptions, DiagnosticOptions):
-    """Options of a model: how often it runs per call, on which devices and how, and what it returns.
+    """Options of a model: iterations per call, devices, schedule and returned outputs.
 
     Setters return the options, so that calls can be chained. docs/poptorch_options.md has a table of
-    them. New options take the values in the environment variables POPTORCH_DEFAULT_OPTIONS and
+    them. New options take values from the environment variables POPTORCH_DEFAULT_OPTIONS and
     POPTORCH_CACHE_DIR; see `environment`. A data loader and a wrapped model freeze their options.
 
     Attributes:
@@ -89,35 +89,35 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @device_iterations.setter
     def deviceIterations(self, device_iterations: int) -> None:
-        """The number of weight updates per call, or in inference of micro-batches."""
+        """Sets the number of weight updates per call; in inference, of micro-batches."""
 
     execution_strategy = Option(_check_strategy, PipelinedExecution())
 
     @execution_strategy.setter
     def setExecutionStrategy(self, strategy: Strategy | AutoStage) -> None:
-        """The stage of each block, and whether stages work at the same time.
+        """Sets the stage of each block, and whether stages work at the same time.
 
         Args:
-          strategy: the strategy. It is copied, so later changes to it have no effect here. An `AutoStage`
-            stands for `PipelinedExecution` with it.
+          strategy: the strategy. It is copied, so later changes to it have no effect. An `AutoStage`
+            stands for `PipelinedExecution(auto_stage)`.
 
         Raises:
-          AssertionError: it is something else.
+          AssertionError: it is not a strategy.
         """
 
     num_split_ipus = Option(checks.optional(checks.integer(1)), None)
 
     @num_split_ipus.setter
     def splitAutomatically(self, num_ipus: int | None) -> None:
-        """Cuts a model without blocks into stages, one for each of a number of IPUs. Not in PopTorch.
+        """Partitions a model without blocks automatically into stages, one per IPU. Not in PopTorch.
 
-        It is cut where a call takes least under the schedule: its parts are measured on the devices, once
-        for equal ones. The log (INFO) tells the stages and by what they were chosen. Numbers do not
-        depend on where it is cut. It does not go with blocks, phases, `allowNewShapes`, anchored gradients
-        and `checkIndices`.
+        The cuts are chosen for the shortest predicted call with the schedule: the model's parts are
+        measured on the devices, equal parts once. The log (INFO) has the stages and the reasons. Results do
+        not depend on the cuts. It cannot be combined with blocks, phases, `allowNewShapes`, anchored
+        gradients or `checkIndices`.
 
         Args:
-          num_ipus: the number of IPUs; None for a model that its blocks place.
+          num_ipus: the number of IPUs; None: blocks place the model.
 
         Raises:
           AssertionError: it is not an integer.
@@ -128,16 +128,16 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @pipeline_schedule.setter
     def setPipelineSchedule(self, schedule: schedules.Schedule) -> None:
-        """The order in which pipelined stages run forwards and backwards. Not in PopTorch.
+        """Sets the order in which pipelined stages run forwards and backwards. Not in PopTorch.
 
         Args:
-          schedule: a name of `ipu_pipeline.engine.schedules.named_schedules`, by default "grouped", or that
-            of another library ("1f1b"); `ipu_pipeline.engine.SearchedSchedule()`, the best order for the
-            stages' own costs; a function like `ipu_pipeline.engine.schedules.grouped`; or the path of a CSV
-            file, as PyTorch writes it. See docs/schedules.md. Functions and files are checked for a model's
-            stages and counts when the model is compiled. `PipelinedExecution(schedule=...)` has precedence.
-            But for "grouped", "interleaved" and "sequential", stages that `Stage` names or `AutoIncrement`
-            counts stay apart also where they follow each other on one IPU.
+          schedule: a name of `ipu_pipeline.engine.schedules.named_schedules`, by default "grouped", or a
+            name in another library ("1f1b"); `ipu_pipeline.engine.SearchedSchedule()`, the best order for
+            the costs of the stages; a function like `ipu_pipeline.engine.schedules.grouped`; or the path of
+            a CSV file in PyTorch's format. See docs/schedules.md. Functions and files are checked for a
+            model's stages and counts when the model is compiled. `PipelinedExecution(schedule=...)` has
+            precedence. With "grouped", "interleaved" and "sequential", consecutive stages on one IPU are
+            joined; with other schedules, stages given by `Stage` or `AutoIncrement` stay separate.
 
         Raises:
           ValueError: there is no such schedule.
@@ -151,14 +151,14 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @configurable
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Sets which micro-batches' outputs are returned.
+        """Selects the micro-batches whose outputs are returned.
 
         Args:
           output_mode: the default is `Final` in training, `All` in inference.
           output_return_period: the N of `OutputMode.EveryN`, for this mode only.
 
         Raises:
-          AssertionError: an argument is of a wrong type, or the period is missing.
+          AssertionError: an argument has a wrong type, or the period is missing.
           ValueError: the period is below 1.
         """
         period = check_output_mode(f"{self.path}.outputMode", output_mode, output_return_period)
@@ -196,10 +196,10 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @synthetic_data.setter
     def enableSyntheticData(self, enabled: bool | int) -> None:
-        """Whether the model's inputs are made up on the devices, to measure a model without its data.
+        """Sets whether inputs are generated on the devices, to measure a model without its data.
 
-        Only the shapes and dtypes of a call's tensors are used. An integer, as for PopART's modes, is
-        accepted too: 0 turns it off, any other turns it on.
+        Only the shapes and dtypes of a call's tensors are used. An integer, as for PopART's modes, is also
+        accepted: 0 turns it off, other values turn it on.
         """
 
     stable_norm = Option(
@@ -211,7 +211,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @stable_norm.setter
     def enableStableNorm(self, enabled: bool) -> None:
-        """Has no effect: norms are always computed in the stable way. True warns."""
+        """Has no effect: norms are always computed in a stable way. True warns."""
 
     allow_new_shapes = Option(
         checks.boolean, False, doc="Whether calls may have other shapes than the first."
@@ -220,7 +220,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @configurable
     def allowNewShapes(self, allow: bool = True, max_shapes: int = 8) -> Self:
-        """Lets calls have other shapes than the first. Not in PopTorch.
+        """Allows calls with other shapes than the first call's. Not in PopTorch.
 
         The model is compiled for each new shape. All programs share weights, buffers, random numbers and
         optimizer state, so shapes may change from call to call as in plain torch. Each call still has the
@@ -228,11 +228,11 @@ class Options(DeviceOptions, DiagnosticOptions):
         the same for all shapes. A shape that fails to compile changes nothing.
 
         Args:
-          allow: whether they may. If False, another shape is an error, as in PopTorch.
-          max_shapes: the largest number of shapes, including the first. One more is an error.
+          allow: whether other shapes are allowed. False: another shape is an error, as in PopTorch.
+          max_shapes: the most shapes, including the first. One more is an error.
 
         Raises:
-          AssertionError: an argument is of a wrong type.
+          AssertionError: an argument has a wrong type.
           ValueError: `max_shapes` is below 1.
         """
         number = checks.integer(1)(f"{self.path}.max_shapes", max_shapes)
@@ -248,19 +248,19 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     @relax_optimizer_attributes_checks.setter
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> None:
-        """Whether unexpected attributes of optimizers are passed over without a warning."""
+        """Sets whether unexpected attributes of optimizers are ignored without a warning."""
 
     index_checks = Option(checks.boolean, False)
 
     @index_checks.setter
     def checkIndices(self, enabled: bool = True) -> None:
-        """Whether an index out of range is an error, for debugging. Not in PopTorch.
+        """Sets whether an index out of range is an error, for debugging. Not in PopTorch.
 
-        Without it, reading out of range gives NaN (for integers the least value), and nothing is written
-        there. With it, the host checks the indices of each embedding, gather, scatter, index_select and
-        advanced index, and the classes of losses. This takes time, and there are two copies of the weights
-        while they are updated. If an index is wrong, the weights stay as they were before the update. It is
-        for one process.
+        By default, reading out of range gives NaN (for integers the lowest value), and writing out of range
+        does nothing. With this option, the host checks the indices of each embedding, gather, scatter,
+        index_select and advanced index, and the classes of losses. This takes time, and needs two copies of
+        the weights during an update. If an index is wrong, the weights stay as they were before the update.
+        It needs a single process.
         """
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
@@ -271,7 +271,8 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         Raises:
           AttributeError: the options are frozen.
-          ConfigFileError: a line cannot be read, or sets what cannot be set. The lines before it are set.
+          ConfigFileError: a line cannot be read, or its option cannot be set. The lines before it have been
+            applied.
           OSError: the file cannot be read.
         """
         self.check_not_frozen()
@@ -288,8 +289,8 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         Raises:
           AttributeError: the options are frozen, or a setter does not exist.
-          AssertionError: a value is of a wrong type.
-          ValueError: it is not such an object, or a value is out of range.
+          AssertionError: a value has a wrong type.
+          ValueError: the string is not such an object, or a value is out of range.
         """
         self.check_not_frozen()
         environment.load_json(self, string)

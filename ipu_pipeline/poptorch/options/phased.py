@@ -27,7 +27,7 @@ class PhasedExecution(Strategy):
     stage's position in its phase, and `ParallelPhasedExecution` twice that, plus 1 in odd phases.
 
     Attributes:
-      separate_backward_phase: whether the last phase's backward is a phase of its own.
+      separate_backward_phase: whether the last phase's backward is a separate phase.
     """
 
     separate_backward_phase: bool
@@ -93,7 +93,7 @@ class PhasedExecution(Strategy):
 
     @configurable
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
-        """Sets whether the last phase's backward is a phase of its own, separate from its forward.
+        """Sets whether the last phase's backward is a separate phase.
 
         Otherwise it belongs to the phase of the forward, whose values then stay on the devices.
 
@@ -114,7 +114,7 @@ class SerialPhasedExecution(PhasedExecution):
     """Phases run one after another, all on the same IPUs.
 
     Attributes:
-      tensors_liveness: when tensors of a phase are off the device.
+      tensors_liveness: the time at which tensors of a phase are off the device.
     """
 
     tensors_liveness: Liveness

@@ -16,7 +16,7 @@ __all__ = ["PipelinedExecution", "ShardedExecution", "Strategy"]
 
 
 class Strategy(EqualByValue):
-    """How a model is executed on its IPUs."""
+    """The base of execution strategies: stages of blocks, and their IPUs."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         """Takes all stages.
@@ -95,8 +95,8 @@ class PipelinedExecution(Strategy):
     """Stages work at the same time, each on a different micro-batch.
 
     Attributes:
-      auto_stage: how blocks become stages; None if the stages were given.
-      schedule: the order of forwards and backwards; None: that of `Options.setPipelineSchedule`.
+      auto_stage: the way in which blocks become stages; None if stages were given.
+      schedule: the order of forwards and backwards; None: see `Options.setPipelineSchedule`.
 
     Example:
       poptorch.PipelinedExecution(poptorch.Stage("B1", "B2").ipu(0), poptorch.Stage("B3").ipu(1))
@@ -110,7 +110,7 @@ class PipelinedExecution(Strategy):
         *args: AutoStage | Stage | str | Sequence[str],
         schedule: schedules.Schedule | None = None,
     ) -> None:
-        """Takes the stages, or the way they are made from blocks.
+        """Takes the stages, or the way in which blocks become stages.
 
         Args:
           args: one `AutoStage`, by default `AutoStage.SameAsIpu`; or the stages, each a `Stage`, the name
@@ -118,7 +118,7 @@ class PipelinedExecution(Strategy):
           schedule: as for `Options.setPipelineSchedule`. Not in PopTorch.
 
         Raises:
-          AssertionError: they are something else, or a block is in two stages.
+          AssertionError: an argument has a wrong type, or a block is in two stages.
           ValueError: there is no such schedule.
           TypeError: the schedule is not a function of the four arguments of `grouped`.
         """
@@ -152,13 +152,13 @@ class PipelinedExecution(Strategy):
 
 
 class ShardedExecution(PipelinedExecution):
-    """A micro-batch goes through all stages before the next one begins: one IPU works at a time.
+    """A micro-batch goes through all stages before the next one starts: one IPU works at a time.
 
-    It takes what `PipelinedExecution` takes, but for a schedule.
+    Its arguments are those of `PipelinedExecution`, without a schedule.
     """
 
     def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
-        """Takes the stages, or the way they are made from blocks; see `PipelinedExecution`."""
+        """Takes the stages, or the way in which blocks become stages; see `PipelinedExecution`."""
         super().__init__(*args)
 
 

@@ -1,4 +1,4 @@
-"""Options of where tensors are kept: in a device's memory or in the host's."""
+"""Options of the place of tensors: device memory or host memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorLocationSettings(OptionGroup):
 
     @onChip.setter
     def useOnChipStorage(self, use: bool) -> None:
-        """Whether they stay in the device's memory; if False, they are in the host's while unused."""
+        """Sets whether tensors stay in device memory. False: they are in host memory while unused."""
 
     @Option(
         checks.integer(0), no_effect="all tensors of a kind lie off the device, or none.", neutral=0
@@ -45,11 +45,11 @@ class TensorLocationSettings(OptionGroup):
 
     @Option(_flag).setter
     def useReplicatedTensorSharding(self, use: bool) -> None:
-        """Whether each replica keeps only a part of them, for the optimizer's state and for weights.
+        """Sets whether each replica keeps only a part of tensors, for the optimizer's state and weights.
 
         A tensor is divided along the first dimension whose size is a multiple of the number of replicas. A
         tensor without such a dimension stays whole. It has no effect with one replica, nor for activations
-        and sums of gradients, which are each replica's own: models that are wrapped with it warn.
+        and sums of gradients, which differ between replicas: models that are wrapped with it warn.
         """
 
     @Option(_flag, no_effect=_IO_TILES, neutral=0).setter
@@ -61,7 +61,7 @@ class TensorLocationSettings(OptionGroup):
         """Has no effect: other devices have no such tiles. True warns."""
 
     def to_dict(self) -> dict[str, int]:
-        """Returns what was set, by PopTorch's names of the keys. Booleans are 0 and 1."""
+        """Returns the settings, with PopTorch's keys. Booleans are 0 and 1."""
         return dict(self._values)
 
 
@@ -93,25 +93,25 @@ class TensorLocationOptions(OptionGroup):
 
     @location_activation.setter
     def setActivationLocation(self, location: TensorLocationSettings) -> None:
-        """Where a stage's tensors between its forward and its backward are kept."""
+        """Sets the location of the tensors that a stage keeps between its forward and its backward."""
 
     location_weight = Option(_location, {})
 
     @location_weight.setter
     def setWeightLocation(self, location: TensorLocationSettings) -> None:
-        """Where parameters are kept while no stage uses them."""
+        """Sets the location of parameters while no stage uses them."""
 
     location_optimizer = Option(_location, {})
 
     @location_optimizer.setter
     def setOptimizerLocation(self, location: TensorLocationSettings) -> None:
-        """Where the optimizer's state is kept between weight updates."""
+        """Sets the location of the optimizer's state between weight updates."""
 
     location_accumulator = Option(_location, {})
 
     @location_accumulator.setter
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> None:
-        """Where the sums of gradients are kept while no stage uses them."""
+        """Sets the location of the sums of gradients while no stage uses them."""
 
     num_io_tiles = Option(_check_tiles, no_effect=_IO_TILES)
 

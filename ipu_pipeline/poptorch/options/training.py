@@ -1,4 +1,4 @@
-"""Options of training: how gradients are accumulated and reduced."""
+"""Options of training: the accumulation and reduction of gradients."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class TrainingOptions(OptionGroup):
 
     @gradient_accumulation.setter
     def gradientAccumulation(self, gradient_accumulation: int) -> None:
-        """How many micro-batches go into a weight update."""
+        """Sets the number of micro-batches per weight update."""
 
     accumulation_and_replication_reduction_type = Option(_check_reduction, ReductionType.Mean)
 
     @accumulation_and_replication_reduction_type.setter
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> None:
-        """How the gradients of micro-batches and of replicas are reduced to one.
+        """Sets the reduction of the gradients over micro-batches and replicas.
 
         Args:
           reduction_type: `ReductionType.Sum` or `Mean`.
 
         Raises:
-          ValueError: it is neither.
+          ValueError: it is another value.
         """
 
     meanAccumulationAndReplicationReductionStrategy = Option(
@@ -51,24 +51,24 @@ class TrainingOptions(OptionGroup):
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> None:
-        """When a mean of gradients is divided.
+        """Sets the time of division in a mean of gradients.
 
-        If this is not called, it is `Post`, or `Running` if the optimizer accumulates in float16 (its
-        `accum_type`) without combined accumulation.
+        The default is `Post`, or `Running` if the optimizer accumulates in float16 (its `accum_type`)
+        without combined accumulation.
 
         Args:
-          mean_reduction_strategy: `Running`: as each micro-batch is added, so that sums stay small. `Post`
-            and `PostAndLoss`: at the end. Replicas' means are taken at the end in any case.
+          mean_reduction_strategy: `Running`: when each micro-batch is added, so that sums stay small.
+            `Post` and `PostAndLoss`: at the end. Means over replicas are always taken at the end.
         """
 
     automatic_loss_scaling = Option(checks.boolean, False)
 
     @automatic_loss_scaling.setter
     def setAutomaticLossScaling(self, enabled: bool) -> None:
-        """Whether the loss is scaled, so that float16 gradients neither vanish nor overflow.
+        """Sets whether the loss is scaled, so that float16 gradients neither vanish nor overflow.
 
-        The scale starts at the optimizer's `loss_scaling`. An update whose gradients are not all finite is
-        skipped, and halves the scale, down to 1. After 100 updates that were not skipped it doubles. All
+        The scale starts at the optimizer's `loss_scaling`. An update with gradients that are not finite is
+        skipped, and halves the scale, down to 1. After 100 updates without a skip the scale doubles. All
         replicas have the same scale.
         """
 
@@ -80,4 +80,4 @@ class TrainingOptions(OptionGroup):
 
     @convolution_dithering.setter
     def setConvolutionDithering(self, enabled: bool) -> None:
-        """Has no effect: it is about the tiles of an IPU. True warns."""
+        """Has no effect: it concerns the tiles of an IPU. True warns."""

@@ -58,7 +58,7 @@ class Estimator(abc.ABC):
     """Trains, evaluates and predicts.
 
     A step is a micro-batch of each replica, and `global_step` counts them. Messages go to the logger
-    "ipu_pipeline.estimator"; `train` says what a terminal shows.
+    "ipu_pipeline.estimator"; `train` describes the output on a terminal.
     """
 
     def __init__(
@@ -127,38 +127,39 @@ class Estimator(abc.ABC):
     ) -> Self:
         """Trains, from the last checkpoint in `model_dir` if there is one.
 
-        As in TensorFlow, the data set of `input_fn` begins with its first element. But a training that was
-        interrupted, by a signal, an error or the death of a process, goes on where its data stood at the
-        checkpoint, if `input_fn` has the same name. So it gives the same result as without. The data set
-        has to give the same elements again. A `functools.partial` is identified by its function's name, and
-        by the numbers and strings that it binds; lambdas of one function have the same name.
+        As in TensorFlow, the data set of `input_fn` starts with its first element. But training that was
+        interrupted by a signal, an error or the end of a process continues at the checkpoint's position in
+        the data, if `input_fn` has the same name, so that the result is the same as without interruption.
+        The data set must yield the same elements again. A `functools.partial` is identified by its
+        function's name and the numbers and strings that it binds; lambdas of one function have the same
+        name.
 
-        Checkpoints are saved as `config` says and at the end, unless a hook ends training with a
-        FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the
-        running weight update: it saves a checkpoint, and the process exits with 130 or 143. A second one
-        does not wait for the update.
+        Checkpoints are saved as set in `config`, and at the end, unless a hook ends training with a
+        FloatingPointError because the loss is not finite. SIGINT and SIGTERM end training after the current
+        weight update: a checkpoint is saved, and the process exits with 130 or 143. A second signal does
+        not wait for the update.
 
-        A terminal shows a bar, unless TQDM_DISABLE=1 is set. The logger gets the steps at which training
-        begins and ends, every checkpoint, and, as often as `config` says, the loss and the speed. Files
-        that cannot be written are found before anything compiles.
+        A terminal shows a progress bar, unless TQDM_DISABLE=1 is set. The logger gets the steps at which
+        training starts and ends, every checkpoint, and, as often as set in `config`, the loss and the
+        speed. Files that cannot be written cause an error before anything compiles.
 
         Args:
-          input_fn: takes any of `mode`, `params` and `config`, returns a data set as `IPUInfeedQueue`
-            takes it. Training ends at its end.
-          hooks: called around each run, after those of the specification.
-          steps: how many micro-batches each replica is to train on, a multiple of `iterations_per_loop`.
-          max_steps: the `global_step` to train until, instead. The last weight update may go beyond it.
+          input_fn: a function of any of `mode`, `params` and `config` that returns a data set for
+            `IPUInfeedQueue`. Training ends when it ends.
+          hooks: called around each run, after the specification's hooks.
+          steps: the number of micro-batches for each replica, a multiple of `iterations_per_loop`.
+          max_steps: in place of `steps`, the last `global_step`. The last weight update may go beyond it.
           saving_listeners: called around each save of a checkpoint; training then waits for the save.
 
         Returns:
           The estimator.
 
         Raises:
-          CheckpointError: no checkpoint in `model_dir` can be read, or the newest readable one is of
-            another model; the data set is shorter than it was; or the last checkpoint cannot be written.
-          OSError: nothing can be written to `model_dir`.
-          SystemExit: a signal came.
-          TypeError, ValueError: an argument, or what `model_fn` or `input_fn` returns, is not usable.
+          CheckpointError: no checkpoint in `model_dir` can be read, or the newest readable one belongs to
+            another model; the data set is shorter than before; or the last checkpoint cannot be written.
+          OSError: `model_dir` cannot be written to.
+          SystemExit: a signal was received.
+          TypeError, ValueError: an argument, or the result of `model_fn` or `input_fn`, is wrong.
         """
         given = check_hooks(hooks, "hooks")
         listeners = check_listeners(saving_listeners, "train")
@@ -238,19 +239,19 @@ class Estimator(abc.ABC):
         """Evaluates the variables of a checkpoint.
 
         Args:
-          input_fn: same as for `train`.
-          steps: the number of micro-batches of each replica, a multiple of `iterations_per_loop`; None for
-            the whole data set. All of them count, also if there are fewer than a run takes.
-          hooks: called around each run, after those of the specification.
-          checkpoint_path: the checkpoint; None for the newest in `model_dir`. If there is none, the
-            initial values are evaluated, with a warning.
+          input_fn: as for `train`.
+          steps: the number of micro-batches of each replica, a multiple of `iterations_per_loop`; None: the
+            whole data set, including a last run with fewer micro-batches.
+          hooks: called around each run, after the specification's hooks.
+          checkpoint_path: the checkpoint; None: the newest in `model_dir`. If there is none, the initial
+            values are evaluated, with a warning.
           name: the name of this evaluation, if there are several: scalars go to the folder eval_<name>.
 
         Returns:
           The means of the metrics over micro-batches, by name, with "loss"; and "global_step".
 
         Raises:
-          CheckpointError: the checkpoint cannot be read, or is of another model.
+          CheckpointError: the checkpoint cannot be read, or belongs to another model.
           KeyError, TypeError: `eval_metrics_fn` does not return a dict with "loss".
           ValueError: an argument is not usable, or the data set is empty.
         """
@@ -278,16 +279,16 @@ class Estimator(abc.ABC):
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
     ) -> Iterator[Any]:
-        """Yields predictions for all of a data set.
+        """Yields predictions for a whole data set.
 
         Args:
-          input_fn: same as for `train`.
-          predict_keys: the entries to yield, if the last stage returns a dict; None for all.
-          hooks: called around each run, after those of the specification.
-          checkpoint_path: same as for `evaluate`.
-          yield_single_examples: False yields what the last stage returns for each micro-batch, not example
-            by example along the first axis. A scalar for each micro-batch is one example.
-          num_predictions: the largest number of predictions to yield.
+          input_fn: as for `train`.
+          predict_keys: the entries to yield, if the last stage returns a dict; None: all.
+          hooks: called around each run, after the specification's hooks.
+          checkpoint_path: as for `evaluate`.
+          yield_single_examples: whether to yield single examples along the first axis. False: the last
+            stage's results for each micro-batch. A scalar per micro-batch is one example.
+          num_predictions: the most predictions to yield.
 
         Yields:
           An array, or a dict of arrays.
@@ -327,8 +328,8 @@ class Estimator(abc.ABC):
 
         Args:
           export_dir_base: the folder in which a new folder is written, named by the time, in seconds.
-          serving_input_receiver_fn: takes nothing, returns a description of a micro-batch, which goes to
-            the first stage, or as features to the `model_fn`: a pytree of `jax.ShapeDtypeStruct`s,
+          serving_input_receiver_fn: a function without arguments that describes a micro-batch, for the
+            first stage or, as features, for the `model_fn`: a pytree of `jax.ShapeDtypeStruct`s,
             placeholders or arrays; or an object with such `features`.
           assets_extra: only None.
           as_text: only False.

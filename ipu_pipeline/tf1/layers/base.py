@@ -38,10 +38,10 @@ _COMMON = ("name", "dtype", "param_dtype", "trainable")
 
 
 class Layer(abc.ABC):
-    """What layers share: a name, and a scope for variables that a second call uses again.
+    """The base of layers: a name, and a scope of variables that later calls use again.
 
-    Within a program, a layer without a `name` is called after its kind, `dense`, and the next one in the
-    same scope `dense_1`, counted over all stages.
+    In a program, a layer without `name` is named after its kind, `dense`, and the next one in the same
+    scope `dense_1`, counted over all stages.
 
     Example:
       >>> def stage(x):
@@ -67,15 +67,15 @@ class Layer(abc.ABC):
 
         Args:
           name: the scope of its variables.
-          dtype: of the computation, a floating-point one; None: that of `mixed_precision`, by default
-            float32.
-          param_dtype: of its variables, a floating-point one; None: that of `mixed_precision`, by default
-            the one that it computes in.
+          dtype: the floating-point dtype of the computation; None: the dtype of `mixed_precision`, by
+            default float32.
+          param_dtype: the floating-point dtype of its variables; None: the `param_dtype` of
+            `mixed_precision`, by default the dtype of the computation.
           trainable: whether an optimizer trains its variables.
 
         Raises:
-          TypeError: `trainable` is no boolean.
-          ValueError: a dtype is not a floating-point one.
+          TypeError: `trainable` is not a boolean.
+          ValueError: a dtype is not a floating-point dtype.
         """
         self.name = name
         layer = type(self).__name__

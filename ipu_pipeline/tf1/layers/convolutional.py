@@ -116,8 +116,7 @@ class _GroupedConvolution(_Convolution):
 class Conv2D(_GroupedConvolution):
     """`activation(convolution of inputs with kernel + bias)`, over height and width.
 
-    Inputs are [batch, height, width, channels]. Strides and dilation may go together, which Keras does not
-    allow.
+    Inputs are [batch, height, width, channels]. Strides and dilation may be combined, unlike in Keras.
 
     Example:
       >>> def stage(images):
@@ -193,7 +192,7 @@ class Conv1D(_GroupedConvolution):
 
 @with_arguments
 class DepthwiseConv2D(_Convolution):
-    """Each channel convolved with kernels of its own: `activation(convolution + bias)`.
+    """Convolves each channel with its own kernels: `activation(convolution + bias)`.
 
     Inputs are [batch, height, width, channels], outputs [batch, rows, columns, channels x multiplier].
 
@@ -249,10 +248,10 @@ def _check_output_padding(layer: str, argument: str, value: Any) -> None:
 
 @with_arguments
 class Conv2DTranspose(_Convolution):
-    """The transpose of a convolution, which makes images larger: `activation(it + bias)`.
+    """A transposed convolution, which enlarges images: `activation(transposed convolution + bias)`.
 
-    Inputs are [batch, height, width, channels]. It is the gradient of `Conv2D` with the same arguments with
-    respect to its inputs.
+    Inputs are [batch, height, width, channels]. The transposed convolution is the gradient of `Conv2D` with
+    the same arguments with respect to its inputs.
 
     Example:
       >>> def stage(features):

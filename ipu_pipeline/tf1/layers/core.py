@@ -66,11 +66,11 @@ class Dense(VariableLayer):
 
 @with_arguments
 class Embedding(VariableLayer):
-    """A row of `embeddings` for each integer.
+    """Looks up a row of `embeddings` for each integer.
 
-    For a number below 0, or not below `input_dim`, the row is NaN, so that the loss shows it, and
-    `embeddings` gets no gradient from it. The values are not known when the program is compiled, so there
-    is no error, as TensorFlow raised on a CPU.
+    For integers below 0 or of at least `input_dim`, the row is NaN, so that the loss shows the fault, and
+    `embeddings` gets no gradient from it. TensorFlow raises an error on a CPU; a compiled program cannot,
+    as values are not known when it is compiled.
 
     Example:
       >>> def stage(tokens):
@@ -112,7 +112,7 @@ class Embedding(VariableLayer):
 
 @with_arguments
 class Flatten(PlainLayer):
-    """[batch, ...] to [batch, features]. It keeps the dtype.
+    """Reshapes [batch, ...] to [batch, features]. It keeps the dtype.
 
     Example:
       >>> def stage(images):
@@ -133,7 +133,7 @@ class Flatten(PlainLayer):
 
 @with_arguments
 class Activation(PlainLayer):
-    """A function of the activations, by itself or by its name in Keras. It has no variables.
+    """Applies a function, given itself or by its name in Keras. It has no variables.
 
     Example:
       >>> def stage(x):
@@ -167,8 +167,8 @@ def _check_seed(layer: str, argument: str, value: Any) -> int | None:
 class Dropout(PlainLayer):
     """Sets a random part of the activations to 0, and scales the others by 1/(1-rate).
 
-    The mask depends on the session's seed, the execution, the micro-batch and the layer's scope, and not
-    on how layers are split into stages. It keeps the dtype.
+    The mask depends on the session's seed, the execution, the micro-batch and the layer's scope, and not on
+    the split into stages. It keeps the dtype.
 
     Example:
       >>> def stage(x):

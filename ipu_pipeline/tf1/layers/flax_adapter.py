@@ -67,32 +67,32 @@ def _check_init_inputs(_layer: str, _argument: str, value: Any) -> Any:
 
 @with_arguments
 class Flax(VariableLayer):
-    """A module of flax.linen or flax.nnx as a layer within a stage.
+    """A module of flax.linen or flax.nnx as a layer in a stage.
 
-    Variables are called after their paths in the module, within the scope `flax` (`flax_1`, ... for others
-    in the same scope) or `name`: `flax/Dense_0/kernel`. Parameters are trained. What else a module keeps,
-    such as batch statistics, are variables that are not trained; what a call changes of them is assigned,
-    once per micro-batch. Random keys, as of dropout, come from `next_rng_key()`, so masks do not depend on
-    how layers are split into stages. Applied again, the layer uses the same variables again.
+    Variables are named after their paths in the module, in the scope `flax` (`flax_1`, ... for further
+    modules in the same scope) or `name`: `flax/Dense_0/kernel`. Parameters are trained. Other state of a
+    module, such as batch statistics, becomes variables that are not trained; changes by a call are assigned
+    once per micro-batch. Random keys, such as dropout's, come from `next_rng_key()`, so masks do not depend
+    on the split into stages. A second call uses the same variables again.
 
     linen: `Flax(module)(*inputs, **options)` calls the module with them. Variables outside the collection
     `params` have its name in front: `flax/batch_stats/BatchNorm_0/mean`. A variable's initial value is what
-    the module's own `init` makes with the variable's key, of zeros in place of inputs; it depends on the
-    session's seed and the variable's name alone. The random stream `dropout` has the key of
-    `next_rng_key()`, all others another one that is folded from it.
+    the module's own `init` makes with the variable's key and zeros as inputs; it depends only on the
+    session's seed and the variable's name. The random stream `dropout` has the key of `next_rng_key()`;
+    other streams have keys derived from it.
 
-    nnx: modules have values from the start, and these are the initial values of the variables, whatever the
-    session's seed. So make the module outside of the stage, and give it seeds of its own. `Param`s are
-    trained, `RngState` is replaced in each call by keys folded from `next_rng_key()` and the path, and
-    every other `Variable` is assigned when a call changes it. A `Variable` that stands at several places,
-    of one module or of those of several layers (tied embeddings), is one variable of the program, called
-    after the first place that is traced. The given module itself is never changed.
+    nnx: a module already has values, which become the variables' initial values, whatever the session's
+    seed. So make the module outside of the stage, with its own seeds. `Param`s are trained, `RngState` is
+    replaced in each call by keys derived from `next_rng_key()` and the path, and every other `Variable` is
+    assigned when a call changes it. A `Variable` in several places of one or more modules (tied embeddings)
+    is one variable of the program, named after the place that is traced first. The module that you pass is
+    never changed.
 
-    A module has dtypes of its own. What is said here, by arguments or by `mixed_precision`, comes on top:
-    with `param_dtype`, the variables of its floating-point parameters have that dtype in place of the
-    module's; with `dtype`, the module gets these parameters and its floating-point inputs cast to it, and
-    so computes in it wherever it has no other dtype of its own. Its outputs are left as it makes them, and
-    what else it keeps (batch statistics) has the dtype that the module gives it.
+    A module has its own dtypes. The arguments here, or `mixed_precision`, apply in addition: with
+    `param_dtype`, the variables of floating-point parameters have this dtype in place of the module's; with
+    `dtype`, these parameters and floating-point inputs are cast to it, so that the module computes in it
+    unless it sets another dtype. Its outputs and its other state (batch statistics) keep the module's
+    dtypes.
 
     Example:
       >>> import flax.linen
@@ -152,18 +152,18 @@ class Flax(VariableLayer):
 
         Args:
           *inputs: the module's arguments.
-          training: whether it is applied as in training; None: in a program that trains. A linen module
-            gets it as the argument `train`, `training` or `is_training`, or its opposite as `deterministic`
-            or `use_running_average`, if its call takes that and it has not been set as an attribute of the
-            module. An nnx module is put into that mode by `train()` or `eval()`.
-          **options: the module's keyword arguments; with one of those names, that is what it gets.
+          training: whether it is applied as in training; None: True in a program that trains. A linen
+            module gets it as the argument `train`, `training` or `is_training`, or its opposite as
+            `deterministic` or `use_running_average`, if its call has such an argument and the module has no
+            attribute for it. An nnx module is switched with `train()` or `eval()`.
+          **options: the module's keyword arguments; these override the argument for `training`.
 
         Returns:
-          What the module returns.
+          The module's result.
 
         Raises:
-          ValueError: `training` is given, and a linen module takes none of those arguments; or an nnx
-            module was made within the stage, or changes one of its parameters.
+          ValueError: `training` is given, but the linen module has none of these arguments; or an nnx
+            module was made inside the stage, or changes one of its parameters.
         """
         with self._own_scope(), jax.numpy_dtype_promotion("standard"):  # Flax mixes dtypes freely
             return self._apply(inputs, training, options)

@@ -104,22 +104,22 @@ class _Normalization(VariableLayer):
 class BatchNormalization(_Normalization):
     """Normalizes each index of an axis over all other axes.
 
-    In training by the mean and variance of the micro-batch, which also move `moving_mean` and
-    `moving_variance`, once per micro-batch and in their order:
+    In training it uses the mean and variance of the micro-batch, which also update `moving_mean` and
+    `moving_variance`, once per micro-batch and in order:
 
-        moving = moving * momentum + of the micro-batch * (1 - momentum)
+        moving = moving * momentum + micro-batch's value * (1 - momentum)
 
-    Otherwise by the moving ones. As in TensorFlow 1, inputs of rank 4 with `axis` 1 or 3 and a dtype of at
-    most 32 bits are a case of their own, which its fused kernel computed: `moving_variance` gets the
-    variance with Bessel's correction, n / (n - 1) times the biased one of the n numbers that normalizes,
-    and `epsilon` is at least 1.001e-5. For other inputs it gets the biased one.
+    Otherwise it uses the moving statistics. As in TensorFlow 1, inputs of rank 4 with `axis` 1 or 3 and a
+    dtype of at most 32 bits are treated like in its fused kernel: `moving_variance` gets the variance with
+    Bessel's correction, n / (n - 1) times the biased variance of the n numbers, and `epsilon` is at least
+    1.001e-5. For other inputs it gets the biased variance.
 
-    Each replica has statistics of its own micro-batches. Where they are synchronized, they are those of
-    micro-batch k of all replicas together, as if these were one. Either way the moving ones become their
-    means over replicas at each weight update.
+    Each replica has the statistics of its own micro-batches. If statistics are synchronized, they are taken
+    over micro-batch k of all replicas together. In both cases the moving statistics are averaged over the
+    replicas at each weight update.
 
-    Both moving statistics are at least float32, whatever dtypes the layer has: in bfloat16 a step of
-    a hundredth would mostly be rounded away.
+    The moving statistics are at least float32, whatever the layer's dtypes: in bfloat16 a step of a
+    hundredth would mostly be rounded away.
 
     Example:
       >>> def stage(x):

@@ -1,6 +1,6 @@
-"""`mixed_precision`: which dtype layers compute in, and which one their variables have.
+"""`mixed_precision`: the dtypes in which layers compute, and the dtypes of their variables.
 
-Source of the idea, and of the names of policies: P. Micikevicius et al., Mixed Precision Training,
+Sources of the method and of the policies' names: P. Micikevicius et al., Mixed Precision Training,
 arXiv:1710.03740, and Keras's `mixed_precision`. Weights are kept in 32 bits, so that small updates are not
 rounded away, and are cast to 16 bits where they are used.
 """
@@ -57,24 +57,23 @@ def current() -> Policy:
 def mixed_precision(
     policy: str | Policy | None = None, *, dtype: Any = None, param_dtype: Any = None
 ) -> Iterator[Policy]:
-    """Gives dtypes to the layers that are made or applied in a `with` block and do not have their own.
+    """Sets the dtypes of layers that are made or applied in a `with` block and have no dtypes of their own.
 
-    Layers cast inputs and variables to the one, which their outputs have, too, and ask for variables in the
-    other. The functions of `normalization_ops` do so likewise. What has no variables (Dropout, Activation,
-    pooling) keeps the dtype of its inputs, and `get_variable` gives what it is asked for.
+    Layers cast inputs and variables to `dtype`, which their outputs have, too, and create variables in
+    `param_dtype`. So do the functions of `normalization_ops`. Layers without variables (Dropout,
+    Activation, pooling) keep the dtype of their inputs, and `get_variable` is not affected.
 
-    Some things are computed in float32, or wider, whatever the dtype: all of a normalization, with `gamma`
-    and `beta` as they are; moving statistics; sums and gates of LSTM and GRU. What their backward needs of
-    it is held in that dtype. Gradients of biases, of embeddings and of recurrent weights are added in
-    `param_dtype` at least.
+    Some operations use float32 or wider for any dtype: all of a normalization, with `gamma` and `beta` not
+    cast; moving statistics; sums and gates of LSTM and GRU. Values that their backward needs are held in
+    this dtype. Gradients of biases, embeddings and recurrent weights are added in at least `param_dtype`.
 
-    Blocks nest: what an inner one does not say, the outer one does. An argument of a layer comes first,
-    then the block that it is made in, then the block that it is applied in, each dtype for itself. Where
-    nobody says anything, layers compute in float32, and a layer's variables have the dtype that it computes
-    in. (`layers.Flax` leaves to the module what nobody says.)
+    Blocks nest: an inner block overrides the dtypes that it sets. For each dtype, a layer's argument has
+    priority, then the block in which the layer is made, then the block in which it is applied. Without any,
+    layers compute in float32, and a layer's variables have the dtype of its computation. (`layers.Flax`
+    then leaves the dtypes to the module.)
 
-    A block counts for what is traced within it: it stands in a stage, or around `ipu_compiler.compile`, in
-    the thread that calls it.
+    A block affects what is traced inside it: use it in a stage, or around `ipu_compiler.compile`, in the
+    calling thread.
 
     Example:
       >>> def stage(x):
@@ -89,18 +88,18 @@ def mixed_precision(
       float32
 
     Args:
-      policy: "mixed_bfloat16" or "mixed_float16", as in Keras: computation in that, variables in float32;
-        or the name of a floating-point dtype, which both have; or what another block gave.
-      dtype: in place of `policy`: of the computation, a floating-point dtype. It may be wider than
+      policy: "mixed_bfloat16" or "mixed_float16", as in Keras: computation in this dtype, variables in
+        float32; or the name of a floating-point dtype for both; or the value that another block yielded.
+      dtype: in place of `policy`, the floating-point dtype of the computation. It may be wider than
         `param_dtype`, which saves memory for weights that are not trained.
-      param_dtype: in place of `policy`: of variables, a floating-point dtype.
+      param_dtype: in place of `policy`, the floating-point dtype of variables.
 
     Yields:
-      What holds in the block: `dtype` and `param_dtype`, each None if nobody says it.
+      The policy in the block: `dtype` and `param_dtype`, each None if not set.
 
     Raises:
-      ValueError: there is no such policy, a dtype is no floating-point one, or a policy is given beside
-        a dtype.
+      ValueError: there is no such policy, a dtype is not a floating-point dtype, or both a policy and a
+        dtype are given.
     """
     given = Policy(
         check_dtype("mixed_precision", "dtype", dtype),

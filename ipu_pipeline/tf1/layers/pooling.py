@@ -71,8 +71,8 @@ class _Pooling2D(spatial.Windowed, PlainLayer):
 class MaxPooling2D(_Pooling2D):
     """The largest value in each window of [batch, height, width, channels].
 
-    The gradient goes to the largest value, among equal ones to the first. It keeps the dtype, a
-    floating-point one.
+    The gradient goes to the largest value, or to the first of equal ones. It keeps the floating-point
+    dtype.
 
     Example:
       >>> def stage(images):
@@ -93,8 +93,8 @@ class MaxPooling2D(_Pooling2D):
 class AveragePooling2D(_Pooling2D):
     """The mean of each window of [batch, height, width, channels].
 
-    With padding "same" it is the mean of those of the window's values that lie within the inputs. Sums
-    are at least in float32. It keeps the dtype, a floating-point one.
+    With padding "same", only the window's values inside the inputs count. Sums are computed in at least
+    float32. It keeps the floating-point dtype.
 
     Example:
       >>> def stage(images):
@@ -123,7 +123,7 @@ class AveragePooling2D(_Pooling2D):
 class GlobalAveragePooling2D(PlainLayer):
     """The mean over height and width of [batch, height, width, channels].
 
-    Sums are at least in float32. It keeps the dtype, a floating-point one.
+    Sums are computed in at least float32. It keeps the floating-point dtype.
 
     Example:
       >>> def stage(images):

@@ -120,8 +120,8 @@ class _KerasRecurrent(Recurrent, VariableLayer):
 
         Returns:
           The output of the last step, [batch, units], or with `return_sequences` the outputs of all steps,
-          in the layout of the inputs. With `return_state`, a tuple of that and the state after the last
-          step: h, and for an LSTM also c.
+          in the layout of the inputs. With `return_state`, a tuple of this output and the state after the
+          last step: h, and for an LSTM also c.
 
         Raises:
           TypeError: the inputs or a state are not floating-point arrays.
@@ -164,7 +164,7 @@ class _KerasRecurrent(Recurrent, VariableLayer):
 
 @with_arguments
 class LSTM(_KerasRecurrent):
-    """A long short-term memory, with its gates in the order input, forget, candidate, output.
+    """A long short-term memory. Its gates have the order input, forget, candidate, output.
 
     Its variables are `kernel` [features, 4 * units], `recurrent_kernel` [units, 4 * units] and `bias`
     [4 * units].
@@ -233,11 +233,10 @@ class LSTM(_KerasRecurrent):
 
 @with_arguments
 class GRU(_KerasRecurrent):
-    """A gated recurrent unit, with its gates in the order update, reset, candidate.
+    """A gated recurrent unit. Its gates have the order update, reset, candidate.
 
     Its variables are `kernel` [features, 3 * units], `recurrent_kernel` [units, 3 * units] and `bias`
-    [3 * units]. With `reset_after`, `bias` is [2, 3 * units]: the bias of the inputs, then that of the
-    state.
+    [3 * units]. With `reset_after`, `bias` is [2, 3 * units]: the inputs' bias, then the state's.
 
     Example:
       >>> def stage(sequences):

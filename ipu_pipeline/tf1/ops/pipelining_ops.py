@@ -1,4 +1,4 @@
-"""`pipeline`: a model cut into stages, run over several IPUs."""
+"""`pipeline`: a model in stages, run on several IPUs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def pipeline(
     *,
     pipeline_depth: Any = None,
 ) -> Operation:
-    """Runs a model cut into stages, each on its IPU, and trains it if there is an optimizer.
+    """Runs a model in stages, each on its IPU, and trains it if there is an optimizer.
 
     Example:
       >>> batches = [(np.ones([4, 8], np.float32), np.zeros([4, 2], np.float32))] * 8
@@ -158,48 +158,49 @@ def pipeline(
       (8,)
 
     Args:
-      computational_stages: the stages, Python functions. Each takes what the one before returns (a
-        tuple or list as positional arguments, a dict as keyword arguments). A list of functions in place of
-        one makes parallel stages, which run at the same time on the same values; their results are
+      computational_stages: the stages, Python functions. Each takes the previous stage's result (a tuple
+        or list as positional arguments, a dict as keyword arguments). A list of functions in place of a
+        function makes parallel stages, which run at the same time on the same values; their results are
         concatenated. Stages may share variables (`variable_scope(..., reuse=True)`), on one IPU or on
         several; their gradients are added once per weight update.
       gradient_accumulation_count: micro-batches per weight update, 1..2**31-1; required. An integer; or a
-        traced integer scalar, or one of the program's placeholders: then each run may have another value,
-        without another compilation, and raises ValueError if its value is not usable. Over several IPUs an
-        update has up to 2**22 forwards and backwards, which are all planned beforehand.
+        traced integer scalar or a placeholder of the program: each run may then have another value, without
+        another compilation, and raises ValueError for a wrong value. On several IPUs an update has up to
+        2**22 forwards and backwards, which are all planned in advance.
       gradient_accumulation_dtype: the dtype of the sums or means of gradients: None for the variable's
         dtype, a floating-point dtype, or a function from a variable (with `name`, `shape` and `dtype`) to
-        one of these. Where it is wider than the variable, the optimizer computes in it, too.
-      repeat_count: how often the pipeline, with its weight update, runs in one `Session.run`.
-      batch_serialization_iterations: how many elements of the infeed a stage handles, one after another,
-        before the next stage starts. With k an update takes k times `gradient_accumulation_count` elements,
-        which are all accumulated and all enqueued. Above 1 it needs all stages on one IPU and the schedule
-        Sequential, which are the defaults then, and the reduction SUM.
+        one of these. If it is wider than the variable's dtype, the optimizer computes in it, too.
+      repeat_count: the number of times that the pipeline, with its weight update, runs in one
+        `Session.run`.
+      batch_serialization_iterations: the number of infeed elements that a stage handles, one after another,
+        before the next stage starts. With k, an update takes k times `gradient_accumulation_count`
+        elements, which are all accumulated and all enqueued. Above 1 it needs all stages on one IPU and the
+        schedule Sequential, which are then the defaults, and the reduction SUM.
       inputs: the first arguments of the first stage: arrays, which stay the same during a run; or
-        `get_global_step()` and what is computed from it, with the value at the weight update.
-      infeed_queue: gives the first stage its other arguments, micro-batch by micro-batch.
-        `Session.run` raises OutOfRangeError when its data end.
-      outfeed_queue: takes what the last stage returns, or the loss. Required if the last stage returns
+        `get_global_step()` and values computed from it, with their values at the weight update.
+      infeed_queue: supplies the first stage's other arguments, for each micro-batch. `Session.run` raises
+        OutOfRangeError at the end of the data.
+      outfeed_queue: receives the last stage's results, or the losses. Required if the last stage returns
         anything.
-      optimizer_function: takes what the last stage returns, returns an `OptimizerFunctionOutput`. A dict
+      optimizer_function: takes the last stage's results, and returns an `OptimizerFunctionOutput`. A dict
         is one argument, or its entries are keyword arguments if the function has their names. With an
-        `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as the selected IPUs
-        have room for. It is traced twice: for the loss in the last stage, and for the optimizer in the
-        weight update, on what the last stage returned for the last micro-batch. None: the pipeline only
-        runs forwards.
+        `optimizers.CrossReplicaOptimizer` there are as many replicas of the pipeline as fit on the selected
+        IPUs. It is traced twice: for the loss in the last stage, and for the optimizer in the weight
+        update, with the last stage's results for the last micro-batch. None: inference.
       device_mapping: the IPU of each stage, a list of IPUs for parallel stages; by default each has its
         own, in order. With all stages on one IPU the pipeline is one compiled program.
-      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. It changes the number
-        of micro-batches in flight, never the result. Not in Graphcore's:
-        `PipelineSchedule.searched()`, the best order for the stages' own costs; the name of a schedule,
-        also another library's ("1f1b"); a function `schedule(num_stages, num_micro_batches,
-        device_mapping, training)` that returns the actions of each IPU in their order; or the path of a CSV
-        file, as PyTorch writes it. See docs/schedules.md.
+      pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. It changes the number of
+        micro-batches in flight, never the result. In addition to Graphcore's:
+        `PipelineSchedule.searched()`, the best order for the costs of these stages; the name of a schedule
+        in this or another library ("1f1b"); a function `schedule(num_stages, num_micro_batches,
+        device_mapping, training)` that returns the actions of each IPU in order; or the path of a CSV file
+        in PyTorch's format. See docs/schedules.md.
       recomputation_mode: a `RecomputationMode`, by default Auto. It applies if
         `IPUConfig.allow_recompute` is set when the program runs, and warns if it is not.
       forward_propagation_stages_poplar_options: XLA's options for the forward program of each stage. The
         last stage's forward and backward are one program, which gets the options of both; with all stages
-        on one IPU everything is one program, which gets all options. So options must not be contradictory.
+        on one IPU everything is one program, which gets all options. Options must not contradict each
+        other.
       backward_propagation_stages_poplar_options: XLA's options for the backward program of each stage.
       weight_update_poplar_options: XLA's options for the programs of the weight update.
       offload_weight_update_variables: whether the optimizer's state is in host memory between weight
@@ -207,8 +208,8 @@ def pipeline(
       replicated_optimizer_state_sharding: whether each replica keeps and updates a part of the optimizer's
         state (ZeRO-1), where the size of an axis is a multiple of the number of replicas. With one replica,
         True warns.
-      offload_activations: whether what stages keep between the forward and the backward of a micro-batch
-        is in host memory.
+      offload_activations: whether the values that stages keep between a micro-batch's forward and backward
+        are in host memory.
       offload_gradient_accumulation_buffers: whether accumulators are in host memory while no backward and
         no weight update uses them.
       replicated_weight_sharding: whether each replica also keeps only a part of the trainable variables,
@@ -217,46 +218,45 @@ def pipeline(
       offload_weights: whether variables, except those that stages assign, are in host memory while no
         program uses them; in inference too.
       continuous_weight_updates: only False.
-      outfeed_loss: whether the loss is enqueued, instead of what the last stage returns.
+      outfeed_loss: whether losses are enqueued, instead of the last stage's results.
       accumulate_outfeed: whether the outfeed gets one element per weight update (or execution): the sum
-        over its micro-batches of what would be enqueued, whatever the `reduction_method`. The outfeed must
-        be in mode ALL.
+        over its micro-batches, whatever the `reduction_method`. The outfeed must be in mode ALL.
       accumulate_outfeed_dtype: the dtype of these sums: None for the value's dtype, a dtype, or a function
         from the `jax.ShapeDtypeStruct` of a micro-batch's value to one of these. Booleans need one;
-        floating-point numbers are not summed as integers.
-      outfeed_mask: which of the values that the last stage returns are not enqueued: booleans in a list, or
-        in a dict if it returns a dict; True leaves a value out. It needs an `optimizer_function`, and
-        cannot be combined with `outfeed_loss`.
+        floating-point numbers cannot be summed as integers.
+      outfeed_mask: booleans for the last stage's results, in a list, or in a dict if it returns a dict;
+        True leaves a value out of the outfeed. It needs an `optimizer_function`, and cannot be combined
+        with `outfeed_loss`.
       reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients over the micro-batches, or its name.
       name: the name under which the session keeps the optimizer's state and the count of updates; by
         default "Pipeline".
-      dispatch_plan: over several IPUs, how many micro-batches a program handles. None: chosen for speed if
-        the schedule is Grouped, and described in `Program.summary()`; `Program.dispatch_plans` has it, to
-        be kept and given again.
-      tensor_parallel: how many IPUs compute each stage together, and how they divide its variables. With
-        a size of T the pipeline needs T times as many IPUs: number i in `device_mapping` stands for IPUs
-        T * i to T * i + T - 1. Values that go from stage to stage are whole on each of them. None: one.
-      post_validation: whether IPUs update with a guess of what joins their gradients, and go on: that none
-        are clipped by their global norm, or, with loss scaling, that all are finite. It is verified later,
-        and an update that was wrong is done again, so that the results are the same. It concerns the
-        updates of one run (`repeat_count`), and keeps variables, optimizer state, gradients and
-        micro-batches for one update longer. It warns where it has no effect.
-      max_shapes: how many different shapes elements of the infeed may have, as lengths of sequences or a
-        last, smaller batch. The stages are traced and compiled for each when its first element comes. All
-        have the structure and dtypes of the first element, and use the same variables. In several
-        processes elements have one shape.
-      shapes: elements, or their shapes and dtypes, for which the stages are traced with the first one's,
-        and compiled in the first run, not when they come.
+      dispatch_plan: on several IPUs, the number of micro-batches that a program handles. None: chosen for
+        speed if the schedule is Grouped, and described in `Program.summary()`. `Program.dispatch_plans`
+        returns it, so that it can be stored and passed again.
+      tensor_parallel: the number of IPUs that compute each stage together, and how they divide its
+        variables. With a size of T the pipeline needs T times as many IPUs: number i in `device_mapping`
+        stands for IPUs T * i to T * i + T - 1. Values between stages are whole on each of them. None: one.
+      post_validation: whether IPUs update without waiting for values that join their gradients: they guess
+        that no gradient is clipped by the global norm or, with loss scaling, that all are finite, and
+        continue. The guess is verified later, and a wrong update is done again, so that the results are the
+        same. It concerns the updates of one run (`repeat_count`), and keeps variables, optimizer state,
+        gradients and micro-batches for one update longer. It warns where it has no effect.
+      max_shapes: the most different shapes of infeed elements, such as lengths of sequences or a last,
+        smaller batch. The stages are traced and compiled for each shape when its first element comes. All
+        elements have the structure and dtypes of the first one, and use the same variables. With several
+        processes all elements have one shape.
+      shapes: elements, or their shapes and dtypes, for which the stages are traced together with the first
+        element's, and compiled in the first run, instead of when they come.
       pipeline_depth: the name of `gradient_accumulation_count` in Graphcore's first SDKs; give only one.
 
     Returns:
       An operation, to be returned from the compiled function.
 
     Raises:
-      TypeError, ValueError: an argument is not usable, or the stages do not fit together.
+      TypeError, ValueError: an argument has a wrong value, or the stages do not fit together.
       NotImplementedError: `continuous_weight_updates` is True; or batch serialization is combined with
         another schedule, or with several IPUs.
-      RuntimeError: not called in a function that `ipu_compiler.compile` traces.
+      RuntimeError: it is not called in a function that `ipu_compiler.compile` traces.
     """
     if not isinstance(continuous_weight_updates, bool):
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
@@ -465,16 +465,16 @@ def auto_stages(
     tensor_parallel: TensorParallel | None = None,
     measure: bool = True,
 ) -> AutoStages:
-    """Makes stages of layers, for `pipeline`: the contiguous groups of them with which a step takes least.
+    """Groups layers into stages for `pipeline`, so that the predicted step time is shortest.
 
-    Not in Graphcore's. The step is simulated under the schedule and the device mapping, with what layers
-    take and hold: their programs, their parts of the weight update, and what goes from layer to layer.
-    These are measured on the IPUs, once for equal layers, and kept for later runs, which then decide the
-    same; see `engine.auto_stages`. It may be called in the function that `ipu_compiler.compile` traces, or
-    outside; there, IPUs should have been configured before, since it uses them.
+    Not in Graphcore's library. A step is simulated with the schedule, the device mapping, and the times and
+    memory of the layers: their programs, their parts of the weight update, and the transfers between them.
+    These are measured on the IPUs, once for equal layers, and stored, so that later runs make the same
+    choice; see `engine.auto_stages`. It may be called in the function that `ipu_compiler.compile` traces,
+    or outside of it. Outside, configure IPUs first, because it uses them.
 
     Args:
-      layers: functions. Each takes what the one before returns, as stages do.
+      layers: functions. Each takes the previous one's result, like stages.
       num_stages: the number of stages, at least 1 and at most the number of layers.
       inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
       infeed_queue: as for `pipeline`.
@@ -482,8 +482,8 @@ def auto_stages(
       gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
       device_mapping: the IPU of each stage; by default each has its own, in order.
       pipeline_schedule: as for `pipeline`.
-      bytes_per_ipu: the most that an IPU may hold: variables, optimizer state, accumulators, micro-batches
-        in flight and temporaries. None: anything.
+      bytes_per_ipu: the most bytes that an IPU may hold: variables, optimizer state, accumulators,
+        micro-batches in flight and temporaries. None: no limit.
       gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
       offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
@@ -492,15 +492,15 @@ def auto_stages(
       offload_gradient_accumulation_buffers: as for `pipeline`.
       offload_weights: as for `pipeline`.
       tensor_parallel: as for `pipeline`.
-      measure: False counts operations, and runs nothing.
+      measure: False: times are estimated from counted operations, and nothing is run.
 
     Returns:
-      The stages, a list with `groups` (the numbers of each stage's layers) and `table` (what was decided
-      by: the split chosen, that into equally many layers, the best other one, and what each layer takes).
+      The stages, a list with `groups` (the numbers of each stage's layers) and `table` (the reasons: costs
+      of the layers, the chosen split, the split into equal numbers of layers, and the best other split).
 
     Raises:
-      TypeError, ValueError: an argument is not usable, the layers do not fit together, or no split fits the
-        memory.
+      TypeError, ValueError: an argument has a wrong value, the layers do not fit together, or no split fits
+        the memory.
     """
     check_arguments(layers, infeed_queue, None, optimizer_function)
     inputs, given_layers, _begin = give_steps(inputs, layers, trains=optimizer_function is not None)
@@ -554,12 +554,12 @@ def split(
     measure: bool = True,
     cut_scans: bool = True,
 ) -> AutoStages:
-    """Makes stages of a model that is one function, for `pipeline`: cut where a step takes least.
+    """Splits a model that is one function into stages for `pipeline`, with the shortest predicted step.
 
-    Not in Graphcore's. The model is traced and cut into parts where little is alive between them, which are
-    measured and put together to stages as layers are by `auto_stages`; see `engine.split`. Skips, shared
-    variables and values that are read at several places need nothing. It may be called in the function that
-    `ipu_compiler.compile` traces, or outside; there, IPUs should have been configured before.
+    Not in Graphcore's library. The model is traced and cut into parts where few values are live; parts are
+    measured and grouped into stages like layers in `auto_stages`; see `engine.split`. Skip connections,
+    shared variables and values with several readers need no special code. It may be called in the function
+    that `ipu_compiler.compile` traces, or outside of it. Outside, configure IPUs first.
 
     Example:
       >>> def model(x, targets):
@@ -574,12 +574,12 @@ def split(
       >>> stages = ipu.pipelining_ops.split(
       ...     model, 2, infeed_queue=infeed_queue, gradient_accumulation_count=8, measure=False
       ... )
-      >>> len(stages)  # to be given to `pipeline`
+      >>> len(stages)  # pass them to `pipeline`
       2
 
     Args:
-      model: a function that takes `inputs`, then a micro-batch, and returns what the `optimizer_function`
-        takes, as a pipeline's only stage would.
+      model: a function that takes `inputs`, then a micro-batch, and returns the arguments of the
+        `optimizer_function`, like the only stage of a pipeline.
       num_stages: the number of stages, at least 1.
       inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
       infeed_queue: as for `pipeline`.
@@ -587,7 +587,7 @@ def split(
       gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
       device_mapping: the IPU of each stage; by default each has its own, in order.
       pipeline_schedule: as for `pipeline`.
-      bytes_per_ipu: the most that an IPU may hold, as for `auto_stages`.
+      bytes_per_ipu: the most bytes that an IPU may hold, as for `auto_stages`.
       gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
       offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
@@ -595,18 +595,18 @@ def split(
       offload_activations: as for `pipeline`.
       offload_gradient_accumulation_buffers: as for `pipeline`.
       offload_weights: as for `pipeline`.
-      measure: False counts operations, and runs nothing.
-      cut_scans: False leaves scans over layers whole, each in one stage, and their variables stacked.
+      measure: False: times are estimated from counted operations, and nothing is run.
+      cut_scans: False keeps each scan over layers in one stage, and its variables stacked.
 
     Returns:
       The stages, a list with `groups` (the numbers of each stage's parts) and `table`, for micro-batches of
       these shapes and dtypes. Names of variables, with the scopes around this call, and random numbers do
-      not depend on where the model is cut. A variable that a scan over layers takes
-      apart is one for each layer: `blocks/w/0` and so on.
+      not depend on the cuts. A stacked variable of a scan that is cut becomes a variable for each layer:
+      `blocks/w/0` and so on.
 
     Raises:
-      TypeError, ValueError: an argument is not usable, the model has too few parts, or no split fits the
-        memory.
+      TypeError, ValueError: an argument has a wrong value, the model has too few parts, or no split fits
+        the memory.
     """
     check_arguments([model], infeed_queue, None, optimizer_function)
     rest, (given_model,), begin = give_steps(inputs, [model], trains=optimizer_function is not None)

@@ -26,19 +26,19 @@ def with_averaged_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that also keeps an exponential moving average of the weights, in its state as `average`.
 
-    The averages begin as the weights; after each weight update they are `decay` times themselves, and
-    1 - `decay` times the new weights (as `tf.train.ExponentialMovingAverage` computes them). The update is
-    as without. `Session.weights_of("average")` evaluates with them.
+    The averages start as the weights. After each weight update they become `decay` times the old averages
+    plus 1 - `decay` times the new weights, as in `tf.train.ExponentialMovingAverage`. The update itself is
+    not changed. Use `Session.weights_of("average")` to evaluate with them.
 
     Example:
       >>> optimizer = ipu.optimizers.with_averaged_weights(optax.adamw(1e-3), decay=0.999)
 
     Args:
       inner: the optimizer.
-      decay: from 0, which keeps the last weights, to less than 1.
+      decay: at least 0, which keeps the last weights, and less than 1.
 
     Raises:
-      TypeError: `inner` is no `optax.GradientTransformation`.
+      TypeError: `inner` is not an `optax.GradientTransformation`.
       ValueError: `decay` is out of range.
     """
     if not isinstance(inner, optax.GradientTransformation) or isinstance(inner, LossScaled):

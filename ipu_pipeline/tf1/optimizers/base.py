@@ -1,4 +1,4 @@
-"""Optimizers around an Optax transformation: what a nest of them amounts to, and their `minimize`."""
+"""Optimizers around an Optax transformation: the combined effect of nested ones, and `minimize`."""
 
 from __future__ import annotations
 
@@ -170,34 +170,34 @@ class Optimizer(abc.ABC):
         var_list: Sequence[str] | None = None,
         name: str | None = None,
     ) -> Operation:
-        """Records a training step, which runs whether its operation is returned or not.
+        """Records a training step, which runs whether or not its operation is returned.
 
-        It is called in the body of a loop, or in a compiled function without loops and pipelines.
+        Call it in the body of a loop, or in a compiled function without loops and pipelines.
 
         A body may have several training steps, each with its own variables in `var_list`, as in adversarial
-        training. Each loss then gives the gradients of its own variables alone. All gradients are those of
-        the values before the iteration, and the state and the count are kept under the first one's name.
+        training. Each loss then only affects its own variables. All gradients are taken at the values
+        before the iteration, and the state and the count have the first step's name.
 
         In the `model_fn` of an `IPUEstimator` the operation is the specification's `train_op`.
 
         Args:
           loss: a traced floating-point scalar.
-          global_step: None, or `get_global_step()`, which means the same in a loop: the session counts
-            weight updates. In the `model_fn` of an estimator, which counts by itself, only None.
-          var_list: full names of the variables to train; None: all trainable ones that the body has asked
-            for so far.
-          name: the optimizer's state is kept under it; by default the optimizer's name. A second training
-            step of that name in a program gets the name with `_1`.
+          global_step: None or `get_global_step()`, which mean the same in a loop: the session counts weight
+            updates. In the `model_fn` of an estimator, which counts steps itself, only None.
+          var_list: full names of the variables to train; None: all trainable variables that the body has
+            used so far.
+          name: the name of the optimizer's state; by default the optimizer's name. A second training step
+            with this name in a program gets the suffix `_1`.
 
         Returns:
           The operation.
 
         Raises:
-          RuntimeError: not called in one of these places.
+          RuntimeError: it is called elsewhere.
           TypeError: the loss is a tuple or another structure.
-          ValueError: the loss is no scalar, there is nothing to train, or `var_list` names a variable that
-            cannot be trained.
-          NotImplementedError: the body has another training step that does not go together with it.
+          ValueError: the loss is not a scalar, there is nothing to train, or `var_list` names a variable
+            that cannot be trained.
+          NotImplementedError: the body has another training step that cannot be combined with it.
         """
         what = f"{type(self).__name__}.minimize"
         collected = _minimized.get()

@@ -12,12 +12,12 @@ __all__ = ["CrossReplicaOptimizer"]
 
 
 class CrossReplicaOptimizer(Optimizer):
-    """Says that gradients are averaged over replicas, and so how many replicas there are.
+    """An optimizer that averages gradients over replicas, and so makes a program run in replicas.
 
-    A pipeline or loop of S IPUs with such an optimizer has as many replicas as there are times S IPUs in
-    what `IPUConfig` selects. The gradients of a weight update, accumulated in each replica, are averaged
-    over the replicas once, and the wrapped optimizer gets the means: the variables stay the same in all of
-    them. It may stand anywhere in a nest of optimizers.
+    A pipeline or loop of S IPUs with this optimizer has one replica per S IPUs that `IPUConfig` selects.
+    The gradients of a weight update are accumulated in each replica and averaged over the replicas once.
+    The wrapped optimizer gets the means, so variables stay equal in all replicas. Nested optimizers may
+    have it at any level.
 
     Example:
       >>> def optimizer_function(loss):
@@ -30,10 +30,10 @@ class CrossReplicaOptimizer(Optimizer):
 
         Args:
           opt: an Optax transformation, or another of these optimizers.
-          name: the optimizer's state is kept under it.
+          name: the name of the optimizer's state.
 
         Raises:
-          TypeError: `opt` is no optimizer.
+          TypeError: `opt` is not an optimizer.
         """
         super().__init__(opt, name)
 

@@ -1,4 +1,4 @@
-"""Optimizers for the bodies of loops that update the weights once every so many iterations."""
+"""Optimizers for the bodies of loops that update the weights every few iterations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MAX_INT32 = 2**31 - 1
 
 
 class GradientAccumulationOptimizerV2(Optimizer):
-    """Updates the weights once every so many iterations, by the gradients accumulated over them.
+    """Accumulates gradients over several iterations, and then updates the weights.
 
-    The count of iterations belongs to the session: one that a run begins, a later run completes.
+    The session counts the iterations: a later run can complete an accumulation that a run has started.
 
     Example:
       >>> def body(x):
@@ -51,20 +51,19 @@ class GradientAccumulationOptimizerV2(Optimizer):
 
         Args:
           opt: an Optax transformation, or another of these optimizers.
-          num_mini_batches: iterations per weight update, from 1.
-          offload_weight_update_variables: whether the optimizer's state lies in host memory between weight
+          num_mini_batches: iterations per weight update, at least 1.
+          offload_weight_update_variables: whether the optimizer's state is in host memory between weight
             updates; None is False.
           replicated_optimizer_state_sharding: whether each replica keeps a part of the optimizer's state
-            and updates its part of the weights; with one replica the run warns that it has no effect.
-          dtype: of the accumulators: None for that of the variable, a dtype, or a function from a variable
-            (with `name`, `shape` and `dtype`) to a dtype. The optimizer gets them, and the variable, in the
-            wider of this dtype and the variable's, which its state has too: with float32, a float16 model
-            gets a float32 Adam.
+            and updates its part of the weights. With one replica, the run warns that it has no effect.
+          dtype: the dtype of the accumulators: None for the variable's dtype, a dtype, or a function from a
+            variable (with `name`, `shape` and `dtype`) to a dtype. The optimizer, with its state, uses the
+            wider of this dtype and the variable's: with float32, a float16 model has a float32 Adam.
           reduction_method: SUM, MEAN or RUNNING_MEAN of the gradients, or its name.
-          name: the optimizer's state is kept under it; by default the name of the class.
+          name: the name of the optimizer's state; by default the name of the class.
 
         Raises:
-          TypeError, ValueError: an argument is not usable.
+          TypeError, ValueError: an argument has a wrong value.
         """
         super().__init__(opt, name or type(self).__name__)
         if not is_integer(num_mini_batches):
@@ -101,9 +100,10 @@ class GradientAccumulationOptimizerV2(Optimizer):
 
 
 class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
-    """A `GradientAccumulationOptimizerV2` that is a `CrossReplicaOptimizer` as well.
+    """A `GradientAccumulationOptimizerV2` that is also a `CrossReplicaOptimizer`.
 
-    It is for the bodies of loops; a pipeline accumulates by itself, and takes a `CrossReplicaOptimizer`.
+    Use it in the bodies of loops. Pipelines accumulate gradients anyway, and take a
+    `CrossReplicaOptimizer`.
 
     Example:
       >>> optimizer = ipu.optimizers.CrossReplicaGradientAccumulationOptimizerV2(

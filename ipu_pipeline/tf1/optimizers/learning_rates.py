@@ -1,9 +1,9 @@
 """TensorFlow 1's decays of learning rates, as functions of the global step.
 
-Each is a function of a step that is a number or a traced scalar, or of `get_global_step()`. Where that has
-no value yet, as in a `model_fn`, the result is computed where it is used. For a schedule of Optax, write
-`lambda step: exponential_decay(0.1, step, 1000, 0.96)`. Formulas are those of the documentation of
-`tf.train` in TensorFlow 1.15.
+Each function takes a step: a number, a traced scalar, or `get_global_step()`. If the global step has no
+value yet, as in a `model_fn`, the result is computed where it is used. As an Optax schedule, write `lambda
+step: exponential_decay(0.1, step, 1000, 0.96)`. The formulas are from the documentation of `tf.train` in
+TensorFlow 1.15.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def exponential_decay(
     staircase: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-    """`learning_rate * decay_rate**(global_step / decay_steps)`.
+    """Returns `learning_rate * decay_rate**(global_step / decay_steps)`.
 
     Example:
       >>> ipu.optimizers.tf1.exponential_decay(0.1, 2000, decay_steps=1000, decay_rate=0.5)
       Array(0.025, dtype=float32)
 
     Args:
-      learning_rate: at the first step.
+      learning_rate: the rate at the first step.
       global_step: the number of steps so far.
-      decay_steps: after how many the rate has been multiplied by `decay_rate` once.
+      decay_steps: the number of steps in which the rate is multiplied by `decay_rate` once.
       decay_rate: the factor.
       staircase: whether the quotient is rounded down.
-      name: of no meaning here.
+      name: has no effect.
 
     Returns:
       A floating-point scalar.
@@ -66,9 +66,9 @@ def natural_exp_decay(
     staircase: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-    """`learning_rate * exp(-decay_rate * global_step / decay_steps)`.
+    """Returns `learning_rate * exp(-decay_rate * global_step / decay_steps)`.
 
-    Arguments are those of `exponential_decay`.
+    The arguments are those of `exponential_decay`.
 
     Example:
       >>> ipu.optimizers.tf1.natural_exp_decay(0.1, 1000, decay_steps=1000, decay_rate=1.0)
@@ -87,9 +87,9 @@ def inverse_time_decay(
     staircase: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-    """`learning_rate / (1 + decay_rate * global_step / decay_steps)`.
+    """Returns `learning_rate / (1 + decay_rate * global_step / decay_steps)`.
 
-    Arguments are those of `exponential_decay`.
+    The arguments are those of `exponential_decay`.
 
     Example:
       >>> ipu.optimizers.tf1.inverse_time_decay(0.1, 1000, decay_steps=1000, decay_rate=1.0)
@@ -109,20 +109,20 @@ def polynomial_decay(
     cycle: bool = False,
     name: str | None = None,
 ) -> jax.Array:
-    """From `learning_rate` to `end_learning_rate` in `decay_steps`, along `(1 - share)**power`.
+    """Decays `learning_rate` to `end_learning_rate` in `decay_steps`, along `(1 - share)**power`.
 
     Example:
       >>> ipu.optimizers.tf1.polynomial_decay(0.1, 500, decay_steps=1000, end_learning_rate=0.0)
       Array(0.05, dtype=float32)
 
     Args:
-      learning_rate: at the first step.
+      learning_rate: the rate at the first step.
       global_step: the number of steps so far.
-      decay_steps: how many it takes.
-      end_learning_rate: from then on.
-      power: 1 is a straight line.
-      cycle: whether the steps are stretched to the next multiple of `decay_steps` instead of ending.
-      name: of no meaning here.
+      decay_steps: the number of steps of the decay.
+      end_learning_rate: the rate after the decay.
+      power: the exponent; 1 is a straight line.
+      cycle: whether `decay_steps` is stretched to the next multiple instead of ending the decay.
+      name: has no effect.
 
     Returns:
       A floating-point scalar.
@@ -139,7 +139,7 @@ def polynomial_decay(
 def cosine_decay(
     learning_rate: Any, global_step: Any, decay_steps: Any, alpha: float = 0.0, name: str | None = None
 ) -> jax.Array:
-    """From `learning_rate` to `alpha * learning_rate` in `decay_steps`, along half a cosine.
+    """Decays `learning_rate` to `alpha * learning_rate` in `decay_steps`, along half a cosine.
 
     Example:
       >>> ipu.optimizers.tf1.cosine_decay(0.1, 500, decay_steps=1000)
@@ -154,7 +154,7 @@ def cosine_decay(
 def piecewise_constant(
     x: Any, boundaries: Sequence[Any], values: Sequence[Any], name: str | None = None
 ) -> jax.Array:
-    """`values[0]` up to and with `boundaries[0]`, then `values[1]`, and so on.
+    """Returns `values[0]` up to and including `boundaries[0]`, then `values[1]`, and so on.
 
     Example:
       >>> ipu.optimizers.tf1.piecewise_constant(150, boundaries=[100, 200], values=[0.1, 0.01, 0.001])
@@ -162,12 +162,12 @@ def piecewise_constant(
 
     Args:
       x: the number of steps so far.
-      boundaries: in increasing order.
-      values: one more than boundaries.
-      name: of no meaning here.
+      boundaries: steps in increasing order.
+      values: the values, one more than boundaries.
+      name: has no effect.
 
     Raises:
-      ValueError: there are not as many.
+      ValueError: the number of values is wrong.
     """
     del name
     if len(values) != len(boundaries) + 1:

@@ -1,4 +1,4 @@
-"""Optimizers that look at gradients, or change each micro-batch's."""
+"""Optimizers that change or report the gradients of micro-batches."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class MapGradientOptimizer(Optimizer):
         Args:
           wrapped_optimizer: an Optax transformation, or another of these optimizers.
           gradient_mapping_function: `f(gradient, variable) -> gradient`, on arrays of one shape and dtype.
-          name: the optimizer's state is kept under it.
+          name: the name of the optimizer's state.
 
         Raises:
-          TypeError: an argument is not usable.
+          TypeError: an argument has a wrong type.
         """
         super().__init__(wrapped_optimizer, name)
         if not callable(gradient_mapping_function):
@@ -58,18 +58,19 @@ class MapGradientOptimizer(Optimizer):
 
 
 class OutfeedOptimizerMode(enum.Enum):
-    """AFTER_COMPUTE: each micro-batch's gradients. BEFORE_APPLY: those that the optimizer gets."""
+    """AFTER_COMPUTE: each micro-batch's gradients. BEFORE_APPLY: the gradients that the optimizer gets."""
 
     AFTER_COMPUTE = "after_compute"
     BEFORE_APPLY = "before_apply"
 
 
 class OutfeedOptimizer(Optimizer):
-    """Enqueues the gradients of a pipeline to an outfeed, to look at them: a dict by full name.
+    """Enqueues the gradients of a pipeline to an outfeed, as a dict by full name.
 
-    After computing they are each micro-batch's, as they are accumulated: mapped by a
-    `MapGradientOptimizer`, and without the scale of the loss. Before applying they are what the wrapped
-    Optax transformation gets, after accumulation. They are copied to the host, which takes time and memory.
+    In mode AFTER_COMPUTE these are each micro-batch's gradients as they are accumulated: mapped by a
+    `MapGradientOptimizer`, and without the loss scale. In mode BEFORE_APPLY they are the accumulated
+    gradients that the wrapped Optax transformation gets. They are copied to the host, which takes time and
+    memory.
 
     Example:
       >>> gradients_queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
@@ -90,14 +91,13 @@ class OutfeedOptimizer(Optimizer):
 
         Args:
           wrapped_optimizer: an Optax transformation, or another of these optimizers.
-          outfeed_queue: what they are enqueued to, and nothing else.
-          outfeed_optimizer_mode: which gradients; by default those of weight updates.
-          variable_names: full names of the variables whose gradients are enqueued; None: of all that are
-            trained.
-          name: the optimizer's state is kept under it.
+          outfeed_queue: the queue for gradients, used for nothing else.
+          outfeed_optimizer_mode: the mode; by default BEFORE_APPLY.
+          variable_names: full names of the variables whose gradients are enqueued; None: all trained ones.
+          name: the name of the optimizer's state.
 
         Raises:
-          TypeError, ValueError: an argument is not usable. A name that is not trained raises ValueError
+          TypeError, ValueError: an argument has a wrong value. A name that is not trained raises ValueError
             when the pipeline is compiled.
         """
         super().__init__(wrapped_optimizer, name)

@@ -18,14 +18,13 @@ _MAX_INT32 = 2**31 - 1
 
 
 class LossScalingOptimizer(Optimizer):
-    """Starts the backward from a scale in place of 1, so that small float16 gradients do not become zero.
+    """Multiplies the loss by a scale, so that small float16 gradients do not become zero.
 
-    An update divides the gradients by the scale again, in 32 bits at least, and the wrapped optimizer runs
-    in these. If a gradient of any stage is not finite, the update is skipped in all stages: variables and
-    the wrapped optimizer's state stay. The scale is in the optimizer's state. Losses that are reported, and
-    gradients that a `MapGradientOptimizer` gets, are without it; a map that gets an infinite or NaN
-    gradient cannot hide it. The backward starts in the loss's dtype, which in float16 holds scales up to
-    65504.
+    The update divides gradients by the scale again, in at least 32 bits, in which the wrapped optimizer
+    runs. If a gradient of any stage is not finite, the update is skipped in all stages: variables and the
+    wrapped optimizer's state do not change. The scale is part of the optimizer's state. Reported losses,
+    and gradients that a `MapGradientOptimizer` gets, are not scaled; the map cannot hide infinite or NaN
+    gradients. The backward starts in the loss's dtype: in float16, scales are at most 65504.
 
     Example:
       >>> optimizer = ipu.optimizers.LossScalingOptimizer(optax.adam(1e-3), initial_scale=2.0**12)
@@ -44,15 +43,15 @@ class LossScalingOptimizer(Optimizer):
 
         Args:
           opt: an Optax transformation, or another of these optimizers.
-          initial_scale: the first scale, a finite number above 0. Powers of two round no gradient.
-          dynamic: whether the scale changes; False keeps it, and skips updates too.
-          growth_interval: after so many updates with finite gradients, from 1, the scale is multiplied by
-            `factor`.
-          factor: above 1. Gradients that are not finite divide the scale by it, down to 1 at least.
-          name: the optimizer's state is kept under it.
+          initial_scale: the first scale, a finite number above 0. Powers of two cause no rounding.
+          dynamic: whether the scale changes. False: it is constant, but updates are still skipped.
+          growth_interval: the number of updates with finite gradients, at least 1, after which the scale is
+            multiplied by `factor`.
+          factor: a number above 1. Gradients that are not finite divide the scale by it, down to 1.
+          name: the name of the optimizer's state.
 
         Raises:
-          TypeError, ValueError: an argument is not usable.
+          TypeError, ValueError: an argument has a wrong value.
         """
         super().__init__(opt, name)
         for argument, value, above in (("initial_scale", initial_scale, 0), ("factor", factor, 1)):

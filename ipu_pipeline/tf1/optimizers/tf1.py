@@ -1,9 +1,9 @@
 """TensorFlow 1's optimizers and decays of learning rates, by their names, defaults and formulas.
 
-Where Optax computes the same, these are Optax's. Its defaults differ, and so do Adam's epsilon, AdamW's
-decay of weights and LAMB's correction of the bias. The formulas are those of the documentation of
-`tf.train` and `tf.contrib.opt` in TensorFlow 1.15. Two are those of programs for BERT, which do not correct
-the bias: AdamWeightDecay's (https://arxiv.org/abs/1810.04805) and LAMB's (https://arxiv.org/abs/1904.00962).
+They use Optax's transformations if these compute the same. Optax has other defaults, another epsilon in
+Adam, another weight decay in AdamW, and a bias correction in LAMB. The formulas are from the documentation
+of `tf.train` and `tf.contrib.opt` in TensorFlow 1.15. Two are from programs for BERT, without bias
+correction: AdamWeightDecay (https://arxiv.org/abs/1810.04805) and LAMB (https://arxiv.org/abs/1904.00962).
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class GradientDescentOptimizer(_Plain):
     def __init__(
         self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent"
     ) -> None:
-        """Takes what the formula has.
+        """Takes the formula's parameters.
 
         Args:
           learning_rate: a number, a traced scalar, or a function of the number of weight updates.
           use_locking: has no effect.
-          name: the optimizer's state is kept under it.
+          name: the name of the optimizer's state.
         """
         super().__init__(optax.sgd(learning_rate), use_locking, name)
 
@@ -123,7 +123,7 @@ class MomentumOptimizer(_Plain):
         name: str = "Momentum",
         use_nesterov: bool = False,
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`."""
         super().__init__(optax.sgd(learning_rate, momentum, use_nesterov), use_locking, name)
 
 
@@ -146,7 +146,7 @@ class AdamOptimizer(_Plain):
         use_locking: bool = False,
         name: str = "Adam",
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`."""
         scaled = _scale_by_adam(beta1, beta2, epsilon, corrects_bias=True)
         super().__init__(
             optax.chain(scaled, optax.scale_by_learning_rate(learning_rate)), use_locking, name
@@ -154,7 +154,7 @@ class AdamOptimizer(_Plain):
 
 
 class AdamWOptimizer(_Plain):
-    """`AdamOptimizer`, of `tf.contrib.opt`: `w -= weight_decay * w` as well, whatever the rate is.
+    """`AdamOptimizer` with `w -= weight_decay * w`, whatever the learning rate, as in `tf.contrib.opt`.
 
     Example:
       >>> optimizer = ipu.optimizers.tf1.AdamWOptimizer(weight_decay=1e-4, learning_rate=1e-3)
@@ -170,16 +170,16 @@ class AdamWOptimizer(_Plain):
         use_locking: bool = False,
         name: str = "AdamW",
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`."""
         scaled = _scale_by_adam(beta1, beta2, epsilon, corrects_bias=True)
         decay = optax.chain(optax.scale_by_learning_rate(learning_rate), _subtract_weights(weight_decay))
         super().__init__(optax.chain(scaled, decay), use_locking, name)
 
 
 class AdamWeightDecayOptimizer(_Plain):
-    """`w -= rate * (m / (sqrt(v) + epsilon) + weight_decay_rate * w)`, of programs for BERT.
+    """`w -= rate * (m / (sqrt(v) + epsilon) + weight_decay_rate * w)`, as in programs for BERT.
 
-    m and v are Adam's; their bias is not corrected.
+    m and v are Adam's moments, without bias correction.
 
     Example:
       >>> optimizer = ipu.optimizers.tf1.AdamWeightDecayOptimizer(
@@ -197,17 +197,17 @@ class AdamWeightDecayOptimizer(_Plain):
         exclude_from_weight_decay: Sequence[str] | None = None,
         name: str = "AdamWeightDecayOptimizer",
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`.
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`.
 
         Args:
-          learning_rate: see there.
-          weight_decay_rate: of the formula.
+          learning_rate: see `GradientDescentOptimizer`.
+          weight_decay_rate: a factor in the formula.
           beta_1: Adam's.
           beta_2: Adam's.
-          epsilon: of the formula.
-          exclude_from_weight_decay: regular expressions; a variable in whose full name one of them is found
-            does not decay. None: all decay.
-          name: see there.
+          epsilon: a term in the formula.
+          exclude_from_weight_decay: regular expressions; variables whose full names contain a match have no
+            weight decay. None: all variables have it.
+          name: the name of the optimizer's state.
         """
         transformation = optax.chain(
             _scale_by_adam(beta_1, beta_2, epsilon, corrects_bias=False),
@@ -220,7 +220,7 @@ class AdamWeightDecayOptimizer(_Plain):
 class LAMBOptimizer(_Plain):
     """`u = m / (sqrt(v) + epsilon) + weight_decay_rate * w; w -= rate * |w| / |u| * u`.
 
-    m and v are Adam's. The ratio of norms is 1 where one of them is 0.
+    m and v are Adam's moments, without bias correction. The ratio of norms is 1 if a norm is 0.
 
     Example:
       >>> optimizer = ipu.optimizers.tf1.LAMBOptimizer(1e-3)
@@ -238,18 +238,18 @@ class LAMBOptimizer(_Plain):
         exclude_from_weight_decay: Sequence[str] | None = None,
         exclude_from_layer_adaptation: Sequence[str] | None = None,
     ) -> None:
-        """Takes what the formula has; other arguments as of `AdamWeightDecayOptimizer`.
+        """Takes the formula's parameters. Other arguments are those of `AdamWeightDecayOptimizer`.
 
         Args:
-          learning_rate: see there.
-          weight_decay_rate: of the formula.
+          learning_rate: see `GradientDescentOptimizer`.
+          weight_decay_rate: a factor in the formula.
           beta_1: Adam's.
           beta_2: Adam's.
-          epsilon: of the formula.
-          name: see there.
-          exclude_from_weight_decay: see there.
-          exclude_from_layer_adaptation: likewise, of variables whose ratio of norms is left out; None:
-            those of `exclude_from_weight_decay`.
+          epsilon: a term in the formula.
+          name: the name of the optimizer's state.
+          exclude_from_weight_decay: see `AdamWeightDecayOptimizer`.
+          exclude_from_layer_adaptation: regular expressions for variables without the ratio of norms; None:
+            the same as `exclude_from_weight_decay`.
         """
         if exclude_from_layer_adaptation is None:
             exclude_from_layer_adaptation = exclude_from_weight_decay
@@ -281,7 +281,7 @@ class RMSPropOptimizer(_Plain):
         centered: bool = False,
         name: str = "RMSProp",
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`."""
         transformation = optax.rmsprop(
             learning_rate,
             decay,
@@ -308,7 +308,7 @@ class AdagradOptimizer(_Plain):
         use_locking: bool = False,
         name: str = "Adagrad",
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`.
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`.
 
         Raises:
           ValueError: `initial_accumulator_value` is not positive.
@@ -335,7 +335,7 @@ class AdadeltaOptimizer(_Plain):
         use_locking: bool = False,
         name: str = "Adadelta",
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`."""
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`."""
         super().__init__(optax.adadelta(learning_rate, rho, epsilon), use_locking, name)
 
 
@@ -362,7 +362,7 @@ class FtrlOptimizer(_Plain):
         linear_name: None = None,
         l2_shrinkage_regularization_strength: float = 0.0,
     ) -> None:
-        """Takes what the formula has; other arguments as of `GradientDescentOptimizer`.
+        """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`.
 
         Raises:
           ValueError: a strength is negative, the power positive, `initial_accumulator_value` negative; or

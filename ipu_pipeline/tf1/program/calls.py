@@ -241,7 +241,9 @@ class PipelineCall(_Call):
         if self.trains:
             allowed = selection.allows_recomputation()
             pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
-        return dataclasses.replace(pipeline.summary(left_out=self.internal), name=self.name)
+        return dataclasses.replace(
+            pipeline.summary(left_out=self.internal), name=self.name, device_word="IPU"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +312,9 @@ class LoopCall(_Call):
 
     def summary(self) -> PipelineSummary:
         """The needs and work of its parts."""
-        return dataclasses.replace(self.loop.summary(left_out=self.internal), name=self.name)
+        return dataclasses.replace(
+            self.loop.summary(left_out=self.internal), name=self.name, device_word="IPU"
+        )
 
 
 Call: TypeAlias = PipelineCall | LoopCall

@@ -52,28 +52,28 @@ _MAX_INT32 = 2**31 - 1
 class PipelineSchedule(enum.Enum):
     """The order in which IPUs take forwards and backwards.
 
-    Grouped: all IPUs run forwards together, then all backwards; stages of one kind overlap best, and
-    the early stages hold most micro-batches. Interleaved: neighbours alternate, and about half as many
-    micro-batches are held. Sequential: one micro-batch at a time; nothing overlaps, and the least is held.
+    Grouped: all IPUs run forwards together, then all run backwards; equal actions overlap best, and early
+    stages hold the most micro-batches. Interleaved: neighbouring IPUs alternate, and hold about half as
+    many micro-batches. Sequential: one micro-batch at a time; nothing overlaps, and memory is lowest.
 
-    Interleaved is 1F1B (also as OneForwardOneBackward), and not what Megatron calls "interleaved".
+    Interleaved is 1F1B (also named OneForwardOneBackward), not Megatron's "interleaved".
 
-    Not in Graphcore's, see docs/schedules.md:
+    In addition to Graphcore's, see docs/schedules.md:
 
     * AllForwards: all forwards, then all backwards (GPipe).
     * Looped: several stages on each IPU, whose `device_mapping` goes around the IPUs (`[0, 1, 0, 1]`), as
-      in Megatron's interleaved: IPUs wait for less of a step, and hold more micro-batches.
-    * ZeroBubble: backwards in two halves; the second, which only the weight update needs, is done where
-      IPUs would wait. As much is held as with Interleaved.
-    * ZeroBubbleH2: the same with nearly no waits, for twice the memory.
-    * LoopedZeroBubble: Looped with backwards in halves, and nearly no waits.
-    * ZeroBubbleV: two stages on each IPU, down and up (`[0, 1, 1, 0]`): nearly no waits, and the memory of
+      in Megatron's interleaved: a smaller bubble, and more micro-batches in memory.
+    * ZeroBubble: split backward (input and weight gradients); weight gradients fill the bubble. Same memory
+      as Interleaved.
+    * ZeroBubbleH2: ZeroBubble with almost no bubble, for twice the memory.
+    * LoopedZeroBubble: Looped with a split backward, and almost no bubble.
+    * ZeroBubbleV: two stages on each IPU, down and up (`[0, 1, 1, 0]`): almost no bubble, in the memory of
       Interleaved.
-    * VHalf: the same with half of the memory, and some waits.
-    * VMin: the same with a third of the memory, and more waits.
+    * VHalf: ZeroBubbleV with half of the memory, and a small bubble.
+    * VMin: ZeroBubbleV with a third of the memory, and a larger bubble.
     * DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
 
-    `searched()` is none of these, but the best order for the stages' own costs.
+    `searched()` is not a fixed schedule: it finds the best order for the costs of the stages.
 
     Example:
       >>> list(ipu.pipelining_ops.PipelineSchedule)[:3]
@@ -97,10 +97,10 @@ class PipelineSchedule(enum.Enum):
 
     @staticmethod
     def searched(bytes_per_ipu: int | None = None) -> SearchedSchedule:
-        """The order with the smallest step time for the stages' own costs, which are measured beforehand.
+        """Searches for the order with the shortest step, by the measured costs of the stages.
 
         Args:
-          bytes_per_ipu: the most bytes that an IPU may take, see `engine.SearchedSchedule`; None: anything.
+          bytes_per_ipu: the most bytes that an IPU may hold, see `engine.SearchedSchedule`; None: no limit.
 
         Raises:
           ValueError: it is not a number of bytes.
@@ -111,9 +111,10 @@ class PipelineSchedule(enum.Enum):
 class RecomputationMode(enum.Enum):
     """The values that a stage keeps between forward and backward, with `IPUConfig.allow_recompute`.
 
-    RecomputeThenBackpropagate: its inputs; the backward begins with the whole forward.
-    RecomputeAndBackpropagateInterleaved: its inputs and the values that `recomputation_checkpoint` marks;
-    the backward goes from one mark to the one before. Auto: the second, which without marks is the first.
+    RecomputeThenBackpropagate: the stage's inputs; the backward starts by repeating the whole forward.
+    RecomputeAndBackpropagateInterleaved: the inputs and the values that `recomputation_checkpoint` marks;
+    the backward goes from each mark to the previous one. Auto: the same as Interleaved. Without marks there
+    is no difference.
 
     Example:
       >>> mode = ipu.pipelining_ops.RecomputationMode.RecomputeThenBackpropagate

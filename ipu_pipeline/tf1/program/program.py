@@ -32,9 +32,9 @@ __all__ = ["Program", "build_program", "returned_values"]
 class Program:
     """The result of `ipu_compiler.compile`, for `Session.run`. It is data; `session.running` runs it.
 
-    It is also the sequence of the values that the compiled function returns, each of which can be run, as
-    in TensorFlow 1: `(loss,) = compile(...)`, `session.run(compiled[0])`. If the function returns a dict,
-    the values are found by its keys.
+    It is also the sequence of the values that the compiled function returns. Each can be run, as in
+    TensorFlow 1: `(loss,) = compile(...)`, `session.run(compiled[0])`. If the function returns a dict, its
+    keys select the values.
 
     Example:
       >>> def model(x):
@@ -48,9 +48,9 @@ class Program:
     Attributes:
       function: the compiled function, cut into segments, pipelines and loops.
       calls: the pipelines and loops, in the order in which they run.
-      result_tree: the structure of what `Session.run` returns: a list, a dict or another pytree of leaves;
+      result_tree: the structure of the result of `Session.run`: a list, a dict or another pytree of leaves;
         without leaves if the function returns operations or nothing.
-      host_tables: the tables in host memory that it looks up.
+      host_tables: the tables in host memory that it uses.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Program:
         return iter(self._known_outputs())
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns a value, or what the function returned in its place."""
+        """Returns the value at an index or key."""
         return self._known_outputs()[key]
 
     def __len__(self) -> int:
@@ -111,9 +111,9 @@ class Program:
         return max((call.num_ipus for call in self.calls), default=1)
 
     def placement(self) -> Placement:
-        """Describes stages or shards, their devices, operations and variables, and what goes between them.
+        """Describes stages or shards: their devices, operations, variables and transfers.
 
-        It does not start JAX's backend: devices are named once they have been selected, by
+        It does not start JAX's backend: devices are named once they are selected, by
         `IPUConfig.configure_ipu_system` or the first run.
 
         Example:
@@ -144,12 +144,11 @@ class Program:
         )
 
     def summary(self) -> ProgramSummary:
-        """Summarizes the program's needs and work, before anything runs or is compiled.
+        """Summarizes the program's memory and work before anything is compiled.
 
-        For each stage it has parameters by layer, what goes to other IPUs and what is held per micro-batch,
-        memory of micro-batches in flight, and operations; then the share of their time in which IPUs will
-        wait, and how each pipeline over several IPUs is dispatched, and why. It does not start JAX's
-        backend.
+        For each stage it shows parameters by layer, bytes sent to other IPUs and held per micro-batch, the
+        memory of micro-batches in flight, and operations; then the bubble, and the dispatch plan of each
+        pipeline on several IPUs with its reason. It does not start JAX's backend.
 
         Example:
           >>> def model(x):
@@ -175,9 +174,9 @@ class Program:
 
     @property
     def dispatch_plans(self) -> dict[str, Chunking]:
-        """The dispatch plans of pipelines over several IPUs, by the pipeline's name.
+        """The dispatch plans of pipelines on several IPUs, by the pipeline's name.
 
-        `dataclasses.asdict` makes a dict of a plan, which can be kept as JSON.
+        `dataclasses.asdict` converts a plan to a dict, which can be stored as JSON.
         """
         pipelines = [call for call in self.calls if isinstance(call, PipelineCall)]
         plans = {call.name: call.pipeline.dispatch_plan for call in pipelines}

@@ -78,11 +78,12 @@ class Session:
         """Makes an empty session. It does not start JAX's backend.
 
         Args:
-          seed: initial values and random keys depend on it. None: the seed of `utils.reset_ipu_seed`, or 0.
-          **of_tensorflow: none; an error says what replaces the `config` and `graph` of `tf.Session`.
+          seed: the seed of initial values and random keys. None: the seed of `utils.reset_ipu_seed`, or 0.
+          **of_tensorflow: not accepted; the error names what replaces `config` and `graph` of
+            `tf.Session`.
 
         Raises:
-          TypeError, ValueError: the seed is not usable, or there are other arguments.
+          TypeError, ValueError: the seed has a wrong value, or there are other arguments.
         """
         seed = choose_seed(seed, of_tensorflow)
         executable_cache.enable_executable_cache_of_environment()
@@ -107,7 +108,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Ends the infeeds that were initialized in the session. The variables can still be read."""
+        """Ends the infeeds that the session has initialized. Variables can still be read."""
         self._is_closed = True
         self._resumption.hold()
         for queue, started in self._infeeds.items():
@@ -116,7 +117,7 @@ class Session:
 
     @property
     def key(self) -> Any:
-        """The random key that all others are folded from; starts JAX's backend."""
+        """The random key from which all others are derived. Reading it starts JAX's backend."""
         return self._store.key
 
     @property
@@ -130,7 +131,7 @@ class Session:
 
     @property
     def variables(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of all variables, by full name. If there are several processes, all must read them."""
+        """Copies of all variables, by full name. With several processes, all must read them."""
         store = self._store
         with store.lock:
             names = sorted(name for name in store.state.variables if not is_internal(name))
@@ -138,7 +139,7 @@ class Session:
             return {name: np.array(value) for name, value in zip(names, values, strict=True)}
 
     def most_updates(self) -> int:
-        """The number of weight updates of the pipeline or loop with the most."""
+        """The largest number of weight updates of any pipeline or loop."""
         return self._store.most_updates()
 
     def count_steps(self, per_update: int, offset: int) -> None:
@@ -156,18 +157,18 @@ class Session:
             return np.array(*read_gathered([store.state.variables[name]]))
 
     def execution_count(self, name: str = "Pipeline") -> int:
-        """The number of runs of the pipelines of this name: weight updates, or executions in inference."""
+        """Returns the number of weight updates, or executions in inference, of pipelines with this name."""
         return self._store.record(name).execution_count
 
     def update_count(self, name: str = "Pipeline") -> int:
-        """The number of weight updates of the pipelines of this name."""
+        """Returns the number of weight updates of the pipelines with this name."""
         return self._store.record(name).update_count
 
     def metrics(self, name: str = "Pipeline", *, training: bool = True) -> dict[str, np.ndarray[Any, Any]]:
-        """Returns what a pipeline reported since the last call (`ipu.metric`, `optimizers.with_metrics`).
+        """Returns a pipeline's metrics since the last call (`ipu.metric`, `optimizers.with_metrics`).
 
-        It may be called while another thread runs the pipeline. Unread reports are kept for the last 10,000
-        weight updates. They are not saved; restoring or initializing the session forgets them.
+        It may be called while another thread runs the pipeline. Unread metrics are kept for the last 10,000
+        weight updates. They are not saved; restoring or initializing the session discards them.
 
         Args:
           name: the pipeline's name.
@@ -178,7 +179,7 @@ class Session:
           int64, counted from 1; and the metrics by full name, float32 or float64.
 
         Raises:
-          KeyError: pipelines have reported metrics, but none of this name has.
+          KeyError: pipelines have reported metrics, but none with this name.
         """
         return self._store.metrics.read(name, training)
 
@@ -189,18 +190,19 @@ class Session:
           name: the name of the pipeline, or of a loop's optimizer.
 
         Raises:
-          KeyError: nothing of this name has trained.
+          KeyError: no pipeline or loop of this name has trained.
         """
         with self._turns.alone(changes=False):
             return entries.read_state(self._store.optimizer(name))
 
     @contextlib.contextmanager
     def weights_of(self, entry: str, name: str = "Pipeline") -> Iterator[None]:
-        """Makes programs use an entry of an optimizer's state as weights, for a `with` block.
+        """Makes programs use an entry of the optimizer's state as weights, inside a `with` block.
 
-        It is for evaluating with averages (`optimizers.with_averaged_weights`). Variables that are not
-        trained stay. Within the block, training, saving, restoring and loading are errors; exporting is
-        allowed. Runs of other threads wait until the block ends; `variables` are the entry's for them, too.
+        Use it to evaluate with averages (`optimizers.with_averaged_weights`). Variables that are not
+        trained keep their values. Inside the block, training, saving, restoring and loading are errors;
+        exporting is allowed. Runs in other threads wait until the block ends; they, too, read the entry's
+        values in `variables`.
 
         Args:
           entry: an entry with an array for each trained variable: its last name, such as "average", or, if
@@ -208,8 +210,8 @@ class Session:
           name: the name of the pipeline, or of a loop's optimizer.
 
         Raises:
-          KeyError: nothing of this name has trained.
-          RuntimeError: it is called within such a block.
+          KeyError: no pipeline or loop of this name has trained.
+          RuntimeError: it is called inside such a block.
           ValueError: there is no such entry, or several.
         """
         with self._turns.alone():
@@ -234,8 +236,8 @@ class Session:
         """Sets variables.
 
         Args:
-          mapping: full name -> array of numbers or booleans. A variable that does not exist yet takes the
-            value when it comes into being.
+          mapping: full name -> array of numbers or booleans. A variable that does not exist yet gets the
+            value when it is created.
 
         Raises:
           TypeError: a key is not a string, or a value is not such an array.
@@ -250,18 +252,17 @@ class Session:
             self._store.load(mapping, compiled_programs())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes everything that training goes on from as a checkpoint, and returns when it is complete.
+        """Writes a checkpoint with everything needed to continue training. Returns when it is complete.
 
-        That is all variables, including those that `Saver.save` describes, optimizer states, counts,
-        gradients that are being accumulated, the seed, and the positions of data sets for training. None of
-        it
-        depends on cut, schedule or devices: any program with the same variables can use it.
+        It contains all variables, including those described in `Saver.save`, optimizer states, counts,
+        accumulated gradients, the seed, and the positions of training data sets. It does not depend on
+        stages, schedule or devices: any program with the same variables can use it.
 
         Args:
           path: a directory to create. An existing checkpoint is replaced once the new one is complete.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the checkpoint cannot be written.
           ValueError: there are no variables yet, or `path` exists and is not a checkpoint.
         """
         with self._turns.alone(changes=False, together="saving a session"):
@@ -276,21 +277,22 @@ class Session:
     ) -> None:
         """Exports an inference pipeline as a directory for `ipu.load_program`, without its Python code.
 
-        The directory has the present values of the program's variables, and its stages as JAX exports them,
-        for the kind of device that the program runs on. Metrics, and what stages enqueue to outfeeds of
-        their own, are left out.
+        The directory contains the current values of the program's variables, and its stages as exported by
+        JAX, for the kind of device that the program runs on. Metrics, and values that stages enqueue to
+        separate outfeeds, are left out.
 
         Args:
           path: a directory to create; an existing exported program or checkpoint is replaced.
           program: one inference pipeline, whose results go to its outfeed.
-          inputs: placeholder -> value, for placeholders that always have this value from then on. The
-            loaded program takes values of the others by their names; nothing may be computed from these
-            before the pipeline.
+          inputs: placeholder -> value, for placeholders with a fixed value in the exported program. The
+            loaded program takes values of other placeholders by their names; nothing may be computed from
+            these before the pipeline.
 
         Raises:
           NotImplementedError: the program is not a single inference pipeline.
           OSError: it cannot be written.
-          ValueError: a placeholder has no value and is computed with, or `path` is something else.
+          ValueError: a placeholder without a value is used in a computation, or `path` exists and is
+            something else.
         """
         with self._turns.alone(changes=False):
             exporting.export(
@@ -309,22 +311,22 @@ class Session:
     def restore(
         self, path: str | os.PathLike[str], *, allow_partial: bool = False, infeeds: bool = True
     ) -> None:
-        """Takes over a checkpoint, which replaces everything in the session, including its seed.
+        """Restores a checkpoint, which replaces everything in the session, including its seed.
 
-        At the next run, infeeds for training go on where they stood when it was saved, if their pipeline or
-        loop has the same name. They are initialized as always, before this or after, and their data sets
-        must give the same elements in the same order.
+        In the next run, training infeeds continue at their saved positions, if their pipeline or loop has
+        the same name. Initialize them as usual, before or after this call. Their data sets must yield the
+        same elements in the same order.
 
         Args:
           path: a path from `save`, or from `IPUPipelineEstimator.latest_checkpoint`.
-          allow_partial: whether it may lack variables of the programs, which then get their initial values,
-            and have variables that the programs lack.
-          infeeds: whether data sets go on where they stood; False leaves them where they are.
+          allow_partial: whether the checkpoint may lack variables of the programs, which then get their
+            initial values, and may have variables that the programs lack.
+          infeeds: whether data sets continue at their saved positions; False: they stay where they are.
 
         Raises:
-          CheckpointError: it cannot be read; or, without `allow_partial`, it is of another model than the
-            compiled programs. Programs that are compiled later raise this when they run. The session stays
-            as it was.
+          CheckpointError: the checkpoint cannot be read; or, without `allow_partial`, it belongs to another
+            model than the compiled programs. Programs that are compiled later raise this when they run. The
+            session is not changed.
           RuntimeError: the session is closed.
         """
         if self._is_closed:
@@ -334,21 +336,21 @@ class Session:
         self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
 
     def resume(self) -> int:
-        """Goes on where this training was before `ipu-pipeline launch --restarts` started it again.
+        """Continues training where it was before `ipu-pipeline launch --restarts` restarted it.
 
-        From then on, the state before each run with a program that trains stays in the machines' memory
-        while the run goes on; see docs/distributed.md. If the processes are started again, this takes back
-        what `save` would have written before the run in which one of them ended, or before the run before
-        that: variables, optimizer states, counts and the positions of data sets. What was in outfeeds is
-        lost. Call it in all processes, after the programs have been compiled and after anything that sets
-        variables (`global_variables_initializer()`, `load`, `restore`), and before the first run. Several
-        sessions are told apart by the order in which they call it.
+        After this call, the state before each run with a training program is kept in the machines' memory
+        during the run; see docs/distributed.md. After a restart, this call restores the state before the
+        run in which a process ended, or before the run before that, as `save` would have written it:
+        variables, optimizer states, counts and positions of data sets. The contents of outfeeds are lost.
+        Call it in all processes, after compiling the programs and setting variables
+        (`global_variables_initializer()`, `load`, `restore`), and before the first run. With several
+        sessions, all processes must call it in the same order.
 
-        Without a launcher that starts processes again, nothing is kept, and it returns 0.
+        Without a launcher that restarts processes, nothing is kept, and it returns 0.
 
         Returns:
-          How many runs with a program that trains are done, since the session first called it. A run is a
-          call of `run`; one that ends in an error does not count.
+          The number of finished runs with a training program since the session first called it. A run is a
+          call of `run`; runs that end with an error do not count.
 
         Raises:
           OSError: another user may write to the launcher's directory.
@@ -455,29 +457,29 @@ class Session:
             self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
 
     def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
-        """Runs programs and operations, and returns when they have completed.
+        """Runs programs and operations, and returns when they are complete.
 
-        It is safe to call from several threads, which run one after another. Meanwhile `variables` and the
-        counts can be read.
+        Several threads may call it; their runs follow each other. During a run, `variables` and counts can
+        be read.
 
         Args:
-          fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, what
-            an outfeed's `dequeue` returned, `global_variables_initializer()`, `get_global_step()`, or a
-            list, tuple or dict of them. They are run in that order, each once: a program once for all of
-            its values.
+          fetch: a program or one of its values (`program[0]`), an infeed's `initializer` or `deleter`, the
+            result of an outfeed's `dequeue`, `global_variables_initializer()`, `get_global_step()`, or a
+            list, tuple or dict of them. They run in this order, each once: a program once for all of its
+            values.
           feed_dict: placeholder -> value, for programs.
 
         Returns:
-          For a program, the values that the compiled function returns, as NumPy arrays: a list, even of one
-          value; a dict or another pytree if the function returns that; None if it returns only operations,
-          such as a pipeline's, or nothing. For one of a program's values, the array. For a dequeue, the
-          elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, tuple or dict, the
-          same structure with these results.
+          For a program, the values that the compiled function returns, as NumPy arrays: a list, even for a
+          single value; a dict or another pytree if the function returns one; None if it returns only
+          operations, such as a pipeline's, or nothing. For one of a program's values, the array. For a
+          dequeue, the elements (see `IPUOutfeedQueue.dequeue`); None for initializers. For a list, tuple or
+          dict, the same structure with these results.
 
         Raises:
           OutOfRangeError: an infeed's data ended; completed weight updates are kept.
-          RuntimeError: the session is closed, or an infeed was not initialized; or there are several
-            processes, and another thread runs something, too.
+          RuntimeError: the session is closed, or an infeed is not initialized; or there are several
+            processes, and another thread is also running something.
           TypeError: `fetch` cannot be run.
           ValueError: `feed_dict` does not fit the program.
           KeyboardInterrupt: on Ctrl-C; completed weight updates are kept.

@@ -99,7 +99,7 @@ def test_a_limit_is_a_number_of_bytes(limit):
 def test_too_low_a_limit_names_the_ipu_and_can_be_raised():
     pipeline = make(engine.SearchedSchedule(1000))
     for _time in range(2):
-        with pytest.raises(ValueError, match=r"IPU 0 needs [\d,]+ bytes .*and the limit is 1,000"):
+        with pytest.raises(ValueError, match=r"device 0 needs [\d,]+ bytes .*and the limit is 1,000"):
             pipeline.init(KEY, MICRO_BATCHES[0])
         assert pipeline.searched() is None
 
@@ -159,7 +159,7 @@ def test_zeros_may_make_nans():
 
 def test_one_ipu_has_nothing_to_search():
     pipeline = make("searched", device_mapping=[0, 0, 0])
-    with pytest.warns(UserWarning, match="searched schedule has no effect: all stages are on one IPU"):
+    with pytest.warns(UserWarning, match="searched schedule has no effect: all stages are on one device"):
         state = pipeline.init(KEY, MICRO_BATCHES[0])
     pipeline.step(state, MICRO_BATCHES)
     assert pipeline.searched() is None
@@ -279,7 +279,7 @@ def waiting(parameters, x):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"device_mapping": [0, 0, 0]}, "all stages are on one IPU, in one program"),
+        ({"device_mapping": [0, 0, 0]}, "all stages are on one device, in one program"),
         ({"stages": (waiting, dense, mean_square), "loss": None, "optimizer": None}, "a loop that ends"),
     ],
 )

@@ -227,7 +227,7 @@ def test_dividing_nothing_warns():
     element = make_steps(1)[0][0]
     stages = models.mlp_stages(2)
     pipeline = make_divided(stages=stages, tensor_parallel=engine.TensorParallel(2))
-    with pytest.warns(UserWarning, match="each IPU has 2 devices, but nothing is divided over them"):
+    with pytest.warns(UserWarning, match="each stage has 2 devices, but nothing is divided over them"):
         pipeline.trace(element)
     with warnings.catch_warnings(action="error"):
         make_divided(size=1, stages=stages).trace(element)
@@ -244,7 +244,7 @@ def test_dividing_nothing_warns():
         ),
         (
             lambda: make_divided(num_serialized=2, schedule="sequential", device_mapping=[0, 0]),
-            r"num_serialized must be 1 with several devices for each IPU; got 2 and tensor_parallel.size 2",
+            r"num_serialized must be 1 with several devices for each stage; got 2 and tensor_.*size 2",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_constraints_that_do_not_fit():
 
 def test_too_few_devices_and_other_replicas_in_stages():
     with pytest.raises(
-        ValueError, match="needs 16 devices, 2 per IPU of device_mapping of 4 replicas, but"
+        ValueError, match="needs 16 devices, 2 per number in device_mapping of 4 replicas, but"
     ):
         begun(make_divided(4))
 
@@ -344,7 +344,7 @@ def test_sessions_and_checkpoints(num_processes, tmp_path):
             models.assert_trees_close(losses, expected[0])
         if num_processes == 1:
             assert "cpu:0, cpu:1, cpu:4, cpu:5" in placement
-            assert "2 stages on 2 IPUs of 2 devices" in summary
+            assert "2 stages on 2 groups of 2 IPUs" in summary
             assert (
                 "each of the 2 devices of an IPU has a part of:\n  first/in\n  first/offset\n" in placement
             )
@@ -473,4 +473,4 @@ def refuse():
 def test_devices_of_one_ipu_in_two_processes(tmp_path):
     processes = joined.start(refuse, 4, 2, directory=tmp_path, joins_itself=True)
     for message in joined.finish(processes, tmp_path, timeout=600):
-        assert "the 4 devices of IPU 0 must be in one process; they are in 0, 1. Give each" in message
+        assert "the 4 devices with number 0 must be in one process; they are in 0, 1. Give each" in message

@@ -247,9 +247,9 @@ def test_wrong_sizes(size):
 @pytest.mark.parametrize(
     ("plan", "options", "message"),
     [
-        (CHUNKS[0], {"device_mapping": [0] * 4}, "all stages are on one IPU.*Leave it"),
+        (CHUNKS[0], {"device_mapping": [0] * 4}, "all stages are on one device.*Leave it"),
         (CHUNKS[1], {"num_micro_batches": 6}, "dispatch_plan.*must divide the number.*which is 6; got 4"),
-        (CHUNKS[1], {"num_micro_batches": None}, "which is known at run only; got 4"),
+        (CHUNKS[1], {"num_micro_batches": None}, "which is only known at run time; got 4"),
     ],
 )
 def test_wrong_plans(plan, options, message):
@@ -328,7 +328,7 @@ def calling_back(x):
 
 
 ORDER = "the schedule was chosen for its order or its memory"
-SAVING = "recomputation or offloading is to save memory"
+SAVING = "recomputation or offloading saves memory, which chunks would need"
 PRINTS = "stages print or call back into Python"
 UNKNOWN = "ffi_call(foreign) has no known cost, and is not measured here"
 INFERENCE = {"loss": None, "optimizer": None}
@@ -337,7 +337,7 @@ INFERENCE = {"loss": None, "optimizer": None}
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"num_micro_batches": None}, "the number of micro-batches is known at run only"),
+        ({"num_micro_batches": None}, "the number of micro-batches is only known at run time"),
         ({"schedule": "interleaved"}, ORDER),
         ({"schedule": "sequential"}, ORDER),
         ({"recompute": "auto"}, SAVING),

@@ -76,7 +76,7 @@ FAULTS = {
     "0F0,0F1,0I0,0W0\n": "the backward of stage 0, micro-batch 1 is missing",
     "0F0,0F1,0I0,0W0,0I1\n": "the weight gradients of stage 0, micro-batch 1 is missing",
     "0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n": "rank 0, column 2 .*comes where micro-batch 1 should",
-    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "deadlock at time-step 3: IPU 0 waits",
+    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "deadlock at time-step 3: device 0 waits",
     "": "the file is empty",
     "\n\n": "the file is empty",
 }

@@ -144,7 +144,7 @@ def test_what_if_keeps_to_phases():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cores": 2.0}, "host_memory goes with one replica, and with IPUs that share no cores"),
+        ({"cores": 2.0}, "host_memory goes with one replica, and with devices that share no cores"),
         ({"cluster": engine.Cluster(2)}, "host_memory goes with one replica"),
         ({"schedule": "grouped"}, 'need the schedule "sequential"'),
     ],

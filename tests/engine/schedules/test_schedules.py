@@ -127,7 +127,7 @@ def test_looped_is_megatron_s_schedule(num_ipus, num_micro_batches):
 def test_what_looped_does_not_fit():
     """It goes around the IPUs, and has no parallel stages."""
     for mapping in [(0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 1, 0)]:
-        with pytest.raises(ScheduleError, match=r"goes around the IPUs several times.*got \["):
+        with pytest.raises(ScheduleError, match=r"goes around the devices several times.*got \["):
             timetable("looped", len(mapping), 4, mapping, True)
     with pytest.raises(ScheduleError, match=r"Looped has no parallel stages.*\[0, 1, 1, 2\]"):
         timetable("looped", 4, 4, (0, 1, 0, 1), True, (0, 1, 1, 2))
@@ -168,8 +168,8 @@ def halves(*kinds):
         ([[Action(F, 0, 0)]], "the backward of stage 0, micro-batch 0 is missing"),
         ([[Action(F, 0, 0), Action(F, 0, 0), Action(B, 0, 0)]], "comes twice"),
         ([[Action(F, 0, 1), Action(B, 0, 1)]], "is not one of this pipeline"),
-        ([[], [Action(F, 0, 0), Action(B, 0, 0)]], "is on IPU 1, but its stage is on IPU 0"),
-        ([[(F, 0, 0)]], "a slot must hold an Action or None; slot 0 of IPU 0 holds"),
+        ([[], [Action(F, 0, 0), Action(B, 0, 0)]], "is on device 1, but its stage is on device 0"),
+        ([[(F, 0, 0)]], "a slot must hold an Action or None; slot 0 of device 0 holds"),
         (halves(B, F), "deadlock at time-step 1"),
         (halves(F, INPUTS), "the weight gradients of stage 0, micro-batch 0 is missing"),
         (halves(F, W), "the input gradients of stage 0, micro-batch 0 is missing"),
@@ -181,7 +181,7 @@ def halves(*kinds):
 def test_bad_schedules(rows, fault):
     with pytest.raises(ScheduleError, match=fault) as error:
         check(rows, 1, 1, (0,), True)
-    assert "IPU 0" in str(error.value)
+    assert "device 0" in str(error.value)
 
 
 def test_a_backward_that_is_missing_as_a_whole():
@@ -197,8 +197,8 @@ def test_deadlock_between_two_ipus_shows_the_grid_with_the_step_marked():
     with pytest.raises(ScheduleError) as error:
         check(rows, 2, 2, (0, 1), True)
     assert str(error.value).splitlines()[-2:] == [
-        "IPU 0: F0.0   [B0.0] F0.1   B0.1",
-        "IPU 1: F1.0   F1.1   B1.0   B1.1",
+        "device 0: F0.0   [B0.0] F0.1   B0.1",
+        "device 1: F1.0   F1.1   B1.0   B1.1",
     ]
 
 
@@ -226,7 +226,7 @@ def test_stages_that_are_halved_with_other_counts_are_so_with_any():
     found = check(rows, 1, 1, (0,), True, halved=frozenset({0}))
     assert [action.kind for action in found.order] == [F, INPUTS, W]
     rows = [[Action(F, 0, 0), Action(INPUTS, 0, 0), Action(W, 0, 0)]]
-    with pytest.raises(ScheduleError, match="with 1 micro-batches, stage 0 does its backward in halves"):
+    with pytest.raises(ScheduleError, match="with 1 micro-batches, stage 0 splits its backward"):
         check(rows, 1, 1, (0,), True, halved=frozenset())
 
 

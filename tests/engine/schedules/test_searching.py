@@ -157,7 +157,7 @@ def test_ipus_that_wait_for_each_other_never_end():
                 "num_constant_bytes": (0, 1000),
                 "num_bytes_per_ipu": 1049,
             },
-            r"IPU 1 needs 1,050 bytes \(1,000 of them .* limit is 1,049",
+            r"device 1 needs 1,050 bytes \(1,000 of them .* limit is 1,049",
         ),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_frontier_goes_from_a_third_of_interleaved_to_twice_that():
 
 
 def test_a_frontier_refuses_a_limit_too_low():
-    with pytest.raises(ValueError, match="IPU 0 needs"):
+    with pytest.raises(ValueError, match="device 0 needs"):
         frontier(make_problem(2, 3, 2), [1])
 
 

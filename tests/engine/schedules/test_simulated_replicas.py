@@ -259,7 +259,7 @@ def test_a_cluster_goes_through_a_dictionary():
         (lambda: Cluster(1, shards_optimizer_state=True), "shards_optimizer_state needs several replicas"),
         (
             lambda: Scenario(Costs.of(2, forward=1), cluster=Cluster.of(2, 3, 2)),
-            r"the process of each of 4 devices \(2 replicas of 2 IPUs\); got 6",
+            r"the process of each of 4 devices \(2 replicas of 2 devices\); got 6",
         ),
         (lambda: Costs.of(2, forward=1, num_sent_bytes=-1), "num_sent_bytes must be finite and at least 0"),
         (lambda: Costs.of(2, forward=1, num_sent_bytes={(0, 2): 1}), "num_sent_bytes are between two of"),

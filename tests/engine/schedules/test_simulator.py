@@ -572,7 +572,7 @@ def test_a_scenario_goes_through_a_dictionary():
         ({"levels": (0, 2, 3)}, "levels must ascend from 0 without a gap"),
         ({"levels": (0, 1, 1)}, "the last level must have one stage"),
         ({"cores": 0}, "cores must be greater than 0, or None; got 0"),
-        ({"memory": Memory((1,), (1, 1, 1))}, "num_constant_bytes for each of 3 IPUs"),
+        ({"memory": Memory((1,), (1, 1, 1))}, "num_constant_bytes for each of 3 devices"),
     ],
     ids=str,
 )

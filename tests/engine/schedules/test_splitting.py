@@ -243,9 +243,9 @@ def test_memory_decides_where_time_would_not():
     found = find(109)
     assert found.split == (0, 1)
     assert found.others == ()
-    with pytest.raises(ValueError, match="split that was found has 100 bytes; got 99"):
+    with pytest.raises(ValueError, match="split found has 100 bytes; got 99"):
         find(99)
-    with pytest.raises(ValueError, match="split that was found has 100 bytes; got 99"):
+    with pytest.raises(ValueError, match="split found has 100 bytes; got 99"):
         find(99, 1)  # where not all are simulated
 
 

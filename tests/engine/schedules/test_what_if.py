@@ -76,7 +76,7 @@ def test_layers_move_with_what_they_hold():
     assert advice.limiting_stage == 2
     assert advice.variant.split == best
     assert advice.sentence.startswith(
-        "Stage 2 holds the others back, as its IPU has 2 times the mean work: moving b from stage 1 to 0, "
+        "Stage 2 is the bottleneck: its device has 2 times the mean work. Moving b from stage 1 to 0, "
         "and c and d from stage 2 to 1 would give "
     )
 
@@ -160,7 +160,7 @@ def test_nothing_to_advise():
     advice = advise(Scenario(Costs.of(1, forward=1, backward=2), "grouped", 4))
     assert (advice.gain, advice.variant) == (0, None)
     assert advice.sentence == (
-        "Nothing that was simulated gains 2%: IPUs compute in 100% of a step, and stage 0 takes longest."
+        "No simulated change gains 2%: devices compute for 100% of a step, and stage 0 takes longest."
     )
     free = scenario(forward=0)
     assert predict_step_time(free) == 0
@@ -197,7 +197,7 @@ def test_the_best_split_moves_whole_layers_over_several_stages():
 
 
 def test_the_headline_does_not_contradict_an_even_split():
-    """It said "Nothing that was simulated gains 2%" above the table's "+38.2%, all stages equal"."""
+    """It said "No simulated change gains 2%" above the table's "+38.2%, all stages equal"."""
     own = {"device_mapping": (0, 1), "layers": [[Layer("a", 3, 6)], [Layer("b", 1, 2)]]}
     case = Scenario(Costs.of(2, forward=[3, 1], backward=[6, 2]), "interleaved", 4, **own)
     advice = advise(case, variants=what_if(case, counts=[])[:2])
@@ -207,7 +207,7 @@ def test_the_headline_does_not_contradict_an_even_split():
     assert f" {told}stage 0 has no second layer that could move." in advice.sentence
     unknown = dataclasses.replace(case, layers=())
     sentence = advise(unknown, variants=what_if(unknown)[:2]).sentence
-    assert "which layers stage 0 has is not known" in sentence
+    assert "the layers of stage 0 are not known" in sentence
 
 
 def test_what_shared_cores_do_not_show_is_said_beside_the_gain():
@@ -216,16 +216,16 @@ def test_what_shared_cores_do_not_show_is_said_beside_the_gain():
     beside = advise(case, shared_cores=1)
     assert beside.variant == alone.variant
     assert beside.sentence.removeprefix(alone.sentence) == (
-        " Here the IPUs share 1 core, on which it takes 168 now, and 168 then, if nothing else runs there: "
-        "this machine does not show what is gained on devices of their own."
+        " Here the devices share 1 core, on which it takes 168 now, and 168 then, if nothing else runs "
+        "there: this machine cannot show the gain on separate devices."
     )
     assert advise(case, shared_cores=4).sentence.endswith(" then, if nothing else runs there.")
     assert advise(dataclasses.replace(case, cores=1)).sentence == (
-        "Nothing that was simulated gains 2% on the 1 core that the IPUs share. On IPUs with cores of "
-        f"their own, s{alone.sentence[1:]}"
+        "No simulated change gains 2% on the 1 core that the devices share. On devices with their own "
+        f"cores: s{alone.sentence[1:]}"
     )
     shared = advise(dataclasses.replace(case, cores=3))
-    assert "On IPUs with cores of their own it takes" in shared.sentence
+    assert "On devices with their own cores it takes" in shared.sentence
 
 
 def test_layers_take_part_of_the_update_along():

@@ -121,7 +121,7 @@ def test_a_schedule_with_other_turns_on_one_ipu(rng):
     ("middle", "mapping", "message"),
     [
         ([left, right], [0, 1, 2], "a list of them for parallel stages"),
-        ([left, right], [0, [1, 1], 2], "each needs an IPU of its own"),
+        ([left, right], [0, [1, 1], 2], "each needs a device of its own"),
         ([], None, "a list of parallel stages must have at least one function"),
     ],
 )

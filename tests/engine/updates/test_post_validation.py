@@ -52,8 +52,8 @@ def test_guesses_change_nothing_and_data_that_end_lose_no_update(norm, last):
 @pytest.mark.parametrize(
     ("optimizer", "options", "reason"),
     [
-        (optax.adam(0.1), {}, "no choice that joins the IPUs is late"),
-        (clipped(1.0), {"device_mapping": [0, 0]}, "all stages are on one IPU"),
+        (optax.adam(0.1), {}, "no value that joins the devices can be guessed"),
+        (clipped(1.0), {"device_mapping": [0, 0]}, "all stages are on one device"),
     ],
     ids=["nothing joins", "one IPU"],
 )

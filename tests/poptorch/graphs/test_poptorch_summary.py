@@ -48,9 +48,8 @@ Net: 2 stages on 2 IPUs, schedule grouped, 2 micro-batches per weight update
                 Net itself
                 head (Linear)                   12   48 B
   forward, backward: estimated operations; the last stage does both in its forward
-  bubble: IPUs wait for 28.6% of a step, by these operations (33.3% if all actions took equally
-    long)
-  IPU 0 has most to do: 70% of all operations"""
+  bubble: 28.6% of a step, estimated from these operations (33.3% if all actions took equally long)
+  busiest IPU: 0, with 70% of all operations"""
 
 
 def test_of_a_small_model(monkeypatch):

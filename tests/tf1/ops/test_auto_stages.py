@@ -180,7 +180,7 @@ def test_a_program_shows_where_it_is_cut_and_why(tmp_path):
     assert [line.split()[:2] for line in lines[2:4]] == [["0", "0"], ["1", "1"]]
     assert lines[2].split()[-1] in ("us", "ms")  # nothing crosses before the first stage
     assert lines[3].split()[-1].endswith("B")
-    assert re.search(r"a step takes .*, and stage \d most of it; .*best other ", lines[4])
+    assert re.search(r"a step takes .*, stage \d is the longest; .*best other ", lines[4])
     assert call.cuts in str(program.placement())
     assert call.cuts in str(program.summary())
     with ipu.reports.capture(tmp_path / "report") as captured:

@@ -41,7 +41,7 @@ def test_what_has_no_choice_says_why():
         (
             {"dispatch_plan": Chunking(2), "device_mapping": [0, 0]},
             ValueError,
-            "all stages are on one IPU, where everything is one program",
+            "all stages are on one device, where everything is one program",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_options_that_contradict_each_other():
     with pytest.raises(ValueError, match=text):
         make(forward_options=[{}, {}, fast], backward_options=[{}, {}, slow])
     options = {"update_options": slow, "option_names": {"update_options": "weights"}}
-    text = r"is True in forward_options\[0\] and False in weights, but all stages are on one IPU"
+    text = r"is True in forward_options\[0\] and False in weights, but all stages are on one device"
     with pytest.raises(ValueError, match=text):
         make([0, 0, 0], forward_options=[fast, {}, fast], **options)
     with pytest.raises(ValueError, match="is 1 in .* and True in "):  # which are not the same to XLA

@@ -267,7 +267,7 @@ def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
     message = "for devices of the kind 'cuda'; those that are selected are 'cpu'"
     with pytest.raises(ValueError, match=message):
         program.run(elements(1))
-    with pytest.raises(RuntimeError, match="64 IPUs are needed"):
+    with pytest.raises(RuntimeError, match="64 devices are needed"):
         ipu.load_program(changed(path, tmp_path / "many", num_ipus=64))
     with pytest.raises(CheckpointError, match="was exported with jax_enable_x64 True"):
         ipu.load_program(changed(path, tmp_path / "wide", has_wide_dtypes=True))

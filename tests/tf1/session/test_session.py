@@ -426,7 +426,7 @@ def test_a_bigger_program_compiled_later_does_not_disturb():
     small = front.Model()
     with front.session_of(small) as session:
         small.run(session)
-        with pytest.raises(RuntimeError, match="20 IPUs are needed"):
+        with pytest.raises(RuntimeError, match="20 devices are needed"):
             front.Pipelined([lambda x: x] * 20, 1, inputs=[1.0])
         small.run(session)
 

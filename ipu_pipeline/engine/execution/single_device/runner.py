@@ -168,7 +168,7 @@ class BlockRunner(Runner[PendingBlock]):
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """Plans what the IPU takes. What stages hold counts among the program's temporaries."""
+        """Plans what the device takes. What stages hold counts among the program's temporaries."""
         del stages
         return super().plan_memory(accumulator_dtypes, (), every)
 
@@ -304,7 +304,7 @@ class BlockRunner(Runner[PendingBlock]):
             )
 
     def run(self, state: RunState, pending: PendingBlock, may_guess: bool = False) -> Progress:
-        """Runs what `fetch` returned. There is nothing to guess: no IPU waits for another one."""
+        """Runs what `fetch` returned. There is nothing to guess: no device waits for another one."""
         del may_guess
         begun, every = pending.begun, pending.request.every
         state = self.with_optimizer(state, begun.first_outputs)
