@@ -83,7 +83,9 @@ html_theme_options = {
     "navbar_align": "left",
     "navigation_with_keys": True,
     "secondary_sidebar_items": {
-        "**": ["page-toc", "edit-this-page"],
+        "[!b]**": ["page-toc", "edit-this-page"],
+        "benchmarks/README": ["page-toc", "edit-this-page"],
+        "build/**": ["page-toc"],
         # Their tables need its room.
         "docs/api/names": [],
         "docs/poptorch_options": [],
