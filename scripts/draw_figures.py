@@ -37,12 +37,6 @@ BUBBLE_COUNTS = [1, 2, 4, 8, 16, 32, 64]
 SHARD_SPLITS = ["dense32"]
 SPLITS = [["dense32"], ["dense128"], ["dense256", "dense128", "dense64"]]
 TRACED_BLOCKS, TRACED_MICRO_BATCHES, FOLLOWED = 4, 10, 4
-FOLLOWED_STYLES = [  # the others paler
-    ".forward { fill: #e6f3fb; stroke: #999 }",
-    ".backward { fill: #fbeccf; stroke: #999 }",
-    ".followed_forward { fill: #5dbb63; stroke: #222; stroke-width: 2 }",
-    ".followed_backward { fill: #ee7766; stroke: #222; stroke-width: 2 }",
-]
 STEPS = {  # the figures of docs/schedules.md: titles and panels
     "schedules_whole": (
         "A step with one stage on each device",
@@ -240,7 +234,7 @@ def draw_execution_trace() -> Figure:
     table = facts.timetable("grouped", TRACED_BLOCKS, TRACED_MICRO_BATCHES)
     grid = Grid(table, MARGIN, columns_per_line=table.num_time_steps, followed=FOLLOWED)
     title = f"{TRACED_MICRO_BATCHES} micro-batches on {TRACED_BLOCKS} IPUs, number {FOLLOWED} followed"
-    figure = Figure(title, grid.width, grid.height, *FOLLOWED_STYLES)
+    figure = Figure(title, grid.width, grid.height)
     grid.draw(figure)
     return figure
 
@@ -251,7 +245,7 @@ def draw_rooms() -> Figure:
     for module, imported in rooms.read_all_imports().items():
         room = rooms.room_of(module)
         numbers.setdefault(room, set()).update(rooms.room_of(other) for other in imported)
-    cell, named, top = 20, 560, 44
+    cell, named, top = 20, 680, 44
     count = len(rooms.FLOORS)
     left = MARGIN + named
     figure = Figure("The rooms of the package", left + count * cell + MARGIN, top + count * cell + 70)
@@ -273,7 +267,7 @@ def draw_rooms() -> Figure:
     figure.text(
         MARGIN,
         bottom + 46,
-        "Blue is the engine, green the front; modules that are in no folder share a row.",
+        "Blue is the engine; modules that are in no folder share a row.",
         "start small",
     )
     return figure

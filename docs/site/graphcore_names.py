@@ -11,7 +11,7 @@ from ipu_pipeline.tf1 import utils
 from ipu_pipeline.tf1.config_categories import SETTINGS
 
 PAGE = "docs/api/names"
-_HERE = {"same": "the same", "no effect": "accepted, no effect", "not there": "not available"}
+_HERE = {"same": "The same", "no effect": "Accepted, no effect", "not there": "Not available"}
 # In texts of the package: calls, dotted names, names with underscores, names of classes.
 _CODE = re.compile(r"\w+(?:\.\w+)*\([^()]*\)|\w+(?:\.\w+)+|\w*_\w+|IPU[A-Z][a-z]\w+")
 
@@ -38,12 +38,13 @@ def as_sentence(text: str) -> str:
 
 def make_table(rows: Iterable[Row]) -> str:
     """Rows as a table of Markdown, whose pages are links."""
-    lines = ["| name | here | |", "| --- | --- | --- |"]
+    lines = ["| name | here |", "| --- | --- |"]
     for row in rows:
         code, _, words = row.name.partition(" ")
         name = f"`{code}` {words}".rstrip()
         why = re.sub(r"docs/(?:api/)?(\w+)\.md", r"[\g<0>](/\g<0>)", row.why)
-        lines.append(f"| {name} | {_HERE.get(row.status) or f'`{row.here}`'} | {why} |")
+        here = _HERE.get(row.status) or f"`{row.here}`"
+        lines.append(f"| {name} | {'. '.join(filter(None, (here, why)))} |")
     return "\n".join(lines) + "\n"
 
 

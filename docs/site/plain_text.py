@@ -24,16 +24,24 @@ def _title(app: Any, name: str) -> str:
     return app.env.titles[name].astext()
 
 
+def _is_part(name: str) -> bool:
+    """Whether the page's text is a part of that of its module."""
+    return name.startswith("build/api/")
+
+
 def _write(app: Any, error: Exception | None) -> None:
     if error is not None or app.builder.name != "html":
         return
     target = Path(app.outdir)
     for name in app.env.found_docs:
+        if _is_part(name):
+            continue
         source = Path(app.env.doc2path(name))
         if source.suffix == ".md" and not name.startswith("docs/api/"):
             (target / f"{name}.md").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
         else:
-            text = app.env.get_doctree(name).astext()
+            parts = [name, *filter(_is_part, app.env.toctree_includes.get(name, ()))]
+            text = "\n\n".join(app.env.get_doctree(part).astext() for part in parts)
             (target / f"{name}.txt").write_text(text, encoding="utf-8")
     lines = [INTRODUCTION]
     root = app.config.root_doc

@@ -1,8 +1,9 @@
 """The API reference: what is public, each object once, and where names of other libraries lead.
 
-Sphinx's autodoc makes the pages of docs/api from the docstrings. Here is what it does not know: which of
-several public modules an object belongs to, which pages have programs that use it, and, since the site is
-built without a network, the addresses of other libraries' pages.
+Sphinx's autodoc makes a page for each public name from its docstring, and the pages of docs/api list them.
+Here is what it does not know: which of several public modules an object belongs to, which pages have
+programs that use it, and, since the site is built without a network, the addresses of other libraries'
+pages.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.ext.autosummary import Autosummary
 
 ROOT = Path(__file__).parents[2]
 # In this order: an object that several of them have is documented with the first.
@@ -56,6 +60,10 @@ PUBLIC = (
     "engine.schedules",
     "engine.inspect",
 )
+# PopTorch's modules, which need torch to be imported: the site has them, and pages show how they are used.
+POPTORCH = ("poptorch", "poptorch.optim", "poptorch.autocasting", "poptorch.profiling")
+# Where the page of each name is, from the root: made anew by each build.
+PAGES = "build/api"
 # Of a module whose other names are for the library's own parts, those that people meet.
 _ONLY = {
     "engine.inspect": (
@@ -72,6 +80,40 @@ _ONLY = {
         "Work",
         "count_costs",
         "count_work",
+    )
+}
+# Of a class whose other members are for the library's own parts.
+_MEMBERS = {
+    "ipu_pipeline.engine.Pipeline": (
+        "adopt",
+        "compile",
+        "device_mapping",
+        "dispatch_plan",
+        "facts",
+        "for_shapes",
+        "init",
+        "init_optimizer_state",
+        "measure_costs",
+        "num_devices",
+        "num_micro_batches",
+        "num_replicas",
+        "options",
+        "parameters",
+        "place_micro_batches",
+        "plan_host_memory",
+        "plan_ipu_memory",
+        "plan_memory",
+        "run",
+        "scenario",
+        "searched",
+        "step",
+        "summary",
+        "timetable",
+        "trace",
+        "variables",
+        "with_dispatch_plan",
+        "with_parameters",
+        "with_recomputation",
     )
 }
 # What examples in docstrings begin with; the page "Look up" says so.
@@ -125,11 +167,11 @@ def full_name(module: str) -> str:
     return f"ipu_pipeline.{module}" if module else "ipu_pipeline"
 
 
-def find_homes() -> dict[tuple[str, str], str]:
+def find_homes(modules: Sequence[str] = PUBLIC) -> dict[tuple[str, str], str]:
     """The public module that documents an object, by each public module and name that it has."""
     first: dict[Any, str] = {}
     homes = {}
-    for short in PUBLIC:
+    for short in modules:
         module = full_name(short)
         found = importlib.import_module(module)
         for name in _ONLY.get(short, found.__all__):
@@ -173,6 +215,10 @@ def is_shown(value: Any) -> bool:
     return inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, BaseException))
 
 
+def _is_documented(value: Any) -> bool:
+    return inspect.isroutine(value) or inspect.isclass(value)
+
+
 def example_in(docstring: str | None) -> str:
     """The example that a docstring has, without its indentation; empty if there is none."""
     found = re.search(r"^Example:\n((?:\n|  .*\n?)+)", inspect.cleandoc(docstring or ""), re.MULTILINE)
@@ -209,7 +255,7 @@ class Examples:
                 self._in_docstrings[module, name] = example_in(value.__doc__)
         self._programs = {}
         for folder in ("docs", "docs/how_to", "tutorial"):
-            for path in sorted((ROOT / folder).glob("*.md")):
+            for path in sorted(set((ROOT / folder).glob("*.md")) - {ROOT / "docs" / "design.md"}):
                 blocks = re.findall(
                     r"^```(?:python|diff)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL
                 )
@@ -241,7 +287,7 @@ class Reference:
     """What autodoc and Sphinx ask while they build."""
 
     def __init__(self) -> None:
-        self._homes = find_homes()
+        self._homes = find_homes(PUBLIC + POPTORCH)
         self._examples = Examples(self._homes)
         # By the module and name that an object says that it has, which annotations show.
         self._public = {}
@@ -250,14 +296,38 @@ class Reference:
             if callable(value) and (value.__module__ or "").startswith("ipu_pipeline."):
                 self._public[f"{value.__module__}.{value.__qualname__}"] = f"{home}.{name}"
 
-    def skip(self, app: Any, _what: str, name: str, _obj: Any, _skip: bool, _options: Any) -> bool | None:
-        """Skips an object that another public module documents, or that is for the library's own parts."""
-        module = app.env.current_document.autodoc_module
-        only = _ONLY.get(module.removeprefix("ipu_pipeline."), (name,))
-        is_of_module = name in getattr(importlib.import_module(module), "__all__", ())
-        if is_of_module and (name not in only or self._homes[module, name] != module):
-            return True
-        return None
+    def home_of(self, module: str, name: str) -> str:
+        """A name of a module, as autosummary takes it in the list of that module."""
+        home = self._homes[module, name]
+        return name if home == module else f"~{home}.{name}"
+
+    def names_of(self, module: str) -> list[str]:
+        """The functions and classes that a public module documents; constants have entries on its page."""
+        return [
+            name
+            for (of, name), home in self._homes.items()
+            if of == home == module and _is_documented(getattr(importlib.import_module(module), name))
+        ]
+
+    def write_pages(self, app: Any) -> None:
+        """Writes the page of each name, for autodoc to fill."""
+        folder = Path(app.srcdir, PAGES)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for module in dict.fromkeys(self._homes.values()):
+            for name in self.names_of(module):
+                value = getattr(importlib.import_module(module), name)
+                lines = [name, "=" * len(name), "", f".. currentmodule:: {module}", ""]
+                if inspect.isclass(value):
+                    members = ", ".join(_MEMBERS.get(f"{module}.{name}", ()))
+                    lines += [f".. autoclass:: {name}", f"   :members: {members}"]
+                else:
+                    lines += [f".. autofunction:: {name}"]
+                Path(folder, f"{module}.{name}.rst").write_text("\n".join(lines) + "\n")
+
+    def skip(self, _app: Any, _what: str, _name: str, obj: Any, _skip: bool, _options: Any) -> bool | None:
+        """Skips the fields of named tuples, which their class describes."""
+        return (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") or None
 
     def prepare(self, _app: Any, what: str, name: str, obj: Any, _options: Any, lines: list[str]) -> None:
         """Makes of our docstrings, which people read as they are, what Sphinx reads: in place.
@@ -299,9 +369,29 @@ class Reference:
         return content if _is_inner(target) or not target.startswith(_PACKAGES) else None
 
 
+class Names(Autosummary):
+    """Lists the names of the current module with their pages: first those of the content, in its order.
+
+    These may be of another module that documents them.
+    """
+
+    reference: ClassVar[Reference]
+
+    def run(self) -> list[Any]:
+        """Completes the list, and makes the table of it."""
+        module = self.env.ref_context["py:module"]
+        first = [self.reference.home_of(module, name) for name in self.content]
+        self.content = StringList(dict.fromkeys([*first, *self.reference.names_of(module)]))
+        self.options |= {"nosignatures": None, "toctree": f"../../{PAGES}"}
+        return super().run()
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.setup_extension("sphinx.ext.autodoc")
-    reference = Reference()
+    app.setup_extension("sphinx.ext.autosummary")
+    Names.reference = reference = Reference()
+    app.add_directive("names", Names)
+    app.connect("builder-inited", reference.write_pages)
     app.connect("autodoc-skip-member", reference.skip)
     app.connect("autodoc-process-docstring", reference.prepare, priority=400)  # before napoleon, with 500
     app.connect("autodoc-process-signature", _readable)

@@ -13,7 +13,7 @@ __all__ = ["draw_losses"]
 
 _STYLES = [
     ".training { fill: none; stroke: #8cccf0; stroke-width: 3 }",
-    ".held_out { fill: none; stroke: #d55e00; stroke-width: 2 }",
+    ".held_out { fill: none; stroke: #c4500c; stroke-width: 2 }",
 ]
 _WIDTH, _HEIGHT = 560, 280
 

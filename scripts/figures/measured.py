@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -11,17 +13,12 @@ from figures.svg import Figure
 
 __all__ = ["draw_against_targets"]
 
-_STYLES = [
-    ".older { fill: #b9d7ea; stroke: #7aa6c2 }",
-    ".newest { fill: #1f6f9f; stroke: #222 }",
-    ".missed { fill: #d55e00; stroke: #222 }",
-]
-_LABELS, _WIDTH, _ROW = 560, 360, 20
-_LEAST, _MOST = 1 / 8, 4.0  # of the axis; what is beyond stands at its end
+_LABELS, _DAY, _ROW = 400, 56, 26
+_MOST = 4  # times a target, or its inverse: what is beyond stands at the edge of its row
 
 
 def draw_against_targets(rows: Sequence[Measured], least_runs: int = 3) -> Figure:
-    """Each case with a target that was measured several times: a mark for each run, by how near it was.
+    """Draws a line over time for each case that has a target and was measured on several days.
 
     Args:
       rows: all, the oldest first.
@@ -31,44 +28,44 @@ def draw_against_targets(rows: Sequence[Measured], least_runs: int = 3) -> Figur
     for row in rows:
         if row.bound and float(row.target) > 0 and float(row.figure) > 0:
             cases.setdefault((row.question, row.case), []).append(row)
-    cases = {case: found for case, found in sorted(cases.items()) if len(found) >= least_runs}
+    cases = {
+        case: found
+        for case, found in sorted(cases.items())
+        if len(found) >= least_runs and len({row.date for row in found}) > 1
+    }
+    dates = [datetime.date.fromisoformat(row.date) for found in cases.values() for row in found]
+    first, num_days = min(dates), (max(dates) - min(dates)).days + 1
     left, upper = MARGIN + _LABELS, MARGIN + 44
-    bottom = upper + _ROW * len(cases)
-    figure = Figure(
-        "Benchmarks over time, against their targets", left + _WIDTH + 40, bottom + 64, *_STYLES
-    )
-
-    def x(ratio: float) -> int:
-        share = math.log(ratio / _LEAST) / math.log(_MOST / _LEAST)
-        return left + round(_WIDTH * min(1.0, max(0.0, share)))
-
-    figure.text(
-        MARGIN,
-        MARGIN + 8,
-        "How near a figure is to its bound: left of 1, the target is met",
-        "start strong",
-    )
-    for ratio in (_LEAST, 0.25, 0.5, 1.0, 2.0, _MOST):
-        figure.line("dashed" if ratio == 1 else "thin", (x(ratio), upper - 6), (x(ratio), bottom))
-        figure.text(x(ratio), upper - 12, f"{ratio:g}", "small")
+    right, bottom = left + _DAY * num_days, upper + _ROW * len(cases)
+    figure = Figure("Benchmarks over time, against their targets", right + 80, bottom + 48)
+    heading = "Figure over target by date: below the line of its row, a case meets its target"
+    figure.text(MARGIN, MARGIN + 8, heading, "start strong")
+    for day in range(num_days):
+        x = left + _DAY * day
+        figure.line("thin", (x, upper), (x, bottom))
+        date = first + datetime.timedelta(day)
+        figure.text(x + _DAY // 2, upper - 10, f"{date.day} {date:%b}", "small")
+    figure.text(right + 40, upper - 10, "newest", "small strong")
     for number, ((question, case), found) in enumerate(cases.items()):
-        y = upper + _ROW * number
+        middle = upper + _ROW * number + _ROW // 2
         label = f"{question}: {case}"
-        figure.text(MARGIN, y + 14, label if len(label) < 92 else label[:90] + "...", "start small")
-        for row in found:
-            ratio = float(row.figure) / float(row.target)
-            ratio = ratio if row.bound == "at most" else 1 / ratio
-            is_last = row is found[-1]
-            style = "older" if not is_last else "newest" if ratio <= 1 else "missed"
-            size = 10 if is_last else 8
-            figure.rect(style, x(ratio) - size // 2, y + 10 - size // 2, size, size)
-    for place, (style, text) in enumerate(
-        [
-            ("older", "an older run"),
-            ("newest", "the newest, within the target"),
-            ("missed", "the newest, beyond it"),
-        ]
-    ):
-        figure.rect(style, MARGIN + 240 * place, bottom + 24, 10, 10)
-        figure.text(MARGIN + 240 * place + 18, bottom + 33, text, "start small")
+        figure.text(MARGIN, middle + 4, label if len(label) < 80 else label[:78] + "...", "start small")
+        figure.line("thin", (left, middle), (right, middle))
+        marks = []
+        for date, group in itertools.groupby(found, key=lambda row: row.date):
+            of_day = list(group)
+            x = left + _DAY * (datetime.date.fromisoformat(date) - first).days
+            for place, row in enumerate(of_day, 1):
+                ratio = float(row.figure) / float(row.target)
+                ratio = ratio if row.bound == "at most" else 1 / ratio
+                share = max(-1.0, min(1.0, math.log(ratio, _MOST)))
+                mark = x + _DAY * place // (len(of_day) + 1), middle - round((_ROW // 2 - 3) * share)
+                marks.append((mark, ratio))
+        figure.line("line thin", *(mark for mark, _ratio in marks))
+        for (x, y), ratio in marks:
+            figure.rect("dark_forward" if ratio <= 1 else "dark_backward", x - 3, y - 3, 7, 7)
+        figure.text(right + 40, middle + 4, f"{marks[-1][1]:.2f}", "small")
+    for place, (style, text) in enumerate([("forward", "target met"), ("backward", "target missed")]):
+        figure.rect(f"dark_{style}", MARGIN + 120 * place, bottom + 20, 7, 7)
+        figure.text(MARGIN + 120 * place + 14, bottom + 27, text, "start small")
     return figure

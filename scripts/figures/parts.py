@@ -92,7 +92,7 @@ class Grid:
       cell_width: of a column.
       idle_text: what stands in the cells of an IPU that waits.
       columns_per_line: after so many time-steps the timetable is continued below.
-      followed: a micro-batch that has the styles "followed_forward" and "followed_backward"; None: none.
+      followed: a micro-batch that is drawn darker than the others; None: none.
     """
 
     table: schedules.Timetable
@@ -151,7 +151,7 @@ class Grid:
         self._draw_legend(figure)
 
     def _prefix(self, micro_batch: int) -> str:
-        return "followed_" if micro_batch == self.followed else ""
+        return "dark_" if micro_batch == self.followed else ""
 
     @property
     def _legend_top(self) -> int:

@@ -16,16 +16,6 @@ NUM_DEVICES, NUM_MICRO_BATCHES = 3, 6
 _FORWARD = 30  # pixels of the forward of all stages of a device
 _LEFT, _ROW, _TITLE, _PANEL_GAP, _LEGEND = MARGIN + 64, 22, 22, 16, 24
 _LONGEST = 24  # forwards; what comes later is cut off
-_STYLES = [
-    ".input_gradients { fill: #f6d58b; stroke: #222 }",
-    ".weight_gradients { fill: #e08a5a; stroke: #222 }",
-    ".second_forward { fill: #4a8fc0; stroke: #222 }",  # of the second stage on a device
-    ".second_backward { fill: #c98a1a; stroke: #222 }",
-    ".second_input_gradients { fill: #d9a93c; stroke: #222 }",
-    ".second_weight_gradients { fill: #b3592b; stroke: #222 }",
-    ".light { fill: #fff }",
-]
-_LIGHT_TEXT = ("second_forward", "second_weight_gradients")
 _WORDS = {kind.name.lower(): kind.words for kind in ActionKind}
 
 
@@ -53,17 +43,17 @@ def draw_steps(title: str, names: Sequence[str]) -> Figure:
     top = MARGIN // 2
     longest = min(_LONGEST, max(simulate_step(name)[1].step_time for name in names))
     width = _LEFT + round(longest * _FORWARD) + MARGIN
-    figure = Figure(title, max(width, 640), top + panel * len(names) + _LEGEND, *_STYLES)
+    figure = Figure(title, max(width, 760), top + panel * len(names) + _LEGEND)
     styles: set[str] = set()
     for place, name in enumerate(names):
         styles |= _draw_panel(figure, top + place * panel, name)
     x, y = MARGIN, top + panel * len(names)
-    has_two = any(style.startswith("second_") for style in styles)
+    has_two = any(style.startswith("dark_") for style in styles)
     for kind, words in _WORDS.items():
         if kind in styles:
             figure.rect(kind, x, y, 18, 14)
             if has_two:
-                figure.rect(f"second_{kind}", x + 18, y, 18, 14)
+                figure.rect(f"dark_{kind}", x + 18, y, 18, 14)
             figure.text(x + 24 + 18 * has_two, y + 11, words, "start small")
             x += 110 + 36 * has_two
     if has_two:
@@ -88,13 +78,11 @@ def _draw_panel(figure: Figure, y: int, name: str) -> set[str]:
         kind = one.kind.replace(" ", "_")
         if kind not in _WORDS or one.end > _LONGEST:
             continue
-        style = f"second_{kind}" if one.stage != mapping.index(one.ipu) else kind
+        style = f"dark_{kind}" if one.stage != mapping.index(one.ipu) else kind
         styles.add(style)
         x, row = _LEFT + round(one.begin * _FORWARD), y + _TITLE + one.ipu * _ROW
         width = round((one.end - one.begin) * _FORWARD)
-        figure.rect(style, x, row, width, _ROW)
-        text_style = "small light" if style in _LIGHT_TEXT else "small"
-        figure.text(x + width // 2, row + 15, str(one.micro_batch), text_style)
+        figure.box(style, x, row, width, _ROW, str(one.micro_batch))
     if timeline.step_time > _LONGEST:
         row = y + _TITLE + NUM_DEVICES * _ROW // 2
         figure.text(_LEFT + _LONGEST * _FORWARD + 2, row + 4, "...", "start strong")

@@ -4,7 +4,8 @@ import html
 
 __all__ = ["Figure"]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; lighter where text stands on them.
+# The colours of all figures: forward is blue, backward orange, which colour-blind readers can tell apart.
+# Of a split backward, input gradients are lighter, and weight gradients darker.
 _STYLE = """\
 text { font-family: sans-serif; font-size: 13px; fill: #222; text-anchor: middle }
 .start { text-anchor: start }
@@ -14,14 +15,22 @@ text { font-family: sans-serif; font-size: 13px; fill: #222; text-anchor: middle
 .page { fill: #fff }
 .frame { fill: #f7f7f7; stroke: #222; stroke-width: 2 }
 .box { fill: #fff; stroke: #666 }
+.light { fill: #fff }
 .forward { fill: #8cccf0; stroke: #222 }
 .backward { fill: #f2b84b; stroke: #222 }
-.update { fill: #7fd0b5; stroke: #222 }
+.input_gradients { fill: #f6d58b; stroke: #222 }
+.weight_gradients { fill: #e08a5a; stroke: #222 }
+.dark_forward { fill: #1f6f9f; stroke: #222 }
+.dark_backward { fill: #c4500c; stroke: #222 }
+.dark_input_gradients { fill: #d19a2a; stroke: #222 }
+.dark_weight_gradients { fill: #9c3f0b; stroke: #222 }
+.update { fill: #d5dae0; stroke: #222 }
 .idle { fill: #fff; stroke: #ccc }
 .line { fill: none; stroke: #222; stroke-width: 2 }
 .dashed { fill: none; stroke: #222; stroke-width: 2; stroke-dasharray: 6 4 }
 .thin { fill: none; stroke: #999 }
 .head { fill: #222 }"""
+_WITH_LIGHT_TEXT = ("dark_forward", "dark_backward", "dark_weight_gradients")
 
 
 class Figure:
@@ -51,7 +60,8 @@ class Figure:
     def box(self, style: str, x: int, y: int, width: int, height: int, text: str) -> None:
         """A rectangle with a line of small text in the middle."""
         self.rect(style, x, y, width, height)
-        self.text(x + width // 2, y + height // 2 + 4, text, "small")
+        text_style = "small light" if style in _WITH_LIGHT_TEXT else "small"
+        self.text(x + width // 2, y + height // 2 + 4, text, text_style)
 
     def line(self, style: str, *points: tuple[int, int]) -> None:
         """A line through points."""

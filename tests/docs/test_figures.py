@@ -112,25 +112,26 @@ def test_phases_and_share_of_waiting():
 
 
 def test_which_side_of_its_target_a_benchmark_is_on():
-    def squares(bound, *figures):
+    def squares(bound, **figures):
         rows = [
-            Measured("2026-01-01", "c", "m", "question", "case", figure, "", "", bound, "2")
-            for figure in figures
+            Measured(f"2026-01-{day[1:]}", "c", "m", "question", "case", figure, "", "", bound, "2")
+            for day, figure in figures.items()
         ]
         text = measured.draw_against_targets(rows, least_runs=1).render()
         tree = xml.etree.ElementTree.fromstring(text)  # noqa: S314  # our own
         tags = [element for element in tree.iter() if element.tag.endswith("rect")]
-        # The last three are the legend's.
-        return [(tag.get("class"), int(tag.get("x")) + int(tag.get("width")) // 2) for tag in tags[1:-3]]
+        # The last two are the legend's.
+        return [(tag.get("class"), int(tag.get("x")), int(tag.get("y"))) for tag in tags[1:-2]]
 
-    for bound, figure, style, is_left in [
-        ("at most", "1.5", "newest", True),
-        ("at most", "3", "missed", False),
-        ("at least", "3", "newest", True),
-        ("at least", "1.5", "missed", False),
+    for bound, figure, style in [
+        ("at most", "1.5", "dark_forward"),
+        ("at most", "3", "dark_backward"),
+        ("at least", "3", "dark_forward"),
+        ("at least", "1.5", "dark_backward"),
     ]:
-        ((_style, target_place),) = squares(bound, "2")
-        older, (newest_style, place) = squares(bound, "2", figure)
-        assert older == ("older", target_place)
-        assert newest_style == style
-        assert place < target_place if is_left else place > target_place
+        (_, first_day, target), (_, second_day, _), (newest, later, place) = squares(
+            bound, d05="2", d06="2", d08=figure
+        )
+        assert newest == style
+        assert place > target if style == "dark_forward" else place < target
+        assert later - second_day == 2 * (second_day - first_day)  # days are equally wide

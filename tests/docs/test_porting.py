@@ -38,7 +38,7 @@ def test_the_tables_have_each_row():
     assert [line.split("`")[1] for line in lines] == [row.name.partition(" ")[0] for row in ROWS]
     (line,) = (line for line in lines if line.startswith("| `optimizers.CrossReplicaOptimizer` "))
     assert line.endswith(
-        "| the same | It makes replicas, as many as the selected IPUs allow; see "
+        "| The same. It makes replicas, as many as the selected IPUs allow; see "
         "[docs/replicas.md](/docs/replicas.md). |"
     )
     for target in re.findall(r"\]\(/([^)]+)\)", "\n".join(lines)):

@@ -199,10 +199,7 @@ class PoplarExecutor:
         program must set its own state, such as a data loader or a learning rate scheduler, to the same
         position. Without that launcher, nothing is kept.
 
-        Call it before the first call, in all processes, and for several models in the same order:
-
-            for step in range(training_model.resume(), 1000):
-                output, loss = training_model(*batch(step))
+        Call it before the first call, in all processes, and for several models in the same order.
 
         Args:
           num_done: the number of finished calls in a state that the program has loaded from disk. A state
@@ -217,6 +214,10 @@ class PoplarExecutor:
           ValueError: the state in memory belongs to another model.
           OSError: the launcher's directory cannot be made, or another user may write to it.
           TypeError: `num_done` is not a number of calls.
+
+        Example:
+          >>> for step in range(training_model.resume(), 1000):
+          ...     output, loss = training_model(*batch(step))
         """
         if not self._wrapped.trains:
             raise RuntimeError("resume is for training models: the weights of this one do not change.")
@@ -669,7 +670,7 @@ class PoplarExecutor:
 
         Args:
           filename: the path of the file. Its directory is made if it is missing, and an existing file is
-            replaced once the new one is complete. A killed process may leave a directory "*.part".
+            replaced once the new one is complete. A killed process may leave a directory `*.part`.
           export_model: whether the file also has parameters, buffers, the options, and the optimizer with
             its state, so that `poptorch.load` can make the model from it. Without them, wrap the model in
             the same way and call `loadExecutable`.
