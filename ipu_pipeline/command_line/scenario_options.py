@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_STAGES, DEFAULT_MICRO_BATCHES = 4, 8
-# Schedules with two stages on each IPU: stages go around the IPUs, or down and up again.
+# Schedules with two stages on each device: stages go around the devices, or down and up again.
 _AROUND = {"looped", "looped_zero_bubble"}
 _DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
 
@@ -56,8 +56,8 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--device-mapping",
         type=_mapping,
         metavar="LIST",
-        help="the IPU of each stage, from 0, such as 0,1,1,0. By default each stage has its own IPU, or "
-        "two stages share one if the schedule needs that",
+        help="the device of each stage, from 0, such as 0,1,1,0. By default each stage has its own device, "
+        "or two stages share one if the schedule needs that",
     )
     parser.add_argument(
         "--inference",
@@ -90,19 +90,19 @@ def _schedule(text: str) -> str:
 def find_mapping(
     parser: argparse.ArgumentParser, given: Sequence[int] | None, num_stages: int, schedule: object
 ) -> tuple[int, ...]:
-    """The IPU of each stage; ends the program if the option does not fit the number of stages."""
+    """The device of each stage; ends the program if the option does not fit the number of stages."""
     if given is None and schedule in {*_AROUND, *_DOWN_AND_UP}:
         if num_stages % 2:
             parser.error(
-                f"argument --stages: {schedule} has two stages on each IPU; got {num_stages}. Give an even "
-                "number, or --device-mapping."
+                f"argument --stages: {schedule} has two stages on each device; got {num_stages}. Give an "
+                "even number, or --device-mapping."
             )
         given = [*range(num_stages // 2)]
         given += given if schedule in _AROUND else given[::-1]
     mapping = tuple(range(num_stages)) if given is None else tuple(given)
     if len(mapping) != num_stages:
         parser.error(
-            f"argument --device-mapping: must have an IPU for each of the {num_stages} stages; got "
+            f"argument --device-mapping: must have a device for each of the {num_stages} stages; got "
             f"{len(mapping)}. Give {num_stages} numbers, or another --stages."
         )
     return mapping

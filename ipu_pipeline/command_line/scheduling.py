@@ -35,9 +35,9 @@ __all__ = ["add"]
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
-        "Print the staircase of a schedule, with a line for each IPU and a column for each time-step. F3 "
-        "is the forward pass of micro-batch 3 and B3 its backward pass; I3 and W3 are a split backward "
-        "pass (input and weight gradients). If an IPU has several stages, F2.3 is the forward pass in "
+        "Print the staircase of a schedule, with a line for each device and a column for each time-step. "
+        "F3 is the forward pass of micro-batch 3 and B3 its backward pass; I3 and W3 are a split backward "
+        "pass (input and weight gradients). If a device has several stages, F2.3 is the forward pass in "
         "stage 2. A dot is an idle time-step. The schedule searched assumes that forward, input and weight "
         "gradients take equally long."
     )
@@ -91,8 +91,8 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if parsed.width is None else parsed.width
     purpose = next((f"\n{known.purpose}" for known in SCHEDULES if known.name == schedule), "")
     show(
-        f"{schedule}: {num_stages} stages on {ipus} IPUs, {count} micro-batches, "
-        f"{table.num_time_steps} time-steps, IPUs idle for {waits:.0%} of them\n\n"
+        f"{schedule}: {num_stages} stages on {ipus} devices, {count} micro-batches, "
+        f"{table.num_time_steps} time-steps, devices idle for {waits:.0%} of them\n\n"
         f"{format_staircase(table, mapping, width or None)}\n"
         f"in flight at most, by stage: {' '.join(map(str, table.in_flight))}{purpose}"
         f"{tell_example(parser, parsed)}"

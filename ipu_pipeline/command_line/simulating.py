@@ -1,4 +1,4 @@
-"""`ipu-pipeline simulate`: how long a step of a pipeline takes, and why its IPUs wait."""
+"""`ipu-pipeline simulate`: how long a step of a pipeline takes, and why its devices wait."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
         "Simulate a step of a pipeline from the costs of its parts, in any unit of time. Two modes are "
-        "compared: IPUs that wait only for data, as in this library, and IPUs in lock-step. A cost is one "
-        "number, or a list with one number per stage, such as 1,2,1."
+        "compared: devices that wait only for data, as in this library, and devices in lock-step. A cost is "
+        "one number, or a list with one number per stage, such as 1,2,1."
     )
     add_pipeline(parser)
     parser.add_argument(
@@ -126,7 +126,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="each replica holds and updates only its share of the optimizer state",
     )
     parser.add_argument(
-        "--cores", type=_cores, metavar="N", help="cores that all IPUs share; none by default"
+        "--cores", type=_cores, metavar="N", help="cores that all devices share; none by default"
     )
     parser.add_argument(
         "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; 1 by default"
@@ -144,8 +144,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--bytes-per-ipu",
         type=at_least_one,
         metavar="N",
-        help="with --schedule searched: the memory limit of an IPU, for the sizes in --costs-from; none by "
-        "default",
+        help="with --schedule searched: the memory limit of a device, for the sizes in --costs-from; none "
+        "by default",
     )
     parser.add_argument(
         "--frontier",
@@ -268,7 +268,7 @@ def _make_scenario(
             training=training,
             chunk_size=chunk_size,
             cores=base.cores if parsed.cores is None else parsed.cores,
-            memory=base.memory if mapping == base.device_mapping else None,  # by IPU
+            memory=base.memory if mapping == base.device_mapping else None,  # by device
             cluster=_make_cluster(parser, parsed, base.cluster, max(mapping) + 1),
         )
         found.timetable()
@@ -286,7 +286,7 @@ def _make_cluster(
     if num_replicas * num_ipus % num_processes:
         parser.error(
             f"argument --processes: must divide the number of devices, {num_replicas * num_ipus} "
-            f"({num_replicas} replicas of {num_ipus} IPUs); got {num_processes}. Give a divisor of it."
+            f"({num_replicas} replicas of {num_ipus} devices); got {num_processes}. Give a divisor of it."
         )
     sharing = parsed.share_optimizer_state or base.shards_optimizer_state
     if sharing and num_replicas == 1:
@@ -368,7 +368,7 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> Measured:
 def _title(scenario: Scenario) -> str:
     what = "training" if scenario.training else "inference"
     text = (
-        f"{scenario.costs.num_stages} stages on {len(scenario.ipus)} IPUs, {scenario.num_micro_batches} "
+        f"{scenario.costs.num_stages} stages on {len(scenario.ipus)} devices, {scenario.num_micro_batches} "
         f"micro-batches, schedule {scenario.searched or schedule_name(scenario.schedule)}, {what}"
     )
     if scenario.chunk_size > 1:
@@ -387,7 +387,7 @@ def _timeline_table(simulation: Simulation) -> str:
     both = (simulation.free_running, simulation.lock_step)
     rows = [
         ["step time", *(f"{one.step_time:.6g}" for one in both)],
-        ["IPUs compute", *(f"{one.utilisation:.1%}" for one in both)],
+        ["devices compute", *(f"{one.utilisation:.1%}" for one in both)],
     ]
     for cause in both[0].bubble.by_cause():
         parts = [one.bubble.by_cause()[cause] / (len(one.work) * one.step_time or 1) for one in both]
@@ -399,7 +399,7 @@ def _timeline_table(simulation: Simulation) -> str:
 def _ipu_table(simulation: Simulation) -> str:
     timeline, scenario = simulation.free_running, simulation.scenario
     peaks = {peak.ipu: peak for peak in timeline.peaks}
-    headings = ["IPU", "stages", "work", "computes"] + ["holds at most", "at"] * bool(peaks)
+    headings = ["device", "stages", "work", "computes"] + ["holds at most", "at"] * bool(peaks)
     rows = []
     for ipu, work in timeline.work.items():
         mapping = scenario.device_mapping
@@ -449,7 +449,7 @@ def _frontier_table(scenario: Scenario, points: Sequence[Point]) -> str:
         ]
         for point in points
     ]
-    headings = [f"an IPU may hold ({what})", "of interleaved's", "step time", "", "above the least", "as"]
+    headings = [f"a device may hold ({what})", "of interleaved's", "step time", "", "above the least", "as"]
     return format_table(headings, [[*row[:3], row[3].ljust(_BAR), *row[4:]] for row in rows], texts=0)
 
 

@@ -263,7 +263,7 @@ def predict_scenario(
       is_measured: whether the costs are what programs take alone, so that what they take on shared cores is
         known, too.
       is_whole: whether to simulate everything, however long it takes.
-      step: what advice calls a step; by default, one on devices of their own if cores are shared.
+      step: what advice calls a step.
       describe: formats a time of the scenario for the advice.
     """
     number, num_ipus = scenario.num_actions, len(scenario.ipus)
@@ -292,16 +292,8 @@ def predict_scenario(
         splits = sorted(splits, key=lambda row: -row.gain)[:_MOST_SPLITS]
     kept = [row for row in variants if not row.split] + splits
     cores = shared_cores if is_measured else None
-    own_step = step or ("a step" if shared_cores is None else "a step on devices of their own")
-    advice = advise(settled, variants=kept, describe=describe, step=own_step, shared_cores=cores)
-    changed = advice.variant or advice.even
-    if cores is not None and changed is not None:
-        times = [
-            [describe(predict_step_time(dataclasses.replace(one, cores=own))) for own in (None, cores)]
-            for one in (settled, changed.scenario)
-        ]
-        if all(alone == shared for alone, shared in times):  # what applies is said once
-            advice = advise(settled, variants=kept, describe=describe, step=step or "a simulated step")
+    step = step or ("a step" if shared_cores is None else "a simulated step")
+    advice = advise(settled, variants=kept, describe=describe, step=step, shared_cores=cores)
     shared_step_time = None
     if cores is not None:
         shared_step_time = predict_step_time(dataclasses.replace(scenario, cores=cores))

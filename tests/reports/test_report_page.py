@@ -174,7 +174,7 @@ def test_the_scenario_is_what_was_measured():
     assert lock_step.step_time * 1e6 == pytest.approx(22 * ACTION + 20 * TRANSFER + UPDATE)
     advice = one.predictions.advice
     assert "schedule zero_bubble_h2 instead of grouped" in advice.sentence
-    takes = r"a step on devices of their own takes [\d.]+ ms now, and [\d.]+ ms then"
+    takes = r"a simulated step takes [\d.]+ ms now, and [\d.]+ ms then"
     assert re.search(takes, advice.sentence)
 
 
@@ -187,7 +187,7 @@ def test_what_programs_take_alone_counts_if_it_is_known():
     assert found == dataclasses.replace(costs, is_fused=False)  # as the stage says
     assert "devices that take as long as these do while nothing else runs" in one.predictions.notes[0]
     assert not any("not measured" in note for note in one.predictions.notes)
-    assert "(a step on devices of their own takes " in one.predictions.advice.sentence
+    assert "(a simulated step takes " in one.predictions.advice.sentence
     expected = predict_step_time(dataclasses.replace(one.predictions.simulation.scenario, cores=2))
     assert (one.predictions.cores, one.predictions.shared_step_time) == (2, expected)
     assert expected > one.predictions.simulation.free_running.step_time
@@ -651,7 +651,7 @@ def test_simulate_writes_a_page(tmp_path, capsys, monkeypatch):
     options = ["simulate", "--stages", "3", "--micro-batches", "4", "--forward-cost", "1,2,1"]
     assert main.main([*options, "--html", str(file)]) == 0
     plain = as_plain(file.read_text())
-    assert "3 stages on 3 IPUs, 4 micro-batches, schedule grouped" in plain.text
+    assert "3 stages on 3 devices, 4 micro-batches, schedule grouped" in plain.text
     assert "A cost of 1 is shown as 1 ms." in plain.text
     data = json.loads(plain.scripts[0])
     assert data["isSimulated"]

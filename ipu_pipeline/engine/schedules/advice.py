@@ -127,7 +127,7 @@ def _say_why_not_even(layers: Sequence[Layer] | None, stage: int, gain: float) -
 def _say_beside(
     scenario: Scenario, changed: Scenario, shared_cores: float | None, describe: Callable[[float], str]
 ) -> str:
-    """What a step takes where cores are shared, or where they are not, now and then; "" if not known."""
+    """What a step takes where cores are shared, or where they are not; "" if unknown, or the same."""
     cores = shared_cores if scenario.cores is None else None
     if cores is scenario.cores or len(scenario.ipus) == 1:
         return ""
@@ -135,6 +135,8 @@ def _say_beside(
         predict_step_time(dataclasses.replace(one, cores=cores)) for one in (scenario, changed)
     )
     now, then = describe(before), describe(after)
+    if [now, then] == [describe(predict_step_time(one)) for one in (scenario, changed)]:
+        return ""
     if cores is None:
         return f" On devices with their own cores it takes {now} now, and {then} then."
     here = f" Here the devices share {cores:g} core{'s' * (cores != 1)}"

@@ -111,7 +111,7 @@ def test_a_count_for_which_a_schedule_has_halves_after_one_without():
     step = [np.ones((2, scheduled.SIZE), "float32")] * 3
     state = pipeline.init(jax.random.key(5), step[0])
     state, _outputs = pipeline.step(state, step[:2], num_micro_batches=2)
-    with pytest.raises(engine.ScheduleError, match="with 3 micro-batches, stage 0 does its back"):
+    with pytest.raises(engine.ScheduleError, match="with 3 micro-batches, stage 0 splits its back"):
         pipeline.step(state, step, num_micro_batches=3)
 
 
