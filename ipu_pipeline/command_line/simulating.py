@@ -54,8 +54,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds a description and arguments to the command's parser; see `main`."""
     parser.description = (
         "Simulate a step of a pipeline from the costs of its parts, in any unit of time. Two modes are "
-        "compared: devices that wait only for data, as in this library, and devices in lock-step. A cost is "
-        "one number, or a list with one number per stage, such as 1,2,1."
+        "compared: devices that wait only for data, as in this library, and devices in lock-step. A cost "
+        "is one number, or a list with one number per stage, such as 1,2,1."
     )
     add_pipeline(parser)
     parser.add_argument(

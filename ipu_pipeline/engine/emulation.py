@@ -94,6 +94,8 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
             raise ValueError(f"emulate: {name} must be a finite number of at least 0; got {milliseconds}.")
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise TypeError(f"emulate: x must have floating-point numbers; got {jnp.result_type(x)}.")
+    if not any(times):
+        return x
     if jax_processes.backends_run() and jax.default_backend() != "cpu":
         raise NotImplementedError(
             f"emulate is for virtual devices of a CPU; the default backend is {jax.default_backend()!r}."

@@ -37,12 +37,12 @@ _CAUSES = {
     ),
     "between_steps": (
         "ran the program's own Python between steps",
-        "Do more steps in a run (repeat_count of a pipeline, the count of a loop, deviceIterations in "
-        "PopTorch), and do what the program does between runs less often or in another thread.",
+        "Do less between steps, or do it in another thread. In the interfaces of Graphcore's IPUs, one run "
+        "may do several steps (repeat_count, the count of a loop, deviceIterations).",
     ),
     "within_steps": (
         "started programs within steps",
-        "Give each program more to do: larger micro-batches, or several of them per program "
+        "Give each program more to do: larger micro-batches or, if it handles one of them, several "
         "(dispatch_plan).",
     ),
 }

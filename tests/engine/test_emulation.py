@@ -117,3 +117,4 @@ def test_real_devices(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(NotImplementedError, match="virtual devices of a CPU; the default backend is 'gpu'"):
         engine.emulate(np.ones(2), 1.0)
+    assert engine.emulate(1.5, 0) == 1.5
