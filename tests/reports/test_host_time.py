@@ -59,9 +59,9 @@ def test_what_the_host_did():
         "66.7% of the time from the start of the first step to the end of the last one (80.0 µs of 120 "
         "µs) no IPU had work, because the host ran the program's own Python between steps for 35.0 "
         "µs, waited for the data set for 25.0 µs, dequeued for 10.0 µs and started programs within "
-        "steps for 10.0 µs. Do more steps in a run (repeat_count of a pipeline, the count of a loop, "
-        "deviceIterations in PopTorch), and do what the program does between runs less often or in "
-        "another thread. Make the data set faster: prepare elements in several threads or processes, "
+        "steps for 10.0 µs. Do less between steps, or do it in another thread. In the interfaces of "
+        "Graphcore's IPUs, one run may do several steps (repeat_count, the count of a loop, "
+        "deviceIterations). Make the data set faster: prepare elements in several threads or processes, "
         "or keep prepared ones. A larger prefetch_depth of the infeed helps if only some elements "
         "take long."
     )
