@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 tutorial: $(VENV)/installed
 	$(BIN)/python answers/step4_configurable_stages.py --dataset digits --steps 30 \
-	    --splits dense256 dense128 dense64
+	    --splits dense64 dense32 logits --emulate 0.25
 
 # Lint and types beside the tests: they would hold up one processor while the other is idle.
 test: $(VENV)/installed-dev
