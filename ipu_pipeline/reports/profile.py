@@ -160,6 +160,8 @@ def _parse_pipeline(pipeline: Mapping[str, Any]) -> PipelineFacts:
     costs = None if pipeline.get("costs") is None else Costs.from_dict(pipeline["costs"])
     if costs is not None and costs.num_stages != len(stages):
         raise ValueError(f"costs of {costs.num_stages} of {len(stages)} stages")
+    if pipeline.get("device_word", "IPU") not in ("IPU", "device"):  # pages have it in markup
+        raise ValueError(f"device_word {pipeline['device_word']!r}")
     return PipelineFacts(
         **{
             **pipeline,

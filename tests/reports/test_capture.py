@@ -567,6 +567,13 @@ def test_costs_of_fewer_stages_are_damaged(traced):
         read_profile(json.dumps(document))
 
 
+def test_another_word_for_a_device_is_damage(traced):
+    document = json.loads(traced[1].to_json())
+    document["pipelines"][0]["device_word"] = "<script>alert(1)</script>"
+    with pytest.raises(ValueError, match="damaged .*device_word '<script>"):
+        read_profile(json.dumps(document))
+
+
 def test_busy_time_counts_what_overlaps_once():
     spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.5, 5.7)]
     assert busy_time(Event(EventKind.FORWARD, *span, 0) for span in spans) == 4.0
