@@ -88,7 +88,8 @@ ENVIRONMENTS = {
 def pinned() -> dict[str, str]:
     """The versions that `make test` runs with, by package."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    return dict(entry.split(" ==") for entry in groups["dev"] if isinstance(entry, str))
+    entries = [entry for group in ("docs", "dev") for entry in groups[group] if isinstance(entry, str)]
+    return dict(entry.split(" ==") for entry in entries)
 
 
 def make(name: str, python: str) -> Path:
