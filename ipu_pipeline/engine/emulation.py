@@ -12,8 +12,11 @@ import contextlib
 import ctypes
 import functools
 import math
+import signal
+import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ __all__ = ["emulate"]
 _METADATA = 1  # XLA_FFI_Extension_Metadata: the call asks for the version of the interface
 _VERSION = (0, 1)  # the oldest that has all that is read here
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_CALL = "_make_target.<locals>.call"
 _MOST_SECONDS = 10.0  # for devices at the end: some may wait for a process that has died
 
 _targets: dict[float, Any] = {}  # milliseconds -> the foreign function, which must not be collected
@@ -71,8 +75,8 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
     separate devices. Values and gradients stay the same.
 
     Args:
-      x: an array of floating-point numbers of any shape, computed in a stage or in any function that is
-        compiled.
+      x: a floating-point number, or an array of them of any shape, computed in a stage or in any function
+        that is compiled.
       forward_ms: the time in milliseconds; 0 for no time.
       backward_ms: the time of its gradient; by default twice as long.
 
@@ -102,7 +106,7 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
         raise NotImplementedError(
             f"emulate is for virtual devices of a CPU; the default backend is {jax.default_backend()!r}."
         )
-    emulated: jax.Array = _emulate(x, *map(float, times))
+    emulated: jax.Array = _emulate(jnp.asarray(x), *map(float, times))
     return emulated
 
 
@@ -131,10 +135,12 @@ def _sleep(x: jax.Array, milliseconds: float, *after: jax.Array) -> jax.Array:
 def _finish() -> None:
     """Waits for all devices: a thread that calls Python when the interpreter has ended waits forever."""
     _ends.set()
+    if not jax_processes.backends_run():  # it was only traced
+        return
     flush = jax.jit(lambda x: x @ x)  # large enough that XLA starts it after what its device has to do
     ones = np.ones((32, 32), np.float32)
     with contextlib.suppress(Exception):  # of programs that failed, or devices that are gone
-        last = [flush(jax.device_put(ones, device)) for device in jax.local_devices()]
+        last = [flush(jax.device_put(ones, device)) for device in jax.local_devices(backend="cpu")]
         end = time.monotonic() + _MOST_SECONDS
         while not all(array.is_ready() for array in last) and time.monotonic() < end:
             time.sleep(1e-3)
@@ -142,14 +148,32 @@ def _finish() -> None:
 
 def _make_target(seconds: float) -> Any:
     def call(frame: Any) -> None:
-        extension = frame.contents.extension
-        if extension and extension.contents.type == _METADATA:
-            metadata = extension.contents.metadata.contents
-            metadata.version[:], metadata.traits = _VERSION, 0
-        elif frame.contents.stage == _EXECUTE:
-            _ends.wait(seconds)
+        try:
+            extension = frame.contents.extension
+            if extension and extension.contents.type == _METADATA:
+                metadata = extension.contents.metadata.contents
+                metadata.version[:], metadata.traits = _VERSION, 0
+            elif frame.contents.stage == _EXECUTE:
+                _ends.wait(seconds)
+        except KeyboardInterrupt:  # XLA runs small programs in the main thread
+            threading.Thread(target=_interrupt_later, daemon=True).start()
 
-    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))(call)
+    # If a function raises, ctypes returns what is in memory, and XLA takes it for an error. So the
+    # outer function runs no Python of its own: it returns NULL, whatever the inner one does.
+    frames = ctypes.POINTER(_CallFrame)
+    return ctypes.CFUNCTYPE(ctypes.c_void_p, frames)(ctypes.CFUNCTYPE(None, frames)(call))
+
+
+def _interrupt_later() -> None:
+    """Interrupts the main thread again, once it is outside of foreign functions, which cannot raise."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        frame = sys._current_frames().get(main)  # noqa: SLF001  # public, in spite of its name
+        if not any(inner.f_code.co_qualname == _CALL for inner, _line in traceback.walk_stack(frame)):
+            break
+        time.sleep(1e-4)
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def _forward(x: jax.Array, forward_ms: float, _backward_ms: float) -> tuple[jax.Array, jax.Array]:

@@ -93,11 +93,39 @@ print("ends")
     assert run_each({"emulated": program}, tmp_path, as_tests=True)["emulated"] == "ends\n"
 
 
+def test_an_interrupt_comes_after_the_program_that_sleeps(tmp_path):
+    """Small programs run in the main thread. Ctrl-C there aborted the process, with an invalid pointer."""
+    program = """
+import signal, time
+import jax, numpy as np
+from ipu_pipeline import engine
+from ipu_pipeline.engine import emulation
+class Interrupting:
+    is_new = True
+    def wait(self, seconds):
+        if self.is_new:
+            self.is_new = False
+            signal.raise_signal(signal.SIGINT)
+    def set(self):
+        pass
+emulation._ends = Interrupting()
+sleep = jax.jit(lambda x: engine.emulate(x, 1.0))
+try:
+    x = sleep(np.ones(3, "float32"))
+    while True:
+        time.sleep(60)
+except KeyboardInterrupt:
+    print(np.asarray(x))
+"""
+    assert run_each({"emulated": program}, tmp_path, as_tests=True)["emulated"] == "[1. 1. 1.]\n"
+
+
 def test_arrays_of_any_shape(slept):
     x = np.arange(6, dtype="float32").reshape(3, 2)
     np.testing.assert_array_equal(jax.vmap(lambda row: engine.emulate(row, 1.5))(x), x)
     np.testing.assert_array_equal(engine.emulate(jnp.bfloat16(3), 0), 3)
-    assert slept == {1.5: 1}
+    assert engine.emulate(3.0, 2.5) == 3
+    assert slept == {1.5: 1, 2.5: 1}
 
 
 @pytest.mark.parametrize(
