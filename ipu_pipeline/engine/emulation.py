@@ -72,7 +72,7 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
 
     Virtual devices of a CPU share its cores, so that a pipeline there is no faster than one device. With
     this function in each stage they overlap like separate devices, and speed, bubbles and reports are as on
-    separate devices. Values and gradients stay the same.
+    separate devices. Values and gradients stay the same. Inside `jax.shard_map` it has no gradient.
 
     Args:
       x: a floating-point number, or an array of them of any shape, computed in a stage or in any function
@@ -86,8 +86,7 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
     Raises:
       TypeError: the array's numbers are not floating-point.
       ValueError: a time is not a finite number of at least 0.
-      NotImplementedError: the devices are accelerators, which need no emulation. Before JAX has started,
-        XLA raises instead, and names the foreign function.
+      jax.errors.JaxRuntimeError: XLA compiles it for an accelerator, which needs no emulation.
 
     Example:
       >>> def stage(x):
@@ -102,10 +101,6 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
         raise TypeError(f"emulate: x must have floating-point numbers; got {jnp.result_type(x)}.")
     if not any(times):
         return x
-    if jax_processes.backends_run() and jax.default_backend() != "cpu":
-        raise NotImplementedError(
-            f"emulate is for virtual devices of a CPU; the default backend is {jax.default_backend()!r}."
-        )
     emulated: jax.Array = _emulate(jnp.asarray(x), *map(float, times))
     return emulated
 

@@ -266,11 +266,11 @@ def _showing(line: Callable[[], str]) -> Iterator[None]:
 
 
 def _show(line: Callable[[], str], stream: Any, ended: threading.Event) -> None:
-    if ended.wait(_DELAY) or not stream.isatty():  # Jupyter clears no lines
+    if ended.wait(_DELAY):
         return
     width = 0
     with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream is closed
-        while True:
+        while stream.isatty():  # Jupyter clears no lines
             text = line()
             stream.write(f"\r{text:{width}}")
             stream.flush()

@@ -75,7 +75,7 @@ class Capture:
         self._lock = threading.RLock()
 
     def _repr_html_(self) -> str | None:
-        """The report in a frame, as Jupyter shows it; it needs no file and no network."""
+        """The report in a frame for Jupyter, with its own plotly.js: the notebook grows by about 5.6 MB."""
         if self.profile is None:
             return None
         try:

@@ -163,9 +163,7 @@ class Recorder:
             place = self.find(runner)
             if place is None:
                 number = len(self.introduced)
-                word = (
-                    "IPU" if name else "device"
-                )  # only TF1's and PopTorch's interfaces name what they run
+                word = "IPU" if name else "device"  # only TF1's and PopTorch's interfaces name pipelines
                 name = name or ("Pipeline" if not number else f"Pipeline_{number}")
                 facts = dataclasses.replace(owner.facts(), costs=costs, device_word=word)
                 self.introduced.append(Introduced(runner, owner, name, facts))

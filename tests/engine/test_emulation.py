@@ -139,10 +139,3 @@ def test_arrays_of_any_shape(slept):
 def test_what_cannot_be_emulated(arguments, error, message):
     with pytest.raises(error, match=message):
         engine.emulate(*arguments)
-
-
-def test_real_devices(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(NotImplementedError, match="virtual devices of a CPU; the default backend is 'gpu'"):
-        engine.emulate(np.ones(2), 1.0)
-    assert engine.emulate(1.5, 0) == 1.5

@@ -42,8 +42,8 @@ def state():
         "JAX's configuration": dict(jax.config.values),
         "threads": set(filter(ends, threading.enumerate())),
         "child processes": child_processes(),
-        # Not .mypy_cache and such: lint runs beside the tests.
-        "files in the checkout": {name for name in os.listdir(ROOT) if name[0] != "."},
+        # Not .mypy_cache and such: lint runs beside the tests. The site's sources are written to build.
+        "files in the checkout": {name for name in os.listdir(ROOT) if name[0] != "." and name != "build"},
         "temporary files": {
             name
             for name in os.listdir(tempfile.gettempdir())

@@ -48,7 +48,7 @@ def make_facts(num_stages=4, num_micro_batches=8, schedule="grouped", name="Pipe
             for index, stage in enumerate(stages)
         ),
     }
-    return PipelineFacts(**{**facts, **changed})
+    return PipelineFacts(**{"device_word": "IPU", **facts, **changed})
 
 
 def make_events(facts, num_steps=1, pipeline=0, begin=0.0, gap=0.0):

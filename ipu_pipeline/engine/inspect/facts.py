@@ -230,7 +230,7 @@ class PipelineFacts:
       cuts: the places of the cuts and their reasons, in lines, if the engine cut it; otherwise empty.
       costs: the measured times of programs, transfers and updates, each alone, in seconds, with an
         assumption about the host; None if they were not measured.
-      device_word: what reports call a device: "IPU" in TF1's and PopTorch's interfaces, else "device".
+      device_word: the word for a device: "IPU" in TF1's and PopTorch's interfaces, else "device".
     """
 
     name: str
@@ -248,7 +248,7 @@ class PipelineFacts:
     num_replicas: int = 1
     cuts: str = ""
     costs: Costs | None = None
-    device_word: str = "IPU"
+    device_word: str = "device"
 
     @functools.cached_property
     def num_ipus_each(self) -> int:

@@ -59,11 +59,9 @@ class PipelineSummary(PipelineDetails):
       schedule: the schedule's name, in words if it is a user's function; empty for loops.
       bubble: the estimated bubble; None if everything is on one device, or the number of micro-batches is
         not known.
-      device_word: the word for a device: "IPU" where a program is written with Graphcore's interfaces.
     """
 
     bubble: Bubble | None
-    device_word: str = "device"
 
     def __str__(self) -> str:
         """Formats the table."""

@@ -260,8 +260,9 @@ def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
 
 
 def find_best(predictions: Predictions) -> list[Variant]:
-    """The settings that gain most, the best first."""
-    return sorted(predictions.variants[1:], key=lambda row: -row.gain)[:_NUM_BEST]
+    """The settings that gain most, the best first; none that gains nothing."""
+    gaining = [row for row in predictions.variants[1:] if row.gain > 0]
+    return sorted(gaining, key=lambda row: -row.gain)[:_NUM_BEST]
 
 
 def describe_setting(row: Variant) -> str:
