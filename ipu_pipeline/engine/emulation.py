@@ -86,7 +86,7 @@ def emulate(x: jax.Array, forward_ms: float, backward_ms: float | None = None) -
     Raises:
       TypeError: the array's numbers are not floating-point.
       ValueError: a time is not a finite number of at least 0.
-      jax.errors.JaxRuntimeError: XLA compiles it for an accelerator, which needs no emulation.
+      RuntimeError: XLA compiles it for an accelerator, which needs no emulation.
 
     Example:
       >>> def stage(x):
