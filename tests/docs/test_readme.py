@@ -80,7 +80,7 @@ def test_figures_of_speed_are_those_of_the_benchmarks_page():
 PAGES = [
     *("memory.md", "checkpoints.md", "watching.md", "mixed_precision.md", "engine.md"),
     *("schedules.md", "profiling.md", "simulator.md", "tensor_parallel.md", "splits.md", "lengths.md"),
-    *("generation.md", "faults.md", "exactness.md", "first_minutes.md"),
+    *("generation.md", "faults.md", "exactness.md"),
     *(f"how_to/{name}.md" for name in ("port_a_script", "choose_a_split", "resume", "serve")),
 ]
 
