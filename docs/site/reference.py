@@ -370,7 +370,7 @@ class Reference:
 
 
 class Names(Autosummary):
-    """Lists the names of the current module with their pages: first those of the content, in its order.
+    """Lists the names of the current module with their pages: first the ones in the content, in that order.
 
     These may be of another module that documents them.
     """

@@ -139,3 +139,12 @@ def test_arrays_of_any_shape(slept):
 def test_what_cannot_be_emulated(arguments, error, message):
     with pytest.raises(error, match=message):
         engine.emulate(*arguments)
+
+
+def test_what_is_not_counted_does_not_leave_all_time_to_the_update():
+    """Reports divide the time of a single program by these operations."""
+    pipeline = make_pipeline(1)
+    pipeline.trace(np.ones((8, 64), "float32"))
+    last = pipeline.facts().stages[-1]  # one program has both directions
+    assert last.forward_operations + last.backward_operations >= 3 * 2 * 8 * 64 * 64
+    assert last.backward_operations == pytest.approx(2 * last.forward_operations)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import types
 from importlib import resources
 
 import numpy as np
@@ -27,7 +28,7 @@ from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.page.columns import pack, pack_column
 from ipu_pipeline.reports.page.escaping import as_html, as_script
 from ipu_pipeline.reports.page.memory import pack_measured
-from ipu_pipeline.reports.page.tables import table_of_ipus
+from ipu_pipeline.reports.page.tables import find_best, table_of_ipus
 from ipu_pipeline.reports.page.writing import COLOURS, INKS
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
 from ipu_pipeline.reports.profile import DeviceFacts, read_profile
@@ -717,3 +718,9 @@ def test_report_as_json_writes_neither_over_strange_files_nor_through_links(tmp_
     assert pipeline["scenario"]["num_micro_batches"] == 8
     assert mine.read_text() == "mine"
     assert not (directory / "report.html").is_symlink()
+
+
+def test_settings_that_gain_nothing_are_not_among_the_best():
+    gains = [0.0, -0.1, 0.2, 0.0, 0.1]  # the first is the present setting
+    predictions = types.SimpleNamespace(variants=[types.SimpleNamespace(gain=gain) for gain in gains])
+    assert [row.gain for row in find_best(predictions)] == [0.2, 0.1]
