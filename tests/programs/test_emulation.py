@@ -96,7 +96,7 @@ def test_each_program_is_timed_alone():
 
 def test_the_ideal_is_that_of_the_schedule():
     """Equal stages: (micro-batches + stages - 1) times both directions, and the update of stage 0."""
-    emulated = make(0.1, 0.1)
+    emulated = make(0.1, 0.1, dispatch_plan=engine.Chunking())
     kinds = {(ActionKind.FORWARD, 3): 3.0}
     kinds |= {(ActionKind.FORWARD, stage): 1.0 for stage in range(3)}
     kinds |= {(ActionKind.BACKWARD, stage): 2.0 for stage in range(3)}
