@@ -24,8 +24,9 @@ from signal import SIGINT
 from ipu_pipeline.launching.causes import Cause, LostNode, NewNode
 from ipu_pipeline.launching.group import Start
 from ipu_pipeline.launching.restarts import Restarts
+from ipu_pipeline.processes.addresses import hold_port
 
-__all__ = ["Leader", "Nodes", "Orders", "Report", "hold_port"]
+__all__ = ["Leader", "Nodes", "Orders", "Report"]
 
 _SAID_AFTER = 2.0  # seconds for which the others are waited for
 _TO_COME_BACK = 1.0  # seconds, after the connection to a launcher has ended
@@ -478,16 +479,6 @@ class Leader:
         return Orders(
             self._id, start, failed, what, is_to_end, results, self._begun, self._signal, self._status
         )
-
-
-def hold_port(address: str = "127.0.0.1") -> socket.socket:
-    """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    held = socket.socket(family)
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        held.setsockopt(socket.SOL_SOCKET, option, 1)
-    held.bind((address, 0))
-    return held
 
 
 def _name(nodes: list[int]) -> str:

@@ -22,13 +22,17 @@ class Memory:
       path: its path.
     """
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parent: Path, label: str = "") -> None:
         """Makes it.
+
+        Args:
+          parent: a directory in memory.
+          label: what its name tells of the job.
 
         Raises:
           OSError: it cannot be made there.
         """
-        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent)).absolute()
+        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{label}", dir=parent)).absolute()
         self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under this name others would remove it if it were not locked.
@@ -40,12 +44,19 @@ class Memory:
         os.close(self._lock)
 
 
-def remove_left(parent: Path) -> None:
+def remove_left(parent: Path, label: str = "") -> bool:
     """Removes the directories that killed launchers of this user have left behind.
 
     A launcher that is still running holds the lock of its directory.
+
+    Args:
+      parent: where they are.
+      label: only those of a job.
+
+    Returns:
+      Whether none is left.
     """
-    for path in parent.glob(f"{_PREFIX}*"):
+    for path in parent.glob(f"{_PREFIX}{label}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or being removed by somebody else
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
@@ -55,3 +66,4 @@ def remove_left(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
+    return not any(parent.glob(f"{_PREFIX}{label}*"))

@@ -16,6 +16,7 @@ __all__ = [
     "Place",
     "address_towards",
     "find_place",
+    "hold_port",
     "is_in_environment",
     "split_address",
 ]
@@ -36,6 +37,16 @@ class Place:
     count: int  # the number of processes
     index: int  # this process's number, from 0
     local_devices: list[int] | None  # the accelerators of its machine that it takes; None for all
+
+
+def hold_port(address: str = "127.0.0.1") -> socket.socket:
+    """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    held = socket.socket(family)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+    held.bind((address, 0))
+    return held
 
 
 def is_in_environment() -> bool:

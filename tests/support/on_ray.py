@@ -1,0 +1,172 @@
+"""Programs that call `ray.train`, of which tests kill processes.
+
+python -m tests.support.on_ray STORAGE SCENARIO [SCENARIO ...]
+"""
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import ray
+
+from ipu_pipeline import engine
+from ipu_pipeline import ray as ipu_ray
+from tests.support import engine_resumer
+from tests.support.resumable import MICRO_BATCHES, Batches
+
+STEPS = 150
+PAUSE = 0.02  # seconds between two steps, in which somebody kills
+
+
+def train(num_stages, steps, directory, report, pause=0.0):
+    """Trains with states in memory and, each five steps, on disk. Returns the state."""
+    pipeline = engine_resumer.make_pipeline(num_stages, 1)
+    data = Batches()
+    state = pipeline.init(jax.random.key(3), next(iter(data)))
+    saved = sorted(directory.glob("at*"), key=lambda path: int(path.name[2:]))
+    if saved:
+        state = engine.restore(saved[-1], pipeline)
+    checkpoints = engine.InMemoryCheckpoints(pipeline)
+    state = checkpoints.restore(state)
+    batches = itertools.islice(data, MICRO_BATCHES * state.execution_count, None)
+    for step in range(state.execution_count, steps):
+        checkpoints.save(state)
+        state, outputs = pipeline.step(state, batches)
+        report(step, outputs.losses)
+        if step % 5 == 4:
+            engine.save(directory / f"at{step + 1}", state)
+        time.sleep(pause)
+    return state
+
+
+def note(directory, **what):
+    with (directory / "notes").open("a") as stream:
+        stream.write(f"{json.dumps(what)}\n")
+
+
+def read_notes(directory):
+    path = directory / "notes"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def num_steps(directory):
+    """How many steps have been reported."""
+    path = directory / "losses"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def work(attempt, num_stages, steps):
+    """A line for each step with its losses, as of `killing.Job`."""
+    memory = os.environ.get("IPU_PIPELINE_MEMORY_DIR")
+    note(
+        attempt.directory,
+        number=attempt.number,
+        index=attempt.index,
+        count=attempt.count,
+        pid=os.getpid(),
+        memory=memory,
+    )
+
+    def report(step, losses):
+        if losses:  # it has the last stage
+            text = " ".join(float(one).hex() for loss in losses for one in np.ravel(loss))
+            with (attempt.directory / "losses").open("a") as stream:
+                stream.write(f"{step} {text}\n")
+
+    state = train(num_stages, steps, attempt.directory, report, PAUSE)
+    engine.save(attempt.directory / "state", state)
+    return state.update_count
+
+
+def fail(attempt):
+    note(attempt.directory, number=attempt.number)
+    if attempt.index:
+        raise ValueError("a mistake of the user")
+    time.sleep(600)  # until it is ended
+
+
+def run(storage, name, count, num_stages=2, steps=STEPS, **options):
+    given = {"max_failures": 3, "death_timeout": 6, **options}
+    function = functools.partial(work, num_stages=num_stages, steps=steps)
+    print(f"{name}: {ipu_ray.train(function, count, storage_path=storage, name=name, **given)}", flush=True)
+
+
+def run_wrong(storage):
+    try:
+        ipu_ray.train(fail, 2, storage_path=storage, name="wrong")
+    except ray.train.WorkerGroupError as error:
+        print("wrong:", str(error).count("a mistake of the user"), list(error.worker_failures), flush=True)
+
+
+def run_program(storage):
+    options = ("--dataset", "digits", "--steps", 300, "--batch-size", 16, "--batches-to-accumulate", 4)
+    files = ("--model-dir", storage / "program" / "model", "--save-checkpoints-steps", 100)
+    program = ipu_ray.program("answers/ipu_pipeline_estimator.py", *options, "--repeat-count", 2, *files)
+    ipu_ray.train(program, 2, storage_path=storage, name="program", max_failures=1)
+
+
+def run_nodes(storage):
+    """Two nodes, one of which is lost with its memory, and comes again."""
+    from ray.cluster_utils import Cluster
+
+    directory = storage / "nodes"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address)
+
+    def train_elastically():
+        run(storage, "nodes", (1, 2), steps=400, memory_every=1, resize_every=3)
+
+    def await_steps(count, processes):
+        """Waits for so many steps in so many processes."""
+        while [one["count"] for one in read_notes(directory)][-1:] != [processes]:
+            time.sleep(0.05)
+        begun = num_steps(directory)
+        while num_steps(directory) < begun + count and training.is_alive():
+            time.sleep(0.05)
+
+    training = threading.Thread(target=train_elastically)
+    training.start()
+    await_steps(20, 2)
+    there = {one["index"]: one["memory"] for one in read_notes(directory)}
+    nodes = {second.node_id: there[1]}
+    cluster.remove_node(second, allow_graceful=False)
+    shutil.rmtree(nodes[second.node_id])
+    shutil.rmtree(storage / "nodes" / "disk", ignore_errors=True)
+    await_steps(20, 1)
+    cluster.add_node(num_cpus=1)
+    await_steps(5, 2)
+    training.join()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+SCENARIOS = {
+    "three": lambda storage: run(storage, "three", 3, num_stages=3, steps=20),
+    "killed": lambda storage: run(storage, "killed", 2),
+    "stopped": lambda storage: run(storage, "stopped", 2),
+    "disk": lambda storage: run(storage, "disk", 2, memory_every=None),
+    "own": lambda storage: run(storage, "own", 2, steps=10**6),
+    "wrong": run_wrong,
+    "program": run_program,
+    "nodes": run_nodes,
+}
+
+
+def main(storage, *names):
+    if names[0] not in ("own", "nodes"):  # one cluster for all
+        ray.init(num_cpus=3, include_dashboard=False)
+    for name in names:
+        SCENARIOS[name](storage)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
