@@ -47,6 +47,7 @@ from ipu_pipeline.processes.launched import (
 try:
     import ray
     from ray import train as ray_train
+    from ray.autoscaler.sdk import request_resources
     from ray.train import UserCallback
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -68,6 +69,7 @@ _SETTINGS = {  # which Ray reads from the environment; those of the user count
 }
 _SECONDS_TO_COME = 600.0  # in which the resources of the least number of processes must be there
 _SECONDS_TO_REMOVE = 10.0
+_LOOK = 0.5  # seconds
 _LONGEST_CAUSE = 100  # characters
 _OF_FAILURES = "ray.train.v2._internal.execution.failure_handling.default"
 _RESIZED = "the number of processes was changed"
@@ -102,7 +104,7 @@ def train(
     max_failures: int = 0,
     memory_every: int | None = 1,
     death_timeout: float = 60.0,
-    resize_every: float = 60.0,
+    resize_every: float | None = None,
 ) -> Any:
     """Runs a function in processes on the nodes of a Ray cluster, which have joined each other.
 
@@ -133,8 +135,8 @@ def train(
       memory_every: before every how many runs (or steps) the state is kept in memory, in /dev/shm of each
         node; None: never, so that training goes on from checkpoints on disk.
       death_timeout: after how many seconds a process that says nothing counts as dead.
-      resize_every: after how many seconds without a failure it is seen whether there are more nodes, with a
-        least and a most number of processes.
+      resize_every: after how many seconds without a failure it is seen whether there is room for more
+        processes, up to the most; 60 by default.
 
     Returns:
       What the function returned in process 0.
@@ -153,8 +155,14 @@ def train(
     least, most = _check_counts(num_processes)
     resources = _check_resources(resources_per_process, use_gpu, ipus_per_process)
     _check_numbers(ipus_per_process, max_failures, memory_every, death_timeout, resize_every)
+    if resize_every is not None and not isinstance(num_processes, tuple):
+        raise ValueError(
+            "ray.train: resize_every has an effect with a least and a most number of processes only."
+        )
     if not callable(function):
-        raise TypeError(f"ray.train: function must be callable; got {type(function).__name__}.")
+        raise TypeError(
+            f"ray.train: function must be callable, such as ray.program('train.py'); got {function!r}."
+        )
     storage = os.fspath(storage_path)
     if "://" in storage:
         raise ValueError(
@@ -162,6 +170,8 @@ def train(
             f"{storage!r}. A function can save to a bucket itself."
         )
     name = f"ipu_pipeline-{secrets.token_hex(4)}" if name is None else name
+    if not name or name != Path(name).name:
+        raise ValueError(f"ray.train: name must be a file's name; got {name!r}.")
     job = _Job(
         label=f"ray-{secrets.token_hex(8)}-",
         begun=time.time(),
@@ -189,14 +199,14 @@ def train(
                 num_workers=num_processes,
                 resources_per_worker=resources,
                 use_gpu=use_gpu,
-                elastic_resize_monitor_interval_s=resize_every,
+                elastic_resize_monitor_interval_s=60.0 if resize_every is None else resize_every,
             ),
             run_config=ray_train.RunConfig(
                 name=name,
                 storage_path=str(Path(storage).absolute()),
                 failure_config=ray_train.FailureConfig(max_failures=max_failures),
                 worker_runtime_env={"env_vars": of_processes},
-                callbacks=[_Failures(tells_tracebacks=max_failures != 0)],
+                callbacks=[_Failures()],
             ),
         )
         try:
@@ -284,7 +294,10 @@ def _check_numbers(ipus: Any, failures: Any, every: Any, death: Any, resize: Any
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"ray.train: {what} must be a whole number from {least}; got {value!r}.")
-    for what, value, least in (("death_timeout", death, 2), ("resize_every", resize, 0)):
+    for what, value, least in (
+        ("death_timeout", death, 2),
+        ("resize_every", 1 if resize is None else resize, 0),
+    ):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
             raise ValueError(f"ray.train: {what} must be seconds from {least}; got {value!r}.")
 
@@ -338,25 +351,24 @@ def _await_resources(least: int, resources: Mapping[str, float]) -> None:
         has = [node["Resources"] for node in _nodes()]
         return sum(min(int(own.get(what, 0) // value) for what, value in resources.items()) for own in has)
 
-    deadline = time.monotonic() + _SECONDS_TO_COME
-    has_asked = False
-    while (room := count_room()) < least:
-        missing = (
-            f"{least} processes need {dict(resources)} each, and the cluster has room for {room}: "
-            f"{ray.cluster_resources()}"
-        )
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"ray.train: {missing}, for {_SECONDS_TO_COME:g} s. Start more nodes, or ask for less with "
-                "num_processes or resources_per_process."
-            )
-        if not has_asked:
-            has_asked = True
-            _logger.warning("%s. It is waited for %g s.", missing, _SECONDS_TO_COME)
-            from ray.autoscaler.sdk import request_resources
+    def describe() -> str:
+        return f"{least} processes need {dict(resources)} each, and the cluster has room for {count_room()}"
 
-            request_resources(bundles=[dict(resources)] * least)
-        time.sleep(0.5)
+    if count_room() >= least:
+        return
+    _logger.warning("%s. It is waited for %g s.", describe(), _SECONDS_TO_COME)
+    request_resources(bundles=[dict(resources)] * least)
+    deadline = time.monotonic() + _SECONDS_TO_COME
+    try:
+        while count_room() < least:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"ray.train: {describe()}. Start more nodes, or ask for less with num_processes or "
+                    "resources_per_process."
+                )
+            time.sleep(_LOOK)
+    finally:
+        request_resources(bundles=[])
 
 
 def _warn_of_open_ports() -> None:
@@ -435,10 +447,7 @@ _last_failure: tuple[float, str] | None = None  # when, and what happened
 
 
 class _Failures(UserCallback):
-    """Says and notes the failures of processes."""
-
-    def __init__(self, *, tells_tracebacks: bool) -> None:
-        self._tells_tracebacks = tells_tracebacks  # else the error that `train` raises has them, once
+    """Says and notes the failures of processes; a process has shown the traceback of its error."""
 
     def after_exception(
         self,
@@ -452,8 +461,7 @@ class _Failures(UserCallback):
         process = next((one for one, what in told.items() if "ProcessError" not in what), min(told))
         what = f"process {process} {told[process]}"
         _last_failure = (time.time(), textwrap.shorten(what, _LONGEST_CAUSE, placeholder=" ..."))
-        traceback = getattr(worker_exceptions[process], "_traceback_str", "")
-        _logger.warning("%s.%s", what, f"\n{traceback}" if traceback and self._tells_tracebacks else "")
+        _logger.warning("%s.", what)
 
 
 def _describe_error(error: BaseException) -> str:

@@ -24,16 +24,17 @@ from tests.support.resumable import MICRO_BATCHES, Batches
 
 STEPS = 150
 PAUSE = 0.02  # seconds between two steps, in which somebody kills
+PROGRAM = ("--dataset", "digits", "--steps", "300", "--batch-size", "16", "--save-checkpoints-steps", "100")
+LONG = 3600.0  # seconds, before which it is ended
 
 
-def train(num_stages, steps, directory, report, pause=0.0):
-    """Trains with states in memory and, each five steps, on disk. Returns the state."""
+def train(num_stages, steps, report, directory=None, pause=0.0):
+    """Trains with states in memory, and in a directory each five steps. Returns the state."""
     pipeline = engine_resumer.make_pipeline(num_stages, 1)
     data = Batches()
     state = pipeline.init(jax.random.key(3), next(iter(data)))
-    saved = sorted(directory.glob("at*"), key=lambda path: int(path.name[2:]))
-    if saved:
-        state = engine.restore(saved[-1], pipeline)
+    if directory is not None and (saved := [int(path.name[2:]) for path in directory.glob("at*")]):
+        state = engine.restore(directory / f"at{max(saved)}", pipeline)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(state)
     batches = itertools.islice(data, MICRO_BATCHES * state.execution_count, None)
@@ -41,7 +42,7 @@ def train(num_stages, steps, directory, report, pause=0.0):
         checkpoints.save(state)
         state, outputs = pipeline.step(state, batches)
         report(step, outputs.losses)
-        if step % 5 == 4:
+        if directory is not None and step % 5 == 4:
             engine.save(directory / f"at{step + 1}", state)
         time.sleep(pause)
     return state
@@ -63,16 +64,16 @@ def num_steps(directory):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def work(attempt, num_stages, steps):
-    """A line for each step with its losses, as of `killing.Job`."""
-    memory = os.environ.get("IPU_PIPELINE_MEMORY_DIR")
+def work(attempt, num_stages, steps, has_disk, held_at):
+    """A line for each step with its losses. Attempts are held at steps until they are ended."""
     note(
         attempt.directory,
         number=attempt.number,
         index=attempt.index,
         count=attempt.count,
         pid=os.getpid(),
-        memory=memory,
+        node=ray.get_runtime_context().get_node_id(),
+        memory=os.environ.get("IPU_PIPELINE_MEMORY_DIR"),
     )
 
     def report(step, losses):
@@ -80,8 +81,10 @@ def work(attempt, num_stages, steps):
             text = " ".join(float(one).hex() for loss in losses for one in np.ravel(loss))
             with (attempt.directory / "losses").open("a") as stream:
                 stream.write(f"{step} {text}\n")
+        if step == held_at.get(attempt.number):
+            time.sleep(LONG)
 
-    state = train(num_stages, steps, attempt.directory, report, PAUSE)
+    state = train(num_stages, steps, report, attempt.directory if has_disk else None, PAUSE)
     engine.save(attempt.directory / "state", state)
     return state.update_count
 
@@ -90,12 +93,13 @@ def fail(attempt):
     note(attempt.directory, number=attempt.number)
     if attempt.index:
         raise ValueError("a mistake of the user")
-    time.sleep(600)  # until it is ended
+    time.sleep(LONG)
 
 
-def run(storage, name, count, num_stages=2, steps=STEPS, **options):
+def run(storage, name, count, num_stages=2, steps=STEPS, has_disk=False, held_at=None, **options):
     given = {"max_failures": 3, "death_timeout": 6, **options}
-    function = functools.partial(work, num_stages=num_stages, steps=steps)
+    what = {"num_stages": num_stages, "steps": steps, "has_disk": has_disk, "held_at": held_at or {}}
+    function = functools.partial(work, **what)
     print(f"{name}: {ipu_ray.train(function, count, storage_path=storage, name=name, **given)}", flush=True)
 
 
@@ -103,13 +107,14 @@ def run_wrong(storage):
     try:
         ipu_ray.train(fail, 2, storage_path=storage, name="wrong")
     except ray.train.WorkerGroupError as error:
-        print("wrong:", str(error).count("a mistake of the user"), list(error.worker_failures), flush=True)
+        failed = {process: str(one).splitlines()[-1] for process, one in error.worker_failures.items()}
+        print("wrong:", failed, flush=True)
 
 
 def run_program(storage):
-    options = ("--dataset", "digits", "--steps", 300, "--batch-size", 16, "--batches-to-accumulate", 4)
-    files = ("--model-dir", storage / "program" / "model", "--save-checkpoints-steps", 100)
-    program = ipu_ray.program("answers/ipu_pipeline_estimator.py", *options, "--repeat-count", 2, *files)
+    program = ipu_ray.program(
+        "answers/ipu_pipeline_estimator.py", *PROGRAM, "--model-dir", storage / "model"
+    )
     ipu_ray.train(program, 2, storage_path=storage, name="program", max_failures=1)
 
 
@@ -123,38 +128,35 @@ def run_nodes(storage):
     ray.init(address=cluster.address)
 
     def train_elastically():
-        run(storage, "nodes", (1, 2), steps=400, memory_every=1, resize_every=3)
+        run(storage, "nodes", (1, 2), steps=60, held_at={0: 20, 1: 40}, resize_every=2)
 
-    def await_steps(count, processes):
-        """Waits for so many steps in so many processes."""
-        while [one["count"] for one in read_notes(directory)][-1:] != [processes]:
+    def await_steps(count, number):
+        """Waits for an attempt with so many processes to have come to where it is held, or to its end."""
+        while not any((one["number"], one["count"]) == (number, count) for one in read_notes(directory)):
             time.sleep(0.05)
-        begun = num_steps(directory)
-        while num_steps(directory) < begun + count and training.is_alive():
+        while num_steps(directory) <= 20 * (number + 1) and training.is_alive():
             time.sleep(0.05)
 
     training = threading.Thread(target=train_elastically)
     training.start()
-    await_steps(20, 2)
-    there = {one["index"]: one["memory"] for one in read_notes(directory)}
-    nodes = {second.node_id: there[1]}
+    await_steps(2, 0)
+    lost = next(one for one in read_notes(directory) if one["node"] == second.node_id)
     cluster.remove_node(second, allow_graceful=False)
-    shutil.rmtree(nodes[second.node_id])
-    shutil.rmtree(storage / "nodes" / "disk", ignore_errors=True)
-    await_steps(20, 1)
-    cluster.add_node(num_cpus=1)
-    await_steps(5, 2)
+    shutil.rmtree(lost["memory"])
+    await_steps(1, 1)
+    second = cluster.add_node(num_cpus=1)
     training.join()
     ray.shutdown()
-    cluster.shutdown()
+    for node in (second, cluster.head_node):
+        cluster.remove_node(node, allow_graceful=False)
 
 
 SCENARIOS = {
     "three": lambda storage: run(storage, "three", 3, num_stages=3, steps=20),
     "killed": lambda storage: run(storage, "killed", 2),
     "stopped": lambda storage: run(storage, "stopped", 2),
-    "disk": lambda storage: run(storage, "disk", 2, memory_every=None),
-    "own": lambda storage: run(storage, "own", 2, steps=10**6),
+    "disk": lambda storage: run(storage, "disk", 2, has_disk=True, memory_every=None),
+    "own": lambda storage: run(storage, "own", 2, steps=10**6, has_disk=True),
     "wrong": run_wrong,
     "program": run_program,
     "nodes": run_nodes,

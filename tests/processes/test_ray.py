@@ -1,0 +1,190 @@
+"""Jobs on Ray clusters, compared bit by bit with a process that nothing disturbs."""
+
+import contextlib
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from ipu_pipeline import engine
+from tests.support import engine_resumer, on_ray
+from tests.support.programs import ESTIMATOR, ROOT, Started, environment, run, wait_for
+
+pytestmark = pytest.mark.thorough
+TOKEN = secrets.token_hex(32)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The losses of each step, and the state after the last one, of so many stages and steps."""
+    found = {}
+
+    def train(num_stages, steps):
+        if (num_stages, steps) not in found:
+            losses = []
+            state = on_ray.train(num_stages, steps, lambda _step, loss: losses.append(np.ravel(loss)))
+            found[num_stages, steps] = (losses, state)
+        return found[num_stages, steps]
+
+    return train
+
+
+def assert_same(directory, expected, num_stages, most_again=0):
+    """The losses of all steps, of which a few may have been done again, and the state at the end."""
+    losses, state = expected
+    lines = (directory / "losses").read_text().splitlines()
+    for line in lines:
+        step, told = line.split(" ", 1)
+        assert told == " ".join(float(one).hex() for one in losses[int(step)]), step
+    assert {int(line.split()[0]) for line in lines} == set(range(len(losses)))
+    assert len(lines) <= len(losses) + most_again
+    pipeline = engine_resumer.make_pipeline(num_stages, 1)
+    pipeline.init(jax.random.key(3), next(iter(on_ray.Batches())))
+    own = engine.restore(directory / "state", pipeline)
+    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(state), strict=True):
+        assert jax.numpy.array_equal(one, other)
+
+
+class Driver:
+    """A program that calls `ray.train`, with a cluster of its own."""
+
+    def __init__(self, storage, *scenarios, **variables):
+        self.log = storage / f"log of {scenarios[0]}"
+        self.folder = tempfile.mkdtemp(prefix="ray")  # of Ray's sockets, whose paths must be short
+        own = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": "",
+            "RAY_TMPDIR": self.folder,
+            "RAY_AUTH_MODE": "disabled",
+        }
+        with self.log.open("w") as log:
+            self.process = Started(
+                [sys.executable, "-m", "tests.support.on_ray", str(storage), *scenarios],
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env={**environment(as_tests=True), **own, **variables},
+                start_new_session=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        self.process.kill()
+        for pid in self.find_processes():
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder)
+
+    def find_processes(self):
+        """The numbers of all processes of its cluster: Ray gives each its folder."""
+        folder = f"RAY_TMPDIR={self.folder}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if folder in path.read_bytes().split(b"\0") and int(path.parent.name) != self.process.pid:
+                    found.append(int(path.parent.name))
+        return found
+
+    def wait_for(self, condition, seconds=300):
+        def holds():
+            assert self.process.poll() is None, self.log.read_text()[-8000:]
+            return condition()
+
+        wait_for(holds, seconds)
+
+    def await_attempt(self, directory, number, count=2):
+        """The numbers of an attempt's processes by their indices, after ten of its steps."""
+
+        def there():
+            return [one for one in on_ray.read_notes(directory) if one["number"] == number]
+
+        self.wait_for(lambda: len(there()) == count)
+        before = on_ray.num_steps(directory)
+        self.wait_for(lambda: on_ray.num_steps(directory) >= before + 10)
+        return {one["index"]: one["pid"] for one in there()}
+
+    def finish(self):
+        try:
+            assert self.process.wait(300) == 0, self.log.read_text()[-8000:]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.log.read_text()[-8000:]) from None
+        return self.log.read_text()
+
+
+def find_memory():
+    return set(Path("/dev/shm").glob("*ipu_pipeline-launch-ray-*"))  # noqa: S108
+
+
+def test_processes_are_killed_and_stopped(tmp_path, undisturbed):
+    """Three undisturbed; kill -9 of each of two at random moments; SIGSTOP; disk only; a user's error."""
+    generator = random.Random(3)  # noqa: S311  # of moments
+    with Driver(tmp_path, "three", "killed", "stopped", "disk", "wrong") as driver:
+        for number, victim in enumerate(generator.sample(range(2), 2)):
+            processes = driver.await_attempt(tmp_path / "killed", number)
+            time.sleep(generator.uniform(0, 0.3))
+            os.kill(processes[victim], signal.SIGKILL)
+        os.kill(driver.await_attempt(tmp_path / "stopped", 0)[1], signal.SIGSTOP)
+        os.kill(driver.await_attempt(tmp_path / "disk", 0)[0], signal.SIGKILL)
+        log = driver.finish()
+    assert_same(tmp_path / "three", undisturbed(3, 20), 3)
+    assert_same(tmp_path / "killed", undisturbed(2, on_ray.STEPS), 2, most_again=2 * 2)
+    assert_same(tmp_path / "stopped", undisturbed(2, on_ray.STEPS), 2, most_again=2)
+    assert_same(tmp_path / "disk", undisturbed(2, on_ray.STEPS), 2, most_again=5)
+    assert "wrong: {1: 'ValueError: a mistake of the user'}" in log
+    assert len(on_ray.read_notes(tmp_path / "wrong")) == 2  # it was tried once
+    assert not find_memory()
+
+
+def test_a_node_is_lost_with_its_memory_and_another_one_comes(tmp_path, undisturbed):
+    """Without checkpoints on disk; the nodes have a token."""
+    with Driver(tmp_path, "nodes", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as driver:
+        log = driver.finish()
+    assert_same(tmp_path / "nodes", undisturbed(2, 60), 2, most_again=2 * 2)
+    assert [one["count"] for one in on_ray.read_notes(tmp_path / "nodes")] == [2, 2, 1, 2, 2]
+    assert "no token" not in log
+
+
+def test_an_unchanged_program_of_tensorflows_interface(tmp_path):
+    """A process is killed after the first checkpoint on disk; training goes on after it, from memory."""
+    with Driver(tmp_path, "program") as driver:
+        model = tmp_path / "program" / "model"
+        driver.wait_for(lambda: any(model.glob("checkpoints/*")))
+        os.kill(driver.find_workers()[1], signal.SIGKILL)
+        log = driver.finish()
+    printed = run(ESTIMATOR, *on_ray.PROGRAM, "--model-dir", tmp_path / "plain", as_tests=True)
+    accuracy = re.search(r"accuracy.*", printed)[0]
+    assert accuracy in log
+    assert "restored from memory" in log
+
+
+def test_a_driver_is_killed_and_another_one_interrupted(tmp_path):
+    """The second one goes on from disk, and removes what the first one had in memory. Nothing is left."""
+    directory = tmp_path / "own"
+    with Driver(tmp_path, "own") as driver:
+        driver.await_attempt(directory, 0)
+        driver.process.kill()
+        wait_for(lambda: not driver.find_processes())
+    before = on_ray.num_steps(directory)
+    assert len(left := find_memory()) == 1
+    with Driver(tmp_path, "own") as driver:
+        driver.wait_for(lambda: on_ray.num_steps(directory) > before + 10)
+        assert not left & find_memory()
+        os.killpg(driver.process.pid, signal.SIGINT)
+        assert driver.process.wait(60) == -signal.SIGINT
+        wait_for(lambda: not driver.find_processes())
+    assert not find_memory()
+    first = int((directory / "losses").read_text().splitlines()[before].split()[0])
+    assert before - 5 <= first <= before
+    assert first % 5 == 0
