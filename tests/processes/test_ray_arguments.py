@@ -22,7 +22,7 @@ from ipu_pipeline.errors import ProcessError
         ({"name": "a/b"}, "name must be a file's name; got 'a/b'"),
         ({"ipus_per_process": 0}, "ipus_per_process must be a whole number from 1; got 0"),
         ({"resources_per_process": {"CPU": 0}}, r"resources_per_process\['CPU'\] must be .*; got 0"),
-        ({"resources_per_process": {"GPU": 1}}, "cannot have 'GPU'. Set use_gpu"),
+        ({"resources_per_process": {"GPU": 1}}, "resources_per_process cannot have 'GPU'. Set use_gpu"),
         ({"max_failures": -2}, "max_failures must be a whole number from -1; got -2"),
         ({"memory_every": 0}, "memory_every must be a whole number from 1; got 0"),
         ({"death_timeout": 1}, "death_timeout must be seconds from 2; got 1"),
@@ -49,7 +49,6 @@ def test_a_program_that_is_not_there(tmp_path):
 def test_a_program_is_run_as_by_python(end, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "[beside].py").write_text("")
     (tmp_path / "beside.py").write_text("name = 'beside'\n")
     (tmp_path / "[a].py").write_text(
         f"import sys, beside\nprint(__name__, sys.argv[1:], beside.name)\n{end}\n"
