@@ -596,6 +596,7 @@ def _prepare(
             RESTART_VARIABLE: str(attempt.number),
         }
     )
+    logging.getLogger("jax").setLevel(logging.WARNING)  # Ray shows what JAX says of its service
     if memory is not None:
         os.environ[MEMORY_VARIABLE] = memory
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
