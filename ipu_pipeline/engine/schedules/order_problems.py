@@ -1,4 +1,4 @@
-"""The problem of the best order: times, bytes and a limit; and the cost of an order. No JAX.
+"""What an order is made for: times, bytes and a limit; and the cost of an order. No JAX.
 
 A device follows its row, and waits at an action until its inputs are there: a forward needs the stage
 before to have gone forward, input gradients need the stage's own forward and the input gradients of the

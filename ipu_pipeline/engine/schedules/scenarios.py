@@ -230,7 +230,7 @@ class Scenario:
         return {self.ipu_of(replica, ipu): work for replica in replicas for ipu, work in total.items()}
 
     def problem(self, num_bytes_per_ipu: int | None = None) -> OrderProblem:
-        """Returns the problem of finding the best order. The scenario's own schedule does not matter.
+        """Returns what an order is searched for. The scenario's own schedule does not matter.
 
         A micro-batch of the problem is a chunk. The problem leaves out the host's time, shared cores and
         the communication of replicas, each of which adds to the step time found.
@@ -316,7 +316,7 @@ class Scenario:
 
     @functools.cached_property
     def searched(self) -> Searched | None:
-        """The result of the search, with its proof; None with another schedule, or without training.
+        """The result of the search, with its bound; None with another schedule, or without training.
 
         Raises:
           ValueError: see `problem`.

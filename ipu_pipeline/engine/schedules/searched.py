@@ -11,7 +11,7 @@ __all__ = ["SearchedSchedule"]
 
 @dataclass(frozen=True)
 class SearchedSchedule:
-    """Requests a search for the order of actions with the shortest step; pass it as `schedule`.
+    """Requests a search for an order of actions with a short step; pass it as `schedule`.
 
     A pipeline measures its stages on its devices before its first step, and searches (see `search`). A
     `Scenario` already has the costs. The backward of every stage is split into input and weight gradients.

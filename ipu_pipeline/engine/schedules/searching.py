@@ -1,10 +1,9 @@
-"""Searches for the order with the shortest step under a memory limit, with a lower bound as proof. No JAX.
+"""Searches for an order with a short step under a memory limit, with a lower bound. No JAX.
 
-It starts with the named schedules, and with dispatching by simple rules. Small problems are then solved by
-branch and bound (`exact_orders`). For others the rules are changed at random, and better results, at first
-also slightly worse ones, are kept (threshold accepting: Dueck and Scheuer, 1990). The search is
-deterministic: it ends after a number of orders, not of seconds, or as soon as an order takes no longer
-than the lower bound (`order_bounds`).
+It starts with the named schedules, and with dispatching by simple rules. The best rule is then changed at
+random, and better results, at first also slightly worse ones, are kept (threshold accepting: Dueck and
+Scheuer, 1990). The search is deterministic: it ends after a number of orders, not of seconds, or as soon as
+an order takes no longer than the lower bound (`order_bounds`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 
 from ipu_pipeline.engine.schedules.actions import ActionKind, Rows, ScheduleError
 from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
-from ipu_pipeline.engine.schedules.exact_orders import prove
 from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps, find_tails
@@ -38,7 +36,6 @@ from ipu_pipeline.engine.schedules.order_problems import (
 
 __all__ = ["QUICK", "Effort", "Point", "Searched", "frontier", "search"]
 
-_MOST_PROVED = 96  # actions: those of 4 stages and 8 micro-batches
 _MOST_ORDERS = 1_000  # that are tried
 _THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
 _SAME = 1e-9  # step times that differ by less, as a share, are the same
@@ -52,23 +49,21 @@ class Effort:
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
       >>> scenario = engine.Scenario(costs, num_micro_batches=4)
-      >>> searched = schedules.search(scenario.problem(), schedules.Effort(num_actions=10_000, num_nodes=0))
+      >>> searched = schedules.search(scenario.problem(), schedules.Effort(num_actions=10_000))
 
     Attributes:
       num_actions: the most actions in all orders that are tried; half a million take about two seconds.
-      num_nodes: the most nodes of branch and bound; 30,000 take about four seconds with 96 actions.
     """
 
     num_actions: int = 500_000
-    num_nodes: int = 30_000
 
 
-QUICK = Effort(20_000, 200)  # where several problems are solved for a reader who waits
+QUICK = Effort(20_000)  # where several problems are solved for a reader who waits
 
 
 @dataclass(frozen=True)
 class Searched:
-    """The best order found.
+    """The best order found, and how good it is.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -79,7 +74,7 @@ class Searched:
     Attributes:
       rows: the schedule; every stage has a split backward.
       step_time: the time of a step, in the problem's unit.
-      bound: a lower bound for the step time of any order under the limit.
+      bound: a lower bound for the step time of any order under the limit; no order need reach it.
       reason: the source of the bound, in words.
       name: the name of the schedule if it is a named one; otherwise "searched".
       num_peak_bytes: the most bytes that each device holds.
@@ -98,8 +93,8 @@ class Searched:
         return self.step_time / self.bound - 1.0 if self.bound else 0.0
 
     def __str__(self) -> str:
-        """Describes the result, such as "searched, 2.1% above the bound at most"."""
-        told = "the best there is" if self.gap <= _SAME else f"{self.gap:.1%} above the bound at most"
+        """Describes the result, such as "searched, at most 2.1% above the best"."""
+        told = "the best there is" if self.gap <= _SAME else f"at most {self.gap:.1%} above the best"
         return "searched" + ("" if self.name == "searched" else f" (as {self.name})") + f", {told}"
 
 
@@ -137,9 +132,9 @@ class _Known:
 
 
 def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
-    """Searches for the order with the shortest step.
+    """Searches for an order with a short step.
 
-    The result is never slower than a named schedule that fits.
+    The result is never slower than a named schedule that fits. Its `gap` is the most that it may lack.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -153,7 +148,7 @@ def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
       effort: the limits of the search; None: about two seconds.
 
     Returns:
-      The order and its proof. With up to 96 actions the proof is nearly always complete: a gap of 0.
+      The order and its bound.
     """
     return _search(problem, (), effort or Effort())[0]
 
@@ -217,27 +212,18 @@ def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
 def _search(problem: OrderProblem, known: Sequence[_Known], effort: Effort) -> tuple[Searched, _Known]:
     bound = find_bound(problem)
     enough = bound.time * (1 + _SAME)
-    time, reason = bound.time, bound.reason
     # Of equal ones the first is the best: a name says more than a search.
     best = min((*_follow_named(problem), *known), key=_get_time, default=None)
     if best is None or best.step_time > enough:
         tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem, bound.time)]
         first, offsets = min(tried, key=lambda one: one[0].step_time)
         num_actions = 3 * problem.num_stages * problem.num_micro_batches
-        if num_actions > _MOST_PROVED and first.step_time > enough:
-            num_left = min(_MOST_ORDERS, effort.num_actions // num_actions) - len(tried)
-            first = _improve(problem, first, offsets, enough, num_left)
+        num_left = min(_MOST_ORDERS, effort.num_actions // num_actions) - len(tried)
+        first = _improve(problem, first, offsets, enough, num_left)
         best = first if best is None else min(best, first, key=_get_time)
-        if num_actions <= _MOST_PROVED and best.step_time > enough:
-            proof = prove(problem, best.step_time, bound.time, effort.num_nodes)
-            if proof.order is not None:
-                best = _Known(proof.step_time, proof.order, "searched")
-            if proof.is_complete and best.step_time > enough:
-                time, reason = best.step_time, "all orders"
-    if best.step_time <= enough:
-        time = best.step_time
+    time = best.step_time if best.step_time <= enough else bound.time
     peaks = find_peaks(problem, best.order)
-    return Searched(as_rows(best.order), best.step_time, time, reason, best.name, peaks), best
+    return Searched(as_rows(best.order), best.step_time, time, bound.reason, best.name, peaks), best
 
 
 def _get_time(known: _Known) -> float:

@@ -201,7 +201,7 @@ def test_the_best_of_all_orders_is_found(size, mapping, share):
 
 
 @pytest.mark.parametrize(("seed", "num_stages", "num_micro_batches", "share"), SMALL)
-def test_small_problems_are_solved(seed, num_stages, num_micro_batches, share):
+def test_small_problems_reach_the_bound(seed, num_stages, num_micro_batches, share):
     problem = make_problem(seed, num_stages, num_micro_batches, share)
     found = search(problem)
     assert found.gap == 0
@@ -218,7 +218,7 @@ def test_small_problems_are_solved(seed, num_stages, num_micro_batches, share):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20))
-def test_cp_sat_finds_nothing_better(seed):
+def test_cp_sat_finds_little_better(seed):
     pytest.importorskip("ortools", reason="OR-Tools is not installed (extra dev)")
     chance = random.Random(seed)  # noqa: S311  # no secret depends on it
     size = chance.randint(2, 4), chance.randint(1, 5)
@@ -227,8 +227,7 @@ def test_cp_sat_finds_nothing_better(seed):
     problem = make_problem(seed, *size, share, mapping, is_fused=chance.random() < 0.7)
     smallest, found = find_smallest_time(problem), search(problem)
     assert smallest is not None
-    assert found.bound <= smallest <= found.step_time
-    assert found.gap > 0 or found.step_time == smallest
+    assert found.bound <= smallest <= found.step_time <= 1.01 * smallest
 
 
 @pytest.mark.parametrize(
