@@ -12,12 +12,11 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ipu_pipeline.engine.schedules.actions import ActionKind, Rows, ScheduleError
 from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
-from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
@@ -34,31 +33,12 @@ from ipu_pipeline.engine.schedules.order_problems import (
     fits,
 )
 
-__all__ = ["QUICK", "Effort", "Point", "Searched", "frontier", "search"]
+__all__ = ["Searched", "search"]
 
 _MOST_ORDERS = 1_000  # that are tried
+_MOST_ACTIONS = 500_000  # in all of them together: about two seconds
 _THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
 _SAME = 1e-9  # step times that differ by less, as a share, are the same
-_SHARES = (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2)  # of a frontier
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The limits of a search.
-
-    Example:
-      >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
-      >>> scenario = engine.Scenario(costs, num_micro_batches=4)
-      >>> searched = schedules.search(scenario.problem(), schedules.Effort(num_actions=10_000))
-
-    Attributes:
-      num_actions: the most actions in all orders that are tried; half a million take about two seconds.
-    """
-
-    num_actions: int = 500_000
-
-
-QUICK = Effort(20_000)  # where several problems are solved for a reader who waits
 
 
 @dataclass(frozen=True)
@@ -99,30 +79,6 @@ class Searched:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A limit of bytes, and the best order found under it.
-
-    Example:
-      >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
-      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
-      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
-      >>> point = schedules.find_frontier(scenario, schedules.QUICK)[0]
-      >>> point.num_bytes_per_ipu, point.searched.step_time
-      (100, 20.0)
-
-    Attributes:
-      num_bytes_per_ipu: the limit.
-      searched: the best order.
-      share: the memory that the limit leaves for micro-batches, as a share of their memory with Interleaved
-        on the fullest device.
-    """
-
-    num_bytes_per_ipu: int
-    searched: Searched
-    share: float
-
-
-@dataclass(frozen=True)
 class _Known:
     """An order that fits."""
 
@@ -131,7 +87,7 @@ class _Known:
     name: str
 
 
-def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
+def search(problem: OrderProblem) -> Searched:
     """Searches for an order with a short step.
 
     The result is never slower than a named schedule that fits. Its `gap` is the most that it may lack.
@@ -145,85 +101,24 @@ def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
 
     Args:
       problem: the stages, the times of their actions, and the limit of bytes.
-      effort: the limits of the search; None: about two seconds.
 
     Returns:
       The order and its bound.
     """
-    return _search(problem, (), effort or Effort())[0]
-
-
-def frontier(
-    problem: OrderProblem, limits: Iterable[int] | None = None, effort: Effort | None = None
-) -> list[Point]:
-    """Finds the gain of more memory: the best order under each limit.
-
-    Example:
-      >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
-      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
-      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
-      >>> for point in schedules.frontier(scenario.problem(), limits=[100, 200, 400]):
-      ...     print(point.num_bytes_per_ipu, point.searched.step_time)
-      100 20.0
-      200 13.0
-      400 13.0
-
-    Args:
-      problem: the stages; its own limit is ignored.
-      limits: bytes per device. None: eight limits, which leave activations from a third to twice of their
-        memory with Interleaved on the fullest device, beside the memory that devices always hold.
-      effort: as for `search`, at each point.
-
-    Returns:
-      A point for each limit, from the lowest. No point is slower than the previous one.
-
-    Raises:
-      ValueError: a limit is too low for one micro-batch.
-    """
-    points: list[Point] = []
-    known: list[_Known] = []
-    constant, most, least = _find_sizes(problem)
-    if limits is None:
-        limits = [max(least, constant + round(share * most)) for share in _SHARES]
-    for limit in sorted(set(limits)):
-        found, best = _search(
-            dataclasses.replace(problem, num_bytes_per_ipu=limit), known, effort or Effort()
-        )
-        points.append(Point(limit, found, (limit - constant) / most if most else 0.0))
-        known = [best]
-    # What no order is faster than under a limit, none is under a lower one.
-    for place in reversed(range(len(points) - 1)):
-        after, own = points[place + 1].searched, points[place].searched
-        if after.bound > own.bound:
-            own = dataclasses.replace(own, bound=after.bound, reason=after.reason)
-            points[place] = dataclasses.replace(points[place], searched=own)
-    return points
-
-
-def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
-    """What the fullest device always holds; what micro-batches take with Interleaved; the least limit."""
-    problem = dataclasses.replace(problem, num_bytes_per_ipu=None)
-    rows = interleaved(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
-    peaks = find_peaks(problem, as_order(rows))
-    most = max(peak - own for peak, own in zip(peaks, problem.num_constant_bytes, strict=True))
-    return max(problem.num_constant_bytes), most, max(problem.num_least_bytes)
-
-
-def _search(problem: OrderProblem, known: Sequence[_Known], effort: Effort) -> tuple[Searched, _Known]:
     bound = find_bound(problem)
     enough = bound.time * (1 + _SAME)
     # Of equal ones the first is the best: a name says more than a search.
-    best = min((*_follow_named(problem), *known), key=_get_time, default=None)
+    best = min(_follow_named(problem), key=_get_time, default=None)
     if best is None or best.step_time > enough:
         tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem, bound.time)]
         first, offsets = min(tried, key=lambda one: one[0].step_time)
         num_actions = 3 * problem.num_stages * problem.num_micro_batches
-        num_left = min(_MOST_ORDERS, effort.num_actions // num_actions) - len(tried)
+        num_left = min(_MOST_ORDERS, _MOST_ACTIONS // num_actions) - len(tried)
         first = _improve(problem, first, offsets, enough, num_left)
         best = first if best is None else min(best, first, key=_get_time)
     time = best.step_time if best.step_time <= enough else bound.time
     peaks = find_peaks(problem, best.order)
-    return Searched(as_rows(best.order), best.step_time, time, bound.reason, best.name, peaks), best
+    return Searched(as_rows(best.order), best.step_time, time, bound.reason, best.name, peaks)
 
 
 def _get_time(known: _Known) -> float:

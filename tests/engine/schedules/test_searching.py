@@ -21,7 +21,7 @@ from ipu_pipeline.engine.schedules.order_problems import (
     find_step_time,
     fits,
 )
-from ipu_pipeline.engine.schedules.searching import frontier, search
+from ipu_pipeline.engine.schedules.searching import search
 from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
 from tests.support.judging import find_smallest_time
 
@@ -288,27 +288,6 @@ def test_dispatching_ends_with_as_few_bytes_as_possible(mapping, is_fused):
         check(as_rows(order), 6, 4, mapping, training=True)
         assert fits(problem, order)
         assert find_step_time(problem, order) == step_time
-
-
-def test_more_memory_never_takes_longer():
-    problem = make_problem(2, 4, 6)
-    points = frontier(problem)
-    times = [point.searched.step_time for point in points]
-    bounds = [point.searched.bound for point in points]
-    assert times == sorted(times, reverse=True)
-    assert bounds == sorted(bounds, reverse=True)
-    assert times[0] > times[-1]
-
-
-def test_a_frontier_goes_from_a_third_of_interleaved_to_twice_that():
-    problem = ones(6, 3, num_held_bytes=(30, 30, 0), num_constant_bytes=(100,) * 3)
-    limits = [point.num_bytes_per_ipu for point in frontier(problem)]
-    assert (limits[0], limits[-1]) == (100 + 3 * 30 // 3, 100 + 3 * 30 * 2)
-
-
-def test_a_frontier_refuses_a_limit_too_low():
-    with pytest.raises(ValueError, match="device 0 needs"):
-        frontier(make_problem(2, 3, 2), [1])
 
 
 @pytest.mark.thorough
