@@ -26,13 +26,13 @@ from ipu_pipeline.engine.schedules.named import (
     NamedSchedule,
     Schedule,
     ScheduleName,
+    SearchedSchedule,
     check_schedule,
     find_schedule,
     named_schedules,
     schedule_name,
 )
 from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase

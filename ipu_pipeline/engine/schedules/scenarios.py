@@ -15,9 +15,8 @@ from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.costs import Costs, Edge, Memory
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.named import Schedule, find_schedule
+from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule, find_schedule
 from ipu_pipeline.engine.schedules.order_problems import OrderProblem
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int
@@ -283,18 +282,17 @@ class Scenario:
             num_held_bytes=held,
             num_between_bytes=between,
             num_constant_bytes=constant,
+            num_bytes_per_ipu=num_bytes_per_ipu,
         )
-        if num_bytes_per_ipu is None:
-            return problem
         for ipu, needed in enumerate(problem.num_least_bytes):
-            if needed > num_bytes_per_ipu:
+            if num_bytes_per_ipu is not None and needed > num_bytes_per_ipu:
                 raise ValueError(
                     "PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; device "
                     f"{ipu} needs {needed:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the "
                     f"time), and the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload "
                     "activations."
                 )
-        return dataclasses.replace(problem, num_bytes_per_ipu=num_bytes_per_ipu)
+        return problem
 
     def _may_be_late(self, edge: Edge) -> bool:
         """Whether what skips stages may arrive after what goes through them.

@@ -20,7 +20,6 @@ from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
 from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
-    FORWARD,
     INPUTS,
     WEIGHTS,
     Order,
@@ -107,15 +106,10 @@ def search(problem: OrderProblem) -> Searched:
     """
     bound = find_bound(problem)
     enough = bound.time * (1 + _SAME)
-    # Of equal ones the first is the best: a name says more than a search.
-    best = min(_follow_named(problem), key=_get_time, default=None)
-    if best is None or best.step_time > enough:
-        tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem, bound.time)]
-        first, offsets = min(tried, key=lambda one: one[0].step_time)
-        num_actions = 3 * problem.num_stages * problem.num_micro_batches
-        num_left = min(_MOST_ORDERS, _MOST_ACTIONS // num_actions) - len(tried)
-        first = _improve(problem, first, offsets, enough, num_left)
-        best = first if best is None else min(best, first, key=_get_time)
+    # Of equal ones the first is the best: a name says more than a search. Sequential fits always.
+    best = min(_follow_named(problem), key=_get_time)
+    if best.step_time > enough:
+        best = min(best, _follow_rules(problem, bound.time, enough), key=_get_time)
     time = best.step_time if best.step_time <= enough else bound.time
     peaks = find_peaks(problem, best.order)
     return Searched(as_rows(best.order), best.step_time, time, bound.reason, best.name, peaks)
@@ -155,40 +149,7 @@ def _settle(problem: OrderProblem, order: Order) -> Order:
     return tuple(settled)
 
 
-@dataclass(frozen=True)
-class _Offsets:
-    """A rule in few numbers: how much later the halves are as urgent as they would be by a base.
-
-    Attributes:
-      base: how urgent all actions are, in micro-batches.
-      inputs: for each stage, how many micro-batches later its input gradients are that urgent.
-      weights: the same of weight gradients.
-      patience: see `Rule`.
-      most: see `Rule`.
-    """
-
-    base: Urgency
-    inputs: tuple[float, ...]
-    weights: tuple[float, ...]
-    patience: tuple[float, ...]
-    most: tuple[int, ...]
-
-    def dispatch(self, problem: OrderProblem) -> _Known:
-        """Makes an order by the rule."""
-        urgency: Urgency = (
-            self.base[FORWARD],
-            [],
-            _add(self.base[INPUTS], self.inputs),
-            _add(self.base[WEIGHTS], self.weights),
-        )
-        return _Known(*dispatch(problem, Rule(urgency, self.patience, self.most)), "searched")
-
-
-def _add(urgency: Sequence[Sequence[float]], later: Sequence[float]) -> list[list[float]]:
-    return [[own + more for own in values] for values, more in zip(urgency, later, strict=True)]
-
-
-def _make_simple(problem: OrderProblem, bound: float) -> Iterator[_Offsets]:
+def _make_simple(problem: OrderProblem, bound: float) -> Iterator[Rule]:
     """Rules that are the same for all stages.
 
     What comes first is an earlier micro-batch, or what has more to come after it, by the lower bound.
@@ -206,35 +167,39 @@ def _make_simple(problem: OrderProblem, bound: float) -> Iterator[_Offsets]:
         (by_tail, (0,), (0, 3, 2 * count), (1.0, 0.8, 0.5, 0.2, 0.0)),
     ):
         for one, other, share in itertools.product(inputs, weights, patience):
-            yield _Offsets(base, (one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
+            yield Rule(base, (one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
 
 
-def _improve(
-    problem: OrderProblem, best: _Known, offsets: _Offsets, enough: float, num_left: int
-) -> _Known:
-    """Changes a rule at random, so many times, and keeps what is better or little worse."""
+def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Known:
+    """Changes the best simple rule at random, and keeps what is better or little worse."""
+
+    def follow(rule: Rule) -> _Known:
+        return _Known(*dispatch(problem, rule), "searched")
+
+    tried = [(follow(rule), rule) for rule in _make_simple(problem, bound)]
+    best, rule = min(tried, key=lambda one: one[0].step_time)
+    num_actions = 3 * problem.num_stages * problem.num_micro_batches
+    num_left = min(_MOST_ORDERS, _MOST_ACTIONS // num_actions) - len(tried)
     chance = random.Random(0)  # noqa: S311  # the same for every search
-    most = offsets.most
+    most = rule.most
     now, threshold = best.step_time, _THRESHOLD * best.step_time
     for number in range(num_left):
         if best.step_time <= enough:
             break
-        changed = offsets
+        changed = rule
         for _change in range(chance.choice((1, 1, 2, 3))):
             changed = _change_one(problem, changed, most, chance)
-        found = changed.dispatch(problem)
+        found = follow(changed)
         if found.step_time < now + threshold * (1 - number / num_left) * chance.random():
-            now, offsets = found.step_time, changed
+            now, rule = found.step_time, changed
         best = min(best, found, key=_get_time)
     return best
 
 
-def _change_one(
-    problem: OrderProblem, offsets: _Offsets, most: Sequence[int], chance: random.Random
-) -> _Offsets:
+def _change_one(problem: OrderProblem, rule: Rule, most: Sequence[int], chance: random.Random) -> Rule:
     """Changes one number of a rule."""
     name = chance.choice(("inputs", "inputs", "weights", "weights", "patience", "most"))
-    values = list(getattr(offsets, name))
+    values = list(getattr(rule, name))
     place = chance.randrange(len(values))
     if name == "patience":
         values[place] = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))
@@ -245,4 +210,4 @@ def _change_one(
         count = problem.num_micro_batches
         near, far = values[place] + chance.gauss(0, 1), chance.choice((-2 * count, 2 * count))
         values[place] = chance.choice((near, near, far, chance.uniform(-10, 10)))
-    return dataclasses.replace(offsets, **{name: tuple(values)})
+    return dataclasses.replace(rule, **{name: tuple(values)})
