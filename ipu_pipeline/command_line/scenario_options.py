@@ -49,8 +49,8 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         type=_schedule,
         metavar="NAME",
-        help=f"one of {', '.join(named_schedules())}, a name that another library uses, or searched (the "
-        "shortest order for these costs); grouped by default",
+        help=f"one of {', '.join(named_schedules())}, a name that another library uses, or searched (an "
+        "order made for these costs); grouped by default",
     )
     parser.add_argument(
         "--device-mapping",

@@ -26,14 +26,12 @@ from ipu_pipeline.engine.schedules import (
     Advice,
     Cluster,
     Costs,
-    Point,
     Scenario,
     Searched,
     SearchedSchedule,
     Simulation,
     Timeline,
     Variant,
-    find_frontier,
     format_staircase,
     schedule_name,
     simulate,
@@ -47,7 +45,6 @@ from ipu_pipeline.reports.studies import Measured, find_measured, say_advice
 __all__ = ["add"]
 
 _MOST_ACTIONS = 2**15  # up to which what-ifs are simulated without --what-if: some seconds
-_BAR = 24  # characters of the longest bar
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -148,12 +145,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "by default",
     )
     parser.add_argument(
-        "--frontier",
-        action="store_true",
-        help="show the shortest step for each amount of activation memory, from a third to twice that of "
-        "the schedule interleaved; takes up to a minute",
-    )
-    parser.add_argument(
         "--what-if",
         action="store_true",
         help=f"try other schedules, counts and splits also for more than {_MOST_ACTIONS:,} actions",
@@ -181,7 +172,6 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     cores = None if measured is None or scenario.cores is not None else measured.shared_cores
     if parsed.html is not None:
         _write_page(parser, scenario, parsed.html)
-    points = _find_frontier(parser, scenario) if parsed.frontier else ()
     variants: Sequence[Variant] = []
     advice, told = None, ""
     if parsed.what_if or scenario.num_actions <= _MOST_ACTIONS:
@@ -194,11 +184,9 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     else:
         simulation = simulate(scenario)
     if parsed.json:
-        show(json.dumps(_as_json(simulation, variants, advice, told, points)))
+        show(json.dumps(_as_json(simulation, variants, advice, told)))
         return 0
     parts = [_title(scenario), _timeline_table(simulation), _ipu_table(simulation)]
-    if points:
-        parts.append(_frontier_table(scenario, points))
     if advice is None:
         parts.append(f"More than {_MOST_ACTIONS:,} actions: --what-if simulates other schedules as well.")
     else:
@@ -427,38 +415,8 @@ def _what_if_table(variants: Sequence[Variant]) -> str:
     return format_table(headings, rows)
 
 
-def _find_frontier(parser: argparse.ArgumentParser, scenario: Scenario) -> Sequence[Point]:
-    try:
-        return find_frontier(scenario)
-    except ValueError as error:
-        parser.error(f"argument --frontier: {error}")
-
-
-def _frontier_table(scenario: Scenario, points: Sequence[Point]) -> str:
-    knows_bytes = scenario.memory is not None and any(scenario.memory.num_held_bytes)
-    what = "bytes" if knows_bytes else "micro-batches"
-    longest = points[0].searched.step_time
-    rows = [
-        [
-            f"{point.num_bytes_per_ipu:,}",
-            f"{point.share:.0%}",
-            f"{point.searched.step_time:.6g}",
-            "#" * max(1, round(_BAR * point.searched.step_time / longest)),
-            f"{point.searched.gap:.1%}",
-            point.searched.name,
-        ]
-        for point in points
-    ]
-    headings = [f"a device may hold ({what})", "of interleaved's", "step time", "", "above the least", "as"]
-    return format_table(headings, [[*row[:3], row[3].ljust(_BAR), *row[4:]] for row in rows], texts=0)
-
-
 def _as_json(
-    simulation: Simulation,
-    variants: Sequence[Variant],
-    advice: Advice | None,
-    told: str,
-    points: Sequence[Point],
+    simulation: Simulation, variants: Sequence[Variant], advice: Advice | None, told: str
 ) -> dict[str, Any]:
     searched = simulation.scenario.searched
     return {
@@ -466,14 +424,6 @@ def _as_json(
         "free_running": _timeline_json(simulation.free_running),
         "lock_step": _timeline_json(simulation.lock_step),
         "searched": None if searched is None else _searched_json(searched),
-        "frontier": [
-            {
-                "num_bytes_per_ipu": point.num_bytes_per_ipu,
-                "share": point.share,
-                **_searched_json(point.searched),
-            }
-            for point in points
-        ],
         "what_if": [_variant_json(row) for row in variants],
         "advice": None
         if advice is None

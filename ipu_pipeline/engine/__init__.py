@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.costs import Costs
     from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
     from ipu_pipeline.engine.schedules.host_memory import HostMemory
-    from ipu_pipeline.engine.schedules.named import Schedule
+    from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule
     from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
-    from ipu_pipeline.engine.schedules.searched import SearchedSchedule
     from ipu_pipeline.engine.schedules.simulator import simulate
     from ipu_pipeline.engine.schedules.variants import what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
@@ -166,7 +165,7 @@ _HOMES = {
     "ScheduleError": "engine.schedules.actions",
     "ScheduleFunction": "engine.schedules.actions",
     "Schedule": "engine.schedules.named",
-    "SearchedSchedule": "engine.schedules.searched",
+    "SearchedSchedule": "engine.schedules.named",
     "Shard": "engine.devices.sharding",
     "Shared": "engine.tracing.stage_parameters",
     "SplitTable": "engine.automatic_splits",

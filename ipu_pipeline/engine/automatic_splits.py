@@ -42,7 +42,7 @@ from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.programs.stage_programs import ValueKind, read_sources
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.graph_splits import Order, find_graph_split
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
+from ipu_pipeline.engine.schedules.named import SearchedSchedule
 from ipu_pipeline.engine.schedules.splitting import (
     FusedPair,
     LayerMemory,

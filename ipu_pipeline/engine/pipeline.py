@@ -286,7 +286,7 @@ class Pipeline:
         return halved
 
     def searched(self, num_micro_batches: int | None = None) -> schedules.Searched | None:
-        """Returns the result of the schedule's search, with its proof.
+        """Returns the result of the schedule's search, with its bound.
 
         Args:
           num_micro_batches: as for `step`.

@@ -15,20 +15,17 @@ from typing import cast
 
 from ipu_pipeline.engine.inspect import PipelineFacts, find_layer_costs
 from ipu_pipeline.engine.schedules import (
-    QUICK,
     Advice,
     Cluster,
     Costs,
     Layer,
     Memory,
-    Point,
     Scenario,
     ScheduleName,
     Simulation,
     Timeline,
     Variant,
     advise,
-    find_frontier,
     named_schedules,
     predict_step_time,
     schedule_name,
@@ -42,7 +39,6 @@ from ipu_pipeline.reports.wording import describe_time
 
 __all__ = [
     "Predictions",
-    "find_choices",
     "find_shared_cores",
     "make_scenario",
     "predict",
@@ -54,7 +50,6 @@ __all__ = [
 
 _MAX_ACTIONS = 200_000  # in a step that is simulated
 _MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: this takes some seconds
-_MAX_SEARCHED = 2_000  # actions in a step whose best orders are searched: two seconds
 _MOST_SPLITS = 6  # the number that is shown
 _MICROSECONDS = 1e6
 _TOGETHER = {"reduce": "averaging of gradients", "gather": "gathering of what was updated"}
@@ -298,16 +293,6 @@ def predict_scenario(
     if cores is not None:
         shared_step_time = predict_step_time(dataclasses.replace(scenario, cores=cores))
     return Predictions(simulation, tuple(kept), advice, (), cores, shared_step_time)
-
-
-def find_choices(scenario: Scenario) -> tuple[Point, ...]:
-    """Finds what to choose from in memory and step time; nothing where that is unknown or takes long."""
-    if len(scenario.ipus) == 1 or scenario.num_actions > _MAX_SEARCHED:
-        return ()
-    try:
-        return find_frontier(scenario, QUICK)
-    except ValueError:
-        return ()
 
 
 def timeline_events(

@@ -305,19 +305,6 @@ def test_the_best_order_and_how_good_it_is(capsys):
     assert all(row["step_time"] >= 31 for row in found["what_if"] if row["change"] == "schedule")
 
 
-def test_memory_against_time(capsys):
-    text = run(capsys, "simulate", *UNEVEN, "--frontier")
-    (table,) = [part for part in text.split("\n\n") if part.startswith("a device may hold")]
-    first, *others = [line.split() for line in table.splitlines()[1:]]
-    assert first == ["1", "25%", "63", "#" * 24, "0.0%", "sequential"]
-    times = [float(row[2]) for row in [first, *others]]
-    assert times == sorted(times, reverse=True)
-    assert times[-1] == 31
-    points = json.loads(run(capsys, "simulate", *UNEVEN, "--frontier", "--json"))["frontier"]
-    assert [point["step_time"] for point in points] == times
-    assert [len(row[3]) for row in others] == [round(24 * time / 63) for time in times[1:]]
-
-
 def test_a_limit_of_bytes(capsys, tmp_path):
     costs = Costs.of(3, forward=1.0, backward=2.0)
     scenario = Scenario(costs, "interleaved", 6, memory=Memory((100, 50, 0), (10, 10, 10)))

@@ -515,7 +515,6 @@ def test_the_page_has_all_in_itself(page):
         assert words in plain.text
     assert "The settings that gain most" in plain.text
     assert re.search(r"All \d+ settings, simulated", plain.text)
-    assert "Memory against time" in plain.text
     data = json.loads(plain.scripts[0])
     assert data["measured"]["count"] == len(make_profile(num_steps=2).events)
     assert set(data["pipelines"][0]["simulated"]) == {"free", "lock"}

@@ -1,4 +1,4 @@
-"""The best order by OR-Tools' CP-SAT, as an independent judge of our own search."""
+"""The best order by OR-Tools' CP-SAT, as an independent judge of searched orders."""
 
 from ipu_pipeline.engine.schedules.order_problems import FORWARD, INPUTS, WEIGHTS
 

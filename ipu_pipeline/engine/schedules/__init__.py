@@ -17,7 +17,6 @@ from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
 from ipu_pipeline.engine.schedules.costs import Costs, Memory
 from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
 from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, load_schedule, read_csv, write_csv
-from ipu_pipeline.engine.schedules.frontiers import find_frontier
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
 from ipu_pipeline.engine.schedules.looped import looped
@@ -27,14 +26,14 @@ from ipu_pipeline.engine.schedules.named import (
     NamedSchedule,
     Schedule,
     ScheduleName,
+    SearchedSchedule,
     check_schedule,
     find_schedule,
     named_schedules,
     schedule_name,
 )
 from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
-from ipu_pipeline.engine.schedules.searching import QUICK, Effort, Point, Searched, frontier, search
+from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
@@ -46,7 +45,6 @@ from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = [
     "MAX_ACTIONS",
-    "QUICK",
     "SCHEDULES",
     "Action",
     "ActionKind",
@@ -54,7 +52,6 @@ __all__ = [
     "Bubble",
     "Cluster",
     "Costs",
-    "Effort",
     "FileSchedule",
     "HostMemory",
     "Interval",
@@ -63,7 +60,6 @@ __all__ = [
     "Memory",
     "NamedSchedule",
     "Peak",
-    "Point",
     "Row",
     "Rows",
     "Scenario",
@@ -83,13 +79,11 @@ __all__ = [
     "check",
     "check_schedule",
     "dual_pipe_v",
-    "find_frontier",
     "find_ramps",
     "find_schedule",
     "find_slots",
     "format_rows",
     "format_staircase",
-    "frontier",
     "grouped",
     "interleaved",
     "is_path",

@@ -229,6 +229,10 @@ class Memory:
         end of its backward, or of its input gradients if the backward is split.
       num_between_bytes: the bytes that each stage then holds until its weight gradients end; empty: as
         many.
+
+    Raises:
+      TypeError: a size is not a number.
+      ValueError: a size is negative or not finite, or the stages differ in number.
     """
 
     num_constant_bytes: tuple[int, ...]
@@ -236,9 +240,16 @@ class Memory:
     num_between_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Fills in what is held between halves."""
+        """Checks the fields, and fills in what is held between halves."""
         if not self.num_between_bytes:
             object.__setattr__(self, "num_between_bytes", self.num_held_bytes)
+        if len(self.num_between_bytes) != len(self.num_held_bytes):
+            raise ValueError(
+                f"Memory: num_between_bytes must have a number for each of the {len(self.num_held_bytes)} "
+                f"stages of num_held_bytes; got {len(self.num_between_bytes)}."
+            )
+        for name in ("num_constant_bytes", "num_held_bytes", "num_between_bytes"):
+            _check_numbers(f"Memory: {name}", getattr(self, name))
 
 
 def _check_numbers(name: str, values: Any) -> None:

@@ -32,14 +32,18 @@ class Rule:
     """How a device chooses.
 
     Attributes:
-      urgency: how urgent the actions are.
+      base: how urgent the actions are, in micro-batches.
+      inputs: for each stage, how many micro-batches later its input gradients are that urgent.
+      weights: the same of weight gradients.
       patience: for each device, when it waits for a more urgent action that is on its way: if another one
         would hold that up by more than this share of the other one's time. 1 is never, 0 always.
       most: for each stage, the most micro-batches in flight (gone forward, and their input gradients not
         done); empty: any number that fits.
     """
 
-    urgency: Urgency
+    base: Urgency
+    inputs: Sequence[float]
+    weights: Sequence[float]
     patience: Sequence[float]
     most: Sequence[int]
 
@@ -48,9 +52,11 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
     """Makes an order by a rule; returns how long its step takes as well."""
     num_stages, count, ipus = problem.num_stages, problem.num_micro_batches, problem.device_mapping
     stages, last = range(num_stages), num_stages - 1
-    times, urgency, patience, fused = problem.times, rule.urgency, rule.patience, problem.is_fused
+    times, patience, fused = problem.times, rule.patience, problem.is_fused
     forward, inputs, weights = times[FORWARD], times[INPUTS], times[WEIGHTS]
-    for_forward, for_inputs, for_weights = urgency[FORWARD], urgency[INPUTS], urgency[WEIGHTS]
+    for_forward = rule.base[FORWARD]
+    for_inputs = _delay(rule.base[INPUTS], rule.inputs)
+    for_weights = _delay(rule.base[WEIGHTS], rule.weights)
     held, between = problem.num_held_bytes, problem.num_between_bytes
     room = list(problem.num_free_bytes)
     is_limited = problem.num_bytes_per_ipu is not None
@@ -146,6 +152,10 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
     return problem.find_end(free), tuple(map(tuple, order))
 
 
+def _delay(urgency: Sequence[Sequence[float]], later: Sequence[float]) -> list[list[float]]:
+    return [[own + more for own in values] for values, more in zip(urgency, later, strict=True)]
+
+
 def _is_safe(
     problem: OrderProblem,
     ipu: int,
@@ -157,8 +167,7 @@ def _is_safe(
 ) -> bool:
     """Whether a device can still finish all that it has begun after one more forward of a stage."""
     held, between = problem.num_held_bytes, problem.num_between_bytes
-    is_both = problem.is_fused and stage == problem.num_stages - 1
-    if room < (max(held[stage], between[stage]) if is_both else held[stage]):
+    if room < (max(held[stage], between[stage]) if problem.is_both(stage) else held[stage]):
         return False
     room -= held[stage]
     own = problem.stages_of[ipu]

@@ -9,15 +9,12 @@ between two actions, the sum of the times is a path as well.
 
 Then each device alone has to do its actions, no two at a time, within heads and tails. Jackson's preemptive
 schedule, most urgent tail first, is the shortest one if actions could be interrupted (Carlier, "The
-one-machine sequencing problem", 1982). And each device alone has to hold each micro-batch for as long as it
-takes to come back: bytes times time, over the bytes that it has.
+one-machine sequencing problem", 1982).
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -220,12 +217,9 @@ def find_bound(problem: OrderProblem) -> Bound:
             for n in numbers
             if times[kind][stage]
         ]
-        for found in (
-            Bound(find_preemptive(jobs), f"the work of device {ipu}"),
-            Bound(_find_occupancy(problem, ipu), f"the memory of device {ipu}"),
-        ):
-            if found.time > best.time:
-                best = found
+        found = Bound(find_preemptive(jobs), f"the work of device {ipu}")
+        if found.time > best.time:
+            best = found
     return best
 
 
@@ -251,22 +245,3 @@ def find_preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
             now = end
             latest = max(latest, end - top[0])
     return latest
-
-
-def _find_occupancy(problem: OrderProblem, ipu: int) -> float:
-    """The bytes times the time that a device holds them, over the bytes that it has."""
-    room, own = problem.num_free_bytes[ipu], problem.stages_of[ipu]
-    if math.isinf(room) or not room:
-        return 0.0
-    forward, inputs, weights = (problem.times[kind] for kind in (FORWARD, INPUTS, WEIGHTS))
-    transfers = [0.0, *map(operator.add, problem.forward_transfers, problem.backward_transfers)]
-    trip, total = 0.0, 0.0  # there and back; of one micro-batch, in bytes times time
-    for stage in reversed(range(problem.num_stages)):
-        trip += forward[stage] + inputs[stage]
-        if stage in own:
-            total += (
-                problem.num_held_bytes[stage] * trip + problem.num_between_bytes[stage] * weights[stage]
-            )
-        trip += transfers[stage]
-    start = sum(forward[: own[0]]) + sum(problem.forward_transfers[: own[0]])
-    return start + problem.num_micro_batches * total / room + problem.updates_of_ipus[ipu]

@@ -1,4 +1,4 @@
-"""The problem of the best order: times, bytes and a limit; and the cost of an order. No JAX.
+"""What an order is made for: times, bytes and a limit; and the cost of an order. No JAX.
 
 A device follows its row, and waits at an action until its inputs are there: a forward needs the stage
 before to have gone forward, input gradients need the stage's own forward and the input gradients of the
@@ -42,7 +42,7 @@ Order: TypeAlias = "tuple[tuple[Step, ...], ...]"  # a row per device
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """Stages one after another, with their costs for a micro-batch. All times are in one unit.
+    """Stages one after another, with their costs for a micro-batch, from a `Scenario`.
 
     Attributes:
       num_micro_batches: micro-batches per weight update.
@@ -59,10 +59,6 @@ class OrderProblem:
       num_between_bytes: the bytes that it holds from then to the end of its weight gradients; by default 0.
       num_constant_bytes: the bytes that each device always holds; by default 0.
       num_bytes_per_ipu: the most bytes that a device may hold; None: no limit.
-
-    Raises:
-      ValueError: a tuple does not have one entry per stage or device, a number is negative or not finite,
-        or the bytes per device are too few for one micro-batch.
     """
 
     num_micro_batches: int
@@ -80,45 +76,20 @@ class OrderProblem:
     num_bytes_per_ipu: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Fills in defaults and checks the fields."""
+        """Fills in defaults."""
         number = len(self.forward)
-        if self.num_micro_batches < 1 or not number:
-            raise ValueError(
-                "OrderProblem: there must be a micro-batch and a stage at least; got num_micro_batches="
-                f"{self.num_micro_batches} and {number} stages."
-            )
         if not self.device_mapping:
             object.__setattr__(self, "device_mapping", tuple(range(number)))
-        num_ipus = max(self.device_mapping) + 1
         for name, length in {
-            "forward": number,
-            "input_gradients": number,
-            "weight_gradients": number,
-            "device_mapping": number,
             "forward_transfers": number - 1,
             "backward_transfers": number - 1,
             "updates": number,
             "num_held_bytes": number,
             "num_between_bytes": number,
-            "num_constant_bytes": num_ipus,
+            "num_constant_bytes": max(self.device_mapping) + 1,
         }.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * length)
-            values = getattr(self, name)
-            if len(values) != length:
-                raise ValueError(f"OrderProblem: {name} must have {length} numbers; got {len(values)}.")
-            if not all(value >= 0 and math.isfinite(value) for value in values):
-                raise ValueError(
-                    f"OrderProblem: {name} must be finite and at least 0; got {tuple(values)!r}."
-                )
-        limit = self.num_bytes_per_ipu
-        for ipu, needed in enumerate(self.num_least_bytes):
-            if limit is not None and needed > limit:
-                raise ValueError(
-                    f"OrderProblem: num_bytes_per_ipu must be enough for one micro-batch; device {ipu} "
-                    f"needs {needed:,} bytes ({self.num_constant_bytes[ipu]:,} of them all the time), and "
-                    f"the limit is {limit:,}."
-                )
 
     @property
     def num_stages(self) -> int:
@@ -135,8 +106,7 @@ class OrderProblem:
         """The stages of each device, in order."""
         stages = range(self.num_stages)
         return tuple(
-            tuple(s for s in stages if self.device_mapping[s] == ipu)
-            for ipu in range(max(self.device_mapping) + 1)
+            tuple(s for s in stages if self.device_mapping[s] == ipu) for ipu in range(self.num_ipus)
         )
 
     @cached_property

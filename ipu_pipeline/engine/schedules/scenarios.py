@@ -15,9 +15,8 @@ from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.costs import Costs, Edge, Memory
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.named import Schedule, find_schedule
+from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule, find_schedule
 from ipu_pipeline.engine.schedules.order_problems import OrderProblem
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int
@@ -230,7 +229,7 @@ class Scenario:
         return {self.ipu_of(replica, ipu): work for replica in replicas for ipu, work in total.items()}
 
     def problem(self, num_bytes_per_ipu: int | None = None) -> OrderProblem:
-        """Returns the problem of finding the best order. The scenario's own schedule does not matter.
+        """Returns what an order is searched for. The scenario's own schedule does not matter.
 
         A micro-batch of the problem is a chunk. The problem leaves out the host's time, shared cores and
         the communication of replicas, each of which adds to the step time found.
@@ -283,18 +282,17 @@ class Scenario:
             num_held_bytes=held,
             num_between_bytes=between,
             num_constant_bytes=constant,
+            num_bytes_per_ipu=num_bytes_per_ipu,
         )
-        if num_bytes_per_ipu is None:
-            return problem
         for ipu, needed in enumerate(problem.num_least_bytes):
-            if needed > num_bytes_per_ipu:
+            if num_bytes_per_ipu is not None and needed > num_bytes_per_ipu:
                 raise ValueError(
                     "PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; device "
                     f"{ipu} needs {needed:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the "
                     f"time), and the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload "
                     "activations."
                 )
-        return dataclasses.replace(problem, num_bytes_per_ipu=num_bytes_per_ipu)
+        return problem
 
     def _may_be_late(self, edge: Edge) -> bool:
         """Whether what skips stages may arrive after what goes through them.
@@ -316,7 +314,7 @@ class Scenario:
 
     @functools.cached_property
     def searched(self) -> Searched | None:
-        """The result of the search, with its proof; None with another schedule, or without training.
+        """The result of the search, with its bound; None with another schedule, or without training.
 
         Raises:
           ValueError: see `problem`.

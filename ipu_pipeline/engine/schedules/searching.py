@@ -1,10 +1,9 @@
-"""Searches for the order with the shortest step under a memory limit, with a lower bound as proof. No JAX.
+"""Searches for an order with a short step under a memory limit, with a lower bound. No JAX.
 
-It starts with the named schedules, and with dispatching by simple rules. Small problems are then solved by
-branch and bound (`exact_orders`). For others the rules are changed at random, and better results, at first
-also slightly worse ones, are kept (threshold accepting: Dueck and Scheuer, 1990). The search is
-deterministic: it ends after a number of orders, not of seconds, or as soon as an order takes no longer
-than the lower bound (`order_bounds`).
+It starts with the named schedules, and with dispatching by simple rules. The best rule is then changed at
+random, and better results, at first also slightly worse ones, are kept (threshold accepting: Dueck and
+Scheuer, 1990). The search is deterministic: it ends after a number of orders, not of seconds, or as soon as
+an order takes no longer than the lower bound (`order_bounds`).
 """
 
 from __future__ import annotations
@@ -13,17 +12,14 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ipu_pipeline.engine.schedules.actions import ActionKind, Rows, ScheduleError
 from ipu_pipeline.engine.schedules.dispatching import Rule, Urgency, dispatch
-from ipu_pipeline.engine.schedules.exact_orders import prove
-from ipu_pipeline.engine.schedules.lock_step import interleaved
 from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_caps, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
-    FORWARD,
     INPUTS,
     WEIGHTS,
     Order,
@@ -36,39 +32,17 @@ from ipu_pipeline.engine.schedules.order_problems import (
     fits,
 )
 
-__all__ = ["QUICK", "Effort", "Point", "Searched", "frontier", "search"]
+__all__ = ["Searched", "search"]
 
-_MOST_PROVED = 96  # actions: those of 4 stages and 8 micro-batches
 _MOST_ORDERS = 1_000  # that are tried
+_MOST_ACTIONS = 500_000  # in all of them together: about two seconds
 _THRESHOLD = 0.01  # of the bound: how much worse a rule may be in the beginning
 _SAME = 1e-9  # step times that differ by less, as a share, are the same
-_SHARES = (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 5 / 3, 2)  # of a frontier
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The limits of a search.
-
-    Example:
-      >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
-      >>> scenario = engine.Scenario(costs, num_micro_batches=4)
-      >>> searched = schedules.search(scenario.problem(), schedules.Effort(num_actions=10_000, num_nodes=0))
-
-    Attributes:
-      num_actions: the most actions in all orders that are tried; half a million take about two seconds.
-      num_nodes: the most nodes of branch and bound; 30,000 take about four seconds with 96 actions.
-    """
-
-    num_actions: int = 500_000
-    num_nodes: int = 30_000
-
-
-QUICK = Effort(20_000, 200)  # where several problems are solved for a reader who waits
 
 
 @dataclass(frozen=True)
 class Searched:
-    """The best order found.
+    """The best order found, and how good it is.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -79,7 +53,7 @@ class Searched:
     Attributes:
       rows: the schedule; every stage has a split backward.
       step_time: the time of a step, in the problem's unit.
-      bound: a lower bound for the step time of any order under the limit.
+      bound: a lower bound for the step time of any order under the limit; no order need reach it.
       reason: the source of the bound, in words.
       name: the name of the schedule if it is a named one; otherwise "searched".
       num_peak_bytes: the most bytes that each device holds.
@@ -98,33 +72,9 @@ class Searched:
         return self.step_time / self.bound - 1.0 if self.bound else 0.0
 
     def __str__(self) -> str:
-        """Describes the result, such as "searched, 2.1% above the bound at most"."""
-        told = "the best there is" if self.gap <= _SAME else f"{self.gap:.1%} above the bound at most"
+        """Describes the result, such as "searched, at most 2.1% above the best"."""
+        told = "the best there is" if self.gap <= _SAME else f"at most {self.gap:.1%} above the best"
         return "searched" + ("" if self.name == "searched" else f" (as {self.name})") + f", {told}"
-
-
-@dataclass(frozen=True)
-class Point:
-    """A limit of bytes, and the best order found under it.
-
-    Example:
-      >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
-      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
-      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
-      >>> point = schedules.find_frontier(scenario, schedules.QUICK)[0]
-      >>> point.num_bytes_per_ipu, point.searched.step_time
-      (100, 20.0)
-
-    Attributes:
-      num_bytes_per_ipu: the limit.
-      searched: the best order.
-      share: the memory that the limit leaves for micro-batches, as a share of their memory with Interleaved
-        on the fullest device.
-    """
-
-    num_bytes_per_ipu: int
-    searched: Searched
-    share: float
 
 
 @dataclass(frozen=True)
@@ -136,10 +86,10 @@ class _Known:
     name: str
 
 
-def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
-    """Searches for the order with the shortest step.
+def search(problem: OrderProblem) -> Searched:
+    """Searches for an order with a short step.
 
-    The result is never slower than a named schedule that fits.
+    The result is never slower than a named schedule that fits. Its `gap` is the most that it may lack.
 
     Example:
       >>> costs = engine.Costs.of(2, forward=[1.0, 2.0], backward=[2.0, 4.0])
@@ -150,94 +100,19 @@ def search(problem: OrderProblem, effort: Effort | None = None) -> Searched:
 
     Args:
       problem: the stages, the times of their actions, and the limit of bytes.
-      effort: the limits of the search; None: about two seconds.
 
     Returns:
-      The order and its proof. With up to 96 actions the proof is nearly always complete: a gap of 0.
+      The order and its bound.
     """
-    return _search(problem, (), effort or Effort())[0]
-
-
-def frontier(
-    problem: OrderProblem, limits: Iterable[int] | None = None, effort: Effort | None = None
-) -> list[Point]:
-    """Finds the gain of more memory: the best order under each limit.
-
-    Example:
-      >>> memory = schedules.Memory(num_constant_bytes=(0, 0), num_held_bytes=(100, 100))
-      >>> costs = engine.Costs.of(2, forward=1.0, backward=2.0)
-      >>> scenario = engine.Scenario(costs, num_micro_batches=4, memory=memory)
-      >>> for point in schedules.frontier(scenario.problem(), limits=[100, 200, 400]):
-      ...     print(point.num_bytes_per_ipu, point.searched.step_time)
-      100 20.0
-      200 13.0
-      400 13.0
-
-    Args:
-      problem: the stages; its own limit is ignored.
-      limits: bytes per device. None: eight limits, which leave activations from a third to twice of their
-        memory with Interleaved on the fullest device, beside the memory that devices always hold.
-      effort: as for `search`, at each point.
-
-    Returns:
-      A point for each limit, from the lowest. No point is slower than the previous one.
-
-    Raises:
-      ValueError: a limit is too low for one micro-batch.
-    """
-    points: list[Point] = []
-    known: list[_Known] = []
-    constant, most, least = _find_sizes(problem)
-    if limits is None:
-        limits = [max(least, constant + round(share * most)) for share in _SHARES]
-    for limit in sorted(set(limits)):
-        found, best = _search(
-            dataclasses.replace(problem, num_bytes_per_ipu=limit), known, effort or Effort()
-        )
-        points.append(Point(limit, found, (limit - constant) / most if most else 0.0))
-        known = [best]
-    # What no order is faster than under a limit, none is under a lower one.
-    for place in reversed(range(len(points) - 1)):
-        after, own = points[place + 1].searched, points[place].searched
-        if after.bound > own.bound:
-            own = dataclasses.replace(own, bound=after.bound, reason=after.reason)
-            points[place] = dataclasses.replace(points[place], searched=own)
-    return points
-
-
-def _find_sizes(problem: OrderProblem) -> tuple[int, int, int]:
-    """What the fullest device always holds; what micro-batches take with Interleaved; the least limit."""
-    problem = dataclasses.replace(problem, num_bytes_per_ipu=None)
-    rows = interleaved(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
-    peaks = find_peaks(problem, as_order(rows))
-    most = max(peak - own for peak, own in zip(peaks, problem.num_constant_bytes, strict=True))
-    return max(problem.num_constant_bytes), most, max(problem.num_least_bytes)
-
-
-def _search(problem: OrderProblem, known: Sequence[_Known], effort: Effort) -> tuple[Searched, _Known]:
     bound = find_bound(problem)
     enough = bound.time * (1 + _SAME)
-    time, reason = bound.time, bound.reason
-    # Of equal ones the first is the best: a name says more than a search.
-    best = min((*_follow_named(problem), *known), key=_get_time, default=None)
-    if best is None or best.step_time > enough:
-        tried = [(offsets.dispatch(problem), offsets) for offsets in _make_simple(problem, bound.time)]
-        first, offsets = min(tried, key=lambda one: one[0].step_time)
-        num_actions = 3 * problem.num_stages * problem.num_micro_batches
-        if num_actions > _MOST_PROVED and first.step_time > enough:
-            num_left = min(_MOST_ORDERS, effort.num_actions // num_actions) - len(tried)
-            first = _improve(problem, first, offsets, enough, num_left)
-        best = first if best is None else min(best, first, key=_get_time)
-        if num_actions <= _MOST_PROVED and best.step_time > enough:
-            proof = prove(problem, best.step_time, bound.time, effort.num_nodes)
-            if proof.order is not None:
-                best = _Known(proof.step_time, proof.order, "searched")
-            if proof.is_complete and best.step_time > enough:
-                time, reason = best.step_time, "all orders"
-    if best.step_time <= enough:
-        time = best.step_time
+    # Of equal ones the first is the best: a name says more than a search. Sequential fits always.
+    best = min(_follow_named(problem), key=_get_time)
+    if best.step_time > enough:
+        best = min(best, _follow_rules(problem, bound.time, enough), key=_get_time)
+    time = best.step_time if best.step_time <= enough else bound.time
     peaks = find_peaks(problem, best.order)
-    return Searched(as_rows(best.order), best.step_time, time, reason, best.name, peaks), best
+    return Searched(as_rows(best.order), best.step_time, time, bound.reason, best.name, peaks)
 
 
 def _get_time(known: _Known) -> float:
@@ -274,40 +149,7 @@ def _settle(problem: OrderProblem, order: Order) -> Order:
     return tuple(settled)
 
 
-@dataclass(frozen=True)
-class _Offsets:
-    """A rule in few numbers: how much later the halves are as urgent as they would be by a base.
-
-    Attributes:
-      base: how urgent all actions are, in micro-batches.
-      inputs: for each stage, how many micro-batches later its input gradients are that urgent.
-      weights: the same of weight gradients.
-      patience: see `Rule`.
-      most: see `Rule`.
-    """
-
-    base: Urgency
-    inputs: tuple[float, ...]
-    weights: tuple[float, ...]
-    patience: tuple[float, ...]
-    most: tuple[int, ...]
-
-    def dispatch(self, problem: OrderProblem) -> _Known:
-        """Makes an order by the rule."""
-        urgency: Urgency = (
-            self.base[FORWARD],
-            [],
-            _add(self.base[INPUTS], self.inputs),
-            _add(self.base[WEIGHTS], self.weights),
-        )
-        return _Known(*dispatch(problem, Rule(urgency, self.patience, self.most)), "searched")
-
-
-def _add(urgency: Sequence[Sequence[float]], later: Sequence[float]) -> list[list[float]]:
-    return [[own + more for own in values] for values, more in zip(urgency, later, strict=True)]
-
-
-def _make_simple(problem: OrderProblem, bound: float) -> Iterator[_Offsets]:
+def _make_simple(problem: OrderProblem, bound: float) -> Iterator[Rule]:
     """Rules that are the same for all stages.
 
     What comes first is an earlier micro-batch, or what has more to come after it, by the lower bound.
@@ -325,35 +167,39 @@ def _make_simple(problem: OrderProblem, bound: float) -> Iterator[_Offsets]:
         (by_tail, (0,), (0, 3, 2 * count), (1.0, 0.8, 0.5, 0.2, 0.0)),
     ):
         for one, other, share in itertools.product(inputs, weights, patience):
-            yield _Offsets(base, (one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
+            yield Rule(base, (one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
 
 
-def _improve(
-    problem: OrderProblem, best: _Known, offsets: _Offsets, enough: float, num_left: int
-) -> _Known:
-    """Changes a rule at random, so many times, and keeps what is better or little worse."""
+def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Known:
+    """Changes the best simple rule at random, and keeps what is better or little worse."""
+
+    def follow(rule: Rule) -> _Known:
+        return _Known(*dispatch(problem, rule), "searched")
+
+    tried = [(follow(rule), rule) for rule in _make_simple(problem, bound)]
+    best, rule = min(tried, key=lambda one: one[0].step_time)
+    num_actions = 3 * problem.num_stages * problem.num_micro_batches
+    num_left = min(_MOST_ORDERS, _MOST_ACTIONS // num_actions) - len(tried)
     chance = random.Random(0)  # noqa: S311  # the same for every search
-    most = offsets.most
+    most = rule.most
     now, threshold = best.step_time, _THRESHOLD * best.step_time
     for number in range(num_left):
         if best.step_time <= enough:
             break
-        changed = offsets
+        changed = rule
         for _change in range(chance.choice((1, 1, 2, 3))):
             changed = _change_one(problem, changed, most, chance)
-        found = changed.dispatch(problem)
+        found = follow(changed)
         if found.step_time < now + threshold * (1 - number / num_left) * chance.random():
-            now, offsets = found.step_time, changed
+            now, rule = found.step_time, changed
         best = min(best, found, key=_get_time)
     return best
 
 
-def _change_one(
-    problem: OrderProblem, offsets: _Offsets, most: Sequence[int], chance: random.Random
-) -> _Offsets:
+def _change_one(problem: OrderProblem, rule: Rule, most: Sequence[int], chance: random.Random) -> Rule:
     """Changes one number of a rule."""
     name = chance.choice(("inputs", "inputs", "weights", "weights", "patience", "most"))
-    values = list(getattr(offsets, name))
+    values = list(getattr(rule, name))
     place = chance.randrange(len(values))
     if name == "patience":
         values[place] = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))
@@ -364,4 +210,4 @@ def _change_one(
         count = problem.num_micro_batches
         near, far = values[place] + chance.gauss(0, 1), chance.choice((-2 * count, 2 * count))
         values[place] = chance.choice((near, near, far, chance.uniform(-10, 10)))
-    return dataclasses.replace(offsets, **{name: tuple(values)})
+    return dataclasses.replace(rule, **{name: tuple(values)})

@@ -28,9 +28,8 @@ import numpy.typing as npt
 
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
-from ipu_pipeline.engine.schedules.named import Schedule
+from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule
 from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.shared_cores import CORES_OF_TRANSFER
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import timetable

@@ -7,8 +7,13 @@ import functools
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.lock_step import interleaved
-from ipu_pipeline.engine.schedules.named import Schedule, ScheduleName, find_schedule, named_schedules
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
+from ipu_pipeline.engine.schedules.named import (
+    Schedule,
+    ScheduleName,
+    SearchedSchedule,
+    find_schedule,
+    named_schedules,
+)
 
 __all__ = ["MAX_ACTIONS", "timetable"]
 

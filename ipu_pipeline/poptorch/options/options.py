@@ -132,7 +132,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         Args:
           schedule: a name of `ipu_pipeline.engine.schedules.named_schedules`, by default "grouped", or a
-            name in another library ("1f1b"); `ipu_pipeline.engine.SearchedSchedule()`, the best order for
+            name in another library ("1f1b"); `ipu_pipeline.engine.SearchedSchedule()`, an order made for
             the costs of the stages; a function like `ipu_pipeline.engine.schedules.grouped`; or the path of
             a CSV file in PyTorch's format. See docs/schedules.md. Functions and files are checked for a
             model's stages and counts when the model is compiled. `PipelinedExecution(schedule=...)` has

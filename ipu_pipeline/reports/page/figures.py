@@ -11,7 +11,6 @@ from ipu_pipeline.reports.page.escaping import as_html
 from ipu_pipeline.reports.page.tables import (
     table_of_best,
     table_of_bubble,
-    table_of_choices,
     table_of_figures,
     table_of_ipus,
     table_of_memory,
@@ -63,7 +62,7 @@ def make_tables(profile: Profile, one: Study) -> str:
     tables += _notes(predicted.notes)
     tables += "<details><summary>All settings, in a table</summary>\n"
     tables += f"{table_of_predictions(facts, predicted)}</details>\n"
-    return tables + table_of_choices(facts, predicted) + table_of_bubble(facts, predicted)
+    return tables + table_of_bubble(facts, predicted)
 
 
 def _notes(notes: Iterable[str]) -> str:

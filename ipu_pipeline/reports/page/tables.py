@@ -11,7 +11,7 @@ from ipu_pipeline.ground.tables import describe_bytes, describe_flop
 from ipu_pipeline.reports.analysis import PipelineAnalysis
 from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak
 from ipu_pipeline.reports.page.escaping import as_html
-from ipu_pipeline.reports.predictions import Predictions, find_choices
+from ipu_pipeline.reports.predictions import Predictions
 from ipu_pipeline.reports.profile import Profile
 from ipu_pipeline.reports.wording import describe_share, describe_speed, describe_time, say_device
 
@@ -20,7 +20,6 @@ __all__ = [
     "find_best",
     "table_of_best",
     "table_of_bubble",
-    "table_of_choices",
     "table_of_figures",
     "table_of_ipus",
     "table_of_memory",
@@ -296,34 +295,6 @@ def table_of_best(facts: PipelineFacts, predictions: Predictions) -> str:
             cells.append(_number("not known" if size is None else describe_bytes(size)))
         rows.append((not rank, cells))
     return _table(facts, "The settings that gain most, simulated", headings, rows)
-
-
-def table_of_choices(facts: PipelineFacts, predictions: Predictions) -> str:
-    """The shortest steps that were found, by the memory that micro-batches may take; "" if none were."""
-    scenario = predictions.simulation.scenario
-    points = find_choices(scenario)
-    if not points:
-        return ""
-    knows_bytes = scenario.memory is not None and any(scenario.memory.num_held_bytes)
-    headings = [
-        _text("an IPU may hold at most" + (", with all else" if knows_bytes else "")),
-        _number("micro-batches' part, of Interleaved's"), _number("step"), _number("gain"),
-        _number("above the shortest there is, at most"), _text("schedule"),
-    ]  # fmt: skip
-    present = predictions.simulation.free_running.step_time
-    rows = []
-    for point in points:
-        limit, found = point.num_bytes_per_ipu, point.searched
-        cells = [
-            _text(describe_bytes(limit) if knows_bytes else f"{limit} micro-batch{'es' * (limit > 1)}"),
-            _number(describe_share(point.share)),
-            _number(describe_time(found.step_time * 1e6)),
-            _number(f"{100 * (present / found.step_time - 1):+.1f}%" if found.step_time else ""),
-            _number(describe_share(found.gap)),
-            _text(found.name),
-        ]
-        rows.append((False, cells))
-    return _table(facts, "Memory against time: the shortest steps found by a quick search", headings, rows)
 
 
 def table_of_bubble(facts: PipelineFacts, predictions: Predictions) -> str:

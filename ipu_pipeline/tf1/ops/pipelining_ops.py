@@ -191,7 +191,7 @@ def pipeline(
         own, in order. With all stages on one IPU the pipeline is one compiled program.
       pipeline_schedule: a member of `PipelineSchedule`, by default Grouped. It changes the number of
         micro-batches in flight, never the result. In addition to Graphcore's:
-        `PipelineSchedule.searched()`, the best order for the costs of these stages; the name of a schedule
+        `PipelineSchedule.searched()`, an order made for the costs of these stages; the name of a schedule
         in this or another library ("1f1b"); a function `schedule(num_stages, num_micro_batches,
         device_mapping, training)` that returns the actions of each IPU in order; or the path of a CSV file
         in PyTorch's format. See docs/schedules.md.

@@ -73,7 +73,7 @@ class PipelineSchedule(enum.Enum):
     * VMin: ZeroBubbleV with a third of the memory, and a larger bubble.
     * DualPipeV: two stages on each IPU, down and up; forwards of one beside backwards of the other.
 
-    `searched()` is not a fixed schedule: it finds the best order for the costs of the stages.
+    `searched()` is not a fixed schedule: it makes an order for the costs of the stages.
 
     Example:
       >>> list(ipu.pipelining_ops.PipelineSchedule)[:3]
@@ -97,7 +97,7 @@ class PipelineSchedule(enum.Enum):
 
     @staticmethod
     def searched(bytes_per_ipu: int | None = None) -> SearchedSchedule:
-        """Searches for the order with the shortest step, by the measured costs of the stages.
+        """Searches for an order with a short step, by the measured costs of the stages.
 
         Args:
           bytes_per_ipu: the most bytes that an IPU may hold, see `engine.SearchedSchedule`; None: no limit.

@@ -4,8 +4,8 @@ import pytest
 
 from ipu_pipeline.engine.schedules.checking import check
 from ipu_pipeline.engine.schedules.costs import Costs, Memory
+from ipu_pipeline.engine.schedules.named import SearchedSchedule
 from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.searched import SearchedSchedule
 from ipu_pipeline.engine.schedules.searching import search
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 

@@ -581,11 +581,15 @@ def test_what_cannot_be_simulated_is_refused(given, message):
         scenario(**{"num_stages": 3, "num_micro_batches": 4, "forward": 1, **given})
 
 
-def test_fields_of_costs_have_a_number_per_stage():
+def test_fields_of_costs_and_memory_have_a_number_per_stage():
     with pytest.raises(ValueError, match="backward must have a number for each of the 2 stages.*got 1"):
         Costs((1.0, 1.0), (1.0,), (0.0, 0.0))
     with pytest.raises(TypeError, match="must be numbers; got '1'"):
         Costs(("1",), (0.0,), (0.0,))
+    with pytest.raises(ValueError, match="num_between_bytes must have a number for each of the 2.*got 1"):
+        Memory((1, 1), (2, 2), (1,))
+    with pytest.raises(ValueError, match="Memory: num_held_bytes must be finite and at least 0; got -2"):
+        Memory((1, 1), (2, -2))
 
 
 @pytest.mark.thorough
