@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from ipu_pipeline.launching.job import Job
 from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, Memory, remove_left
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
-from ipu_pipeline.processes.launched import SECRET_VARIABLE
 
 __all__ = ["add"]
 
@@ -124,7 +122,6 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parsed.shows_all,
         parsed.death_timeout,
         parsed.grace,
-        os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         None if memory is None else memory.path,
         parsed.memory_every,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -46,7 +47,6 @@ class Settings:
       shows_all: whether all that they print is shown.
       death_timeout: within how many seconds of a death the others end by themselves.
       grace: how many seconds they have to end after a signal that was sent on to them.
-      secret: by which the job's processes know each other.
       memory: a directory for in-memory checkpoints; None if they are not started again.
       memory_every: how many runs of a training there are from one to the next.
     """
@@ -56,9 +56,8 @@ class Settings:
     shows_all: bool
     death_timeout: float
     grace: float
-    secret: str
-    memory: Path | None = None
-    memory_every: int = 1
+    memory: Path | None
+    memory_every: int
 
 
 class Group:
@@ -125,7 +124,7 @@ class Group:
             "IPU_PIPELINE_NUM_PROCESSES": str(count),
             "IPU_PIPELINE_DEATH_TIMEOUT": f"{self._settings.death_timeout:g}",
             RESTART_VARIABLE: str(restart),
-            SECRET_VARIABLE: self._settings.secret,
+            SECRET_VARIABLE: secrets.token_hex(),
             "PYTHONUNBUFFERED": "1",
         }
         environment.pop(MEMORY_VARIABLE, None)  # another launcher's
