@@ -3,15 +3,13 @@
     python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8 2] [--json FILE]
 
 A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
-`ipu-pipeline launch --restarts`, and where there is a core for each with processes on standby. One of them
-is killed at random moments. The figure is the goodput in the launcher's last line. Afterwards the training
-is repeated with stages that do not sleep, in processes that are not killed. Its losses must be equal to the
-last bit.
+`ipu-pipeline launch --restarts`. One of them is killed at random moments. The figure is the goodput in the
+launcher's last line. Afterwards the training is repeated with stages that do not sleep, in processes that
+are not killed. Its losses must be equal to the last bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import random
@@ -99,20 +97,16 @@ def _read_losses(folder: Path) -> dict[int, str]:
     return found
 
 
-def measure(num_processes: int, minutes: float, every: float, has_standby: bool | None) -> Row:
+def measure(num_processes: int, minutes: float, every: float) -> Row:
     """Runs the job for so long, with a death after so many seconds on average.
 
     Args:
       num_processes: its processes.
       minutes: how long.
       every: the seconds.
-      has_standby: whether with processes on standby; None: if there is a core for each.
     """
     generator = random.Random(0)  # noqa: S311  # of moments
     launch = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", str(num_processes)]
-    if has_standby is None:
-        has_standby = num_processes <= (os.cpu_count() or 1)
-    standby = ["--standby"] if has_standby else []
     side = ["--side", "work", "--processes", str(num_processes), "--folder"]
     with tempfile.TemporaryDirectory() as name:
         folder, undisturbed = Path(name) / "job", Path(name) / "undisturbed"
@@ -120,9 +114,9 @@ def measure(num_processes: int, minutes: float, every: float, has_standby: bool 
         undisturbed.mkdir()
         side = ["-m", MODULE, *side]
         with (Path(name) / "log").open("w") as log:
-            command = [*launch, "--restarts", "1000000", *standby, *side, str(folder)]
+            command = [*launch, "--restarts", "1000000", *side, str(folder)]
             job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-            deaths = _kill(job, num_processes, folder / "losses", minutes, every, generator)
+            deaths = _kill(job, folder / "losses", minutes, every, generator)
         told = (Path(name) / "log").read_text()
         goodput = re.search(r"goodput (\S+): the runs took (\S+ s) of (\S+ s)", told)
         if goodput is None:
@@ -136,16 +130,14 @@ def measure(num_processes: int, minutes: float, every: float, has_standby: bool 
     waits.sort()
     wait = f", on again after {waits[len(waits) // 2]:.1f} s (median)" if waits else ""
     case = (
-        f"{num_processes} stages in {num_processes} processes{', --standby' if standby else ''}: "
-        f"{minutes:.3g} min, {deaths} deaths{wait}; {len(found)} runs with "
-        "the same losses as without deaths"
+        f"{num_processes} stages in {num_processes} processes: {minutes:.3g} min, {deaths} deaths{wait}; "
+        f"{len(found)} runs with the same losses as without deaths"
     )
     return Row(QUESTION, case, goodput[2], goodput[3], float(goodput[1]), None, LEAST, at_most=False)
 
 
 def _kill(
     job: subprocess.Popen[Any],
-    num_processes: int,
     losses: Path,
     minutes: float,
     every: float,
@@ -163,9 +155,8 @@ def _kill(
             time.sleep(min(generator.expovariate(1 / every), end - now))
             if time.monotonic() < end:
                 children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-                victims = children[:num_processes]  # before those on standby
-                if victims:
-                    os.kill(int(generator.choice(victims)), signal.SIGKILL)
+                if children:
+                    os.kill(int(generator.choice(children)), signal.SIGKILL)
                     deaths += 1
         return deaths
     finally:
@@ -180,13 +171,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 2])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--runs", type=int)
-    parser.add_argument("--standby", action=argparse.BooleanOptionalAction)
     args = parser.parse_args()
     if args.side is not None:
         work(args.processes[0], args.folder, args.runs)
         return
     minutes = 4 if args.short else args.minutes
-    rows = [measure(number, minutes, args.every, args.standby) for number in args.processes]
+    rows = [measure(number, minutes, args.every) for number in args.processes]
     harness.report(rows, args.json)
 
 

@@ -7,7 +7,7 @@ and state of Adam. Runs of one weight update with a checkpoint before each, and 
 
 The time to go on: one of two processes that train a small model is killed again and again. What is reported
 is the time from the kill to the end of the next run, beyond the time in which two processes that do nothing
-else are started and joined, measured before; and the same time with processes on standby, against without.
+else are started and joined, measured before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
 FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 NUM_PARAMETERS = 2**20  # of a stage; with Adam's state, 12 MB
 RUNS_PER_ROUND = 3
-MOST_COST, MOST_SECONDS, MOST_WITH_STANDBY = 1.01, 3.0, 0.75
+MOST_COST, MOST_SECONDS = 1.01, 3.0
 MOST_WAIT = 120.0  # seconds, for any one thing
 
 
@@ -141,18 +141,17 @@ def _time_start() -> float:
     return max(map(float, re.findall(r"ready (\S+)", errors))) - begin
 
 
-def _time_recovery(num_kills: int, *options: Any, pause: float = 0.0) -> list[float]:
-    """Seconds from the kill of a process to the end of the next run; `pause` seconds go by before each."""
+def _time_recovery(num_kills: int) -> list[float]:
+    """Seconds from the kill of a process to the end of the next run."""
     whole = []
     with tempfile.TemporaryDirectory() as folder:
         losses = _Losses(Path(folder) / "losses")
         program = ("-m", "tests.support.resumer", folder, 10**6, 4, 1)
-        job = _launch("-n", 2, "--restarts", 10**6, *options, *program, stderr=subprocess.DEVNULL)
+        job = _launch("-n", 2, "--restarts", 10**6, *program, stderr=subprocess.DEVNULL)
         try:
             losses.await_more(20)
             for number in range(num_kills):
                 losses.await_more(5)
-                time.sleep(pause)
                 children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
                 begin = time.monotonic()
                 os.kill(int(children[number % 2]), signal.SIGKILL)
@@ -165,30 +164,20 @@ def _time_recovery(num_kills: int, *options: Any, pause: float = 0.0) -> list[fl
     return whole
 
 
-def measure_recovery(num_kills: int) -> list[Row]:
-    """From the kill of a process to the end of the next run, without processes on standby and with them."""
+def measure_recovery(num_kills: int) -> Row:
+    """From the kill of a process to the end of the next run."""
     starts = [_time_start() for _kill in range(num_kills)]
     whole = _time_recovery(num_kills)
     beyond = [one - other for one, other in zip(whole, starts, strict=True)]
-    standby = _time_recovery(num_kills, "--standby", pause=4 * statistics.median(starts))
-    return [
-        Row(
-            QUESTION,
-            "4 stages in 2 processes: from a kill to the next run, beyond the start of Python and JAX",
-            f"{statistics.median(whole):.2f} s",
-            f"{statistics.median(starts):.2f} s",
-            statistics.median(beyond),
-            (min(beyond), max(beyond)),
-            MOST_SECONDS,
-        ),
-        harness.compare(
-            QUESTION,
-            "4 stages in 2 processes: from a kill to the next run, with --standby, against without",
-            standby,
-            whole,
-            target=MOST_WITH_STANDBY,
-        ),
-    ]
+    return Row(
+        QUESTION,
+        "4 stages in 2 processes: from a kill to the next run, beyond the start of Python and JAX",
+        f"{statistics.median(whole):.2f} s",
+        f"{statistics.median(starts):.2f} s",
+        statistics.median(beyond),
+        (min(beyond), max(beyond)),
+        MOST_SECONDS,
+    )
 
 
 def main() -> None:
@@ -200,7 +189,7 @@ def main() -> None:
         work(args.rounds)
         return
     num_rounds, num_kills = (4, 3) if args.short else (args.rounds, args.kills)
-    harness.report([measure_cost(num_rounds), *measure_recovery(num_kills)], args.json)
+    harness.report([measure_cost(num_rounds), measure_recovery(num_kills)], args.json)
 
 
 if __name__ == "__main__":

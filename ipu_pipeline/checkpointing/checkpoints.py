@@ -28,7 +28,6 @@ from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.fronts import between_bars
 from ipu_pipeline.ground.errors import CheckpointError, NoCheckpointError
 from ipu_pipeline.processes.ending import written_whole
-from ipu_pipeline.processes.launched import wait_on_standby
 
 __all__ = [
     "DOCUMENT",
@@ -191,7 +190,6 @@ def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = 
       CheckpointError: as `read_checkpoint`; or the processes have read different checkpoints.
       OSError: another process could not read its own.
     """
-    wait_on_standby()  # others write some meanwhile
     found: list[Snapshot] = []
 
     def read() -> tuple[str, str, dict[str, int]]:
@@ -246,7 +244,6 @@ class CheckpointSeries:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint; its files are not verified."""
-        wait_on_standby()  # others write some meanwhile
         complete = [step for step in self.steps() if self._is_complete(step)]
         return self.path(complete[-1]) if complete else None
 

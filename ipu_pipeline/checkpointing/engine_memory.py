@@ -13,7 +13,6 @@ from ipu_pipeline.checkpointing.engine_snapshots import place_state, take_parts
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
 from ipu_pipeline.engine.fronts import check_pipeline, check_state
-from ipu_pipeline.processes.launched import wait_on_standby
 
 __all__ = ["InMemoryCheckpoints"]
 
@@ -44,7 +43,7 @@ class InMemoryCheckpoints:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        """Does not look for checkpoints yet. A standby process that has not joined others waits here.
+        """Does not look for checkpoints yet.
 
         Args:
           pipeline: the pipeline of the states; `restore` needs it traced.
@@ -53,7 +52,6 @@ class InMemoryCheckpoints:
           TypeError: it is not a pipeline.
         """
         check_pipeline("engine.InMemoryCheckpoints", pipeline)
-        wait_on_standby()
         self.extra: dict[str, Any] = {}
         self._pipeline = pipeline
         self._name = name_next("engine")

@@ -202,7 +202,6 @@ class InMemorySeries:
         Raises:
           ValueError: only some processes have a directory; or as for the class.
         """
-        launched.wait_on_standby()  # others train; and the environment is that of the next start then
         directory = os.environ.get(MEMORY_VARIABLE)
         _check_same(MEMORY_VARIABLE, do_each(lambda: "set" if directory else "not set"))
         return cls(Path(directory), name) if directory else None

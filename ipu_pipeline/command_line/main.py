@@ -19,7 +19,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "new": ("creating", "create a small project: a pipeline and its test"),
     "run": ("running", "run a script that imports poptorch"),
-    "launch": ("launching", "run a program in several processes, on one or more machines"),
+    "launch": ("launching", "run a program in several processes"),
     "profile": ("profiling", "run a program and report where its time and memory go"),
     "report": ("reporting", "summarize a profile.json and rebuild its page"),
     "simulate": ("simulating", "predict the time of a step, and what would shorten it"),

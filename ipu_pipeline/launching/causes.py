@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cause", "LostNode", "NewNode", "count_memory_kills"]
+__all__ = ["Cause", "count_memory_kills"]
 
 _VMSTAT = Path("/proc/vmstat")
 
@@ -40,11 +40,6 @@ class Cause:
         return f"{self._how()} {re.sub(r'[0-9]+', '#', self._why())}"
 
     @property
-    def processes(self) -> tuple[int, ...]:
-        """The numbers of processes that it ended."""
-        return (self.process,)
-
-    @property
     def what(self) -> str:
         """What happened to the process, without its number."""
         return f"{self._how()}{self._why()}"
@@ -67,53 +62,6 @@ class Cause:
             )
         # A process that a signal ends seldom has written why.
         return f": {self.last_error.rstrip('.')}" if self.code > 0 and self.last_error else ""
-
-
-@dataclass(frozen=True)
-class LostNode:
-    """A node whose launcher is gone, with its processes.
-
-    Attributes:
-      node: its rank.
-      processes: the numbers of its processes; none if they did not run.
-      why: why it counts as lost.
-    """
-
-    node: int
-    processes: tuple[int, ...]
-    why: str
-
-    @property
-    def status(self) -> int:
-        """As of `Cause`."""
-        return 1
-
-    @property
-    def kind(self) -> str:
-        """As of `Cause`."""
-        return "lost node"
-
-    @property
-    def what(self) -> str:
-        """As of `Cause`."""
-        return f"was lost with node {self.node}: {self.why}"
-
-    def __str__(self) -> str:
-        return f"node {self.node} was lost: {self.why}."
-
-
-@dataclass(frozen=True)
-class NewNode:
-    """A node that comes to a job which has gone on without it.
-
-    Attributes:
-      node: its rank.
-    """
-
-    node: int
-
-    def __str__(self) -> str:
-        return f"node {self.node} has come: all are started again with it."
 
 
 def count_memory_kills() -> int:

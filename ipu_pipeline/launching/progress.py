@@ -28,7 +28,7 @@ class Progress:
         self._num_redone: int | None = None
 
     def hear(self, line: str) -> None:
-        """Takes a line of `processes.launched`; other lines than of trainings say nothing here."""
+        """Takes a line about a training, as `processes.launched` tells it."""
         kind, *values = line.split()
         if kind == "resumed":
             self._num_redone = max(self._num_redone or 0, int(values[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from ipu_pipeline.launching.causes import Cause, LostNode
+from ipu_pipeline.launching.causes import Cause
 
 __all__ = ["Restarts"]
 
@@ -26,7 +26,7 @@ class Restarts:
         self._of_kinds: collections.Counter[str] = collections.Counter()
         self._idle: collections.Counter[str] = collections.Counter()  # failures since the last progress
 
-    def after(self, cause: Cause | LostNode, seconds: float, has_progressed: bool = False) -> float | None:
+    def after(self, cause: Cause, seconds: float, has_progressed: bool = False) -> float | None:
         """Counts a failure.
 
         Args:
@@ -51,6 +51,6 @@ class Restarts:
         self._idle[cause.kind] += 1
         return min(_MOST_DELAY, 2.0 ** (self._idle[cause.kind] - 1))
 
-    def describe(self, cause: Cause | LostNode) -> str:
+    def describe(self, cause: Cause) -> str:
         """Which start the next one is, in words."""
         return f"restart {self._of_kinds[cause.kind]} of at most {self.most} for this cause"

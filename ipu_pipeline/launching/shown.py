@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
 
 __all__ = ["Output", "say"]
 
@@ -25,9 +24,9 @@ class Output:
         are empty, or indented, as those that follow the first one of an error, do not count.
     """
 
-    def __init__(self, processes: Sequence[int], shows_all: bool) -> None:
+    def __init__(self, num_processes: int, shows_all: bool) -> None:
         self.last_errors: dict[int, str] = {}
-        self._processes = processes
+        self._num_processes = num_processes
         self._shown: int | None = None  # the process that has the results
         self._shows_all = shows_all
         self._held: list[tuple[int, bytes]] = []
@@ -75,7 +74,9 @@ class Output:
 
     def end(self) -> None:
         """Shows the lines that are still held back, since no process can be chosen any more."""
-        alike = {b"".join(line for held, line in self._held if held == p) for p in self._processes}
+        alike = {
+            b"".join(line for held, line in self._held if held == p) for p in range(self._num_processes)
+        }
         if len(alike) == 1:
             _write(1, alike.pop())
         else:

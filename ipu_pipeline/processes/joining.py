@@ -32,7 +32,7 @@ from ipu_pipeline.processes.addresses import (
     is_in_environment,
     split_address,
 )
-from ipu_pipeline.processes.launched import SECRET_VARIABLE, hear_failures, wait_on_standby
+from ipu_pipeline.processes.launched import SECRET_VARIABLE, hear_failures
 from ipu_pipeline.processes.peer_watch import PeerWatch
 
 __all__ = ["DEATH_VARIABLE", "STALL_VARIABLE", "is_joined", "join", "join_by_environment"]
@@ -105,7 +105,6 @@ def join(
     stall_timeout = _read_seconds("stall_timeout", STALL_VARIABLE, stall_timeout, death_timeout)
     patience = _read_seconds("initialization_timeout", "", initialization_timeout, 300.0)
     devices = None if local_device_ids is None else list(local_device_ids)
-    wait_on_standby()
     place = find_place(
         coordinator_address, num_processes, process_id, devices, math.ceil(min(patience, 3600))
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import socket
 import threading
@@ -18,7 +17,6 @@ __all__ = [
     "MEMORY_VARIABLE",
     "RESTART_VARIABLE",
     "SECRET_VARIABLE",
-    "STANDBY_VARIABLE",
     "count_useful",
     "describe_socket",
     "hear_failures",
@@ -30,7 +28,6 @@ __all__ = [
     "tell_results",
     "tell_resumed",
     "useful_seconds",
-    "wait_on_standby",
 ]
 
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
@@ -40,7 +37,6 @@ MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
 RESTART_VARIABLE = "IPU_PIPELINE_RESTART"  # how often the job has been started again
 SECRET_VARIABLE = "IPU_PIPELINE_SECRET"  # noqa: S105  # by which the processes of a job know each other
-STANDBY_VARIABLE = "IPU_PIPELINE_STANDBY"  # 1: this process waits until those before it have failed
 
 _TELL_EVERY = 0.2  # seconds
 
@@ -130,36 +126,6 @@ def useful_seconds() -> float:
     """How many seconds the runs of trainings took, each counted once; also before restarts."""
     return _useful
 
-
-def wait_on_standby() -> None:
-    """Waits, in a process on standby, until its launcher needs it; then sets the environment of its start.
-
-    A process that this one has started does not wait: the launcher does not know it.
-
-    Raises:
-      SystemExit: the launcher is gone, or needs it no more.
-    """
-    with _waiting:  # another thread may wait already
-        if os.environ.get(STANDBY_VARIABLE) != "1":
-            return
-        try:
-            launcher = _launcher()
-        except OSError:
-            return
-        launcher.settimeout(None)  # whatever the program has set as the default
-        told = b""
-        while not told.endswith(b"\n"):
-            byte = b""
-            with contextlib.suppress(OSError):
-                byte = launcher.recv(1)  # what comes after the line is for `hear_failures`
-            if not byte:
-                raise SystemExit(1)
-            told += byte
-        os.environ.update(json.loads(told))
-        del os.environ[STANDBY_VARIABLE]
-
-
-_waiting = threading.Lock()
 
 _heard = b""
 _failed: dict[int, str] = {}  # process -> what happened to it

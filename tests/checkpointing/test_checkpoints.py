@@ -4,10 +4,8 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import grain
 import jax
@@ -23,7 +21,6 @@ from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkp
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule
-from ipu_pipeline.processes import launched
 from tests.checkpointing.written_before.write import as_numbers
 from tests.support.front import compile_pipeline, compile_program, minimizing, session_of
 from tests.support.resumable import Batches, Inference, Training, assert_same, loss_of, make_stages
@@ -460,30 +457,6 @@ def make_series(directory, snapshot, steps, **options):
         series.start_saving(step, snapshot)
     series.wait()
     return series
-
-
-def test_a_process_on_standby_looks_when_the_others_have_ended(tmp_path, snapshot, monkeypatch):
-    """In all its threads."""
-    series = make_series(tmp_path / "series", snapshot, [10])
-    make_series(tmp_path / "later", snapshot, [20])
-    launcher, own = socket.socketpair()
-    monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
-    monkeypatch.setenv("IPU_PIPELINE_RESTART", "0")
-    monkeypatch.setenv("IPU_PIPELINE_LAUNCHER_FD", launched.describe_socket(own))
-    own.detach()  # `launched` opens it
-    with ThreadPoolExecutor(2) as threads:
-        found = [threads.submit(series.latest) for _thread in range(2)]
-        (tmp_path / "later" / "20").rename(tmp_path / "series" / "20")
-        launcher.send(b'{"IPU_PIPELINE_RESTART": "7"}\n')
-        assert [one.result(400).name for one in found] == ["20", "20"]
-    assert os.environ["IPU_PIPELINE_RESTART"] == "7"
-    monkeypatch.setenv("IPU_PIPELINE_STANDBY", "1")
-    launcher.close()
-    with pytest.raises(SystemExit):
-        series.latest()
-    launched._launcher().close()
-    monkeypatch.delenv("IPU_PIPELINE_LAUNCHER_FD")  # as in a process that one on standby has started
-    assert series.latest().name == "20"
 
 
 def test_the_oldest_ones_are_deleted(tmp_path, snapshot):

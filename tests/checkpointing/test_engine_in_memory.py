@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import logging
-import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -166,24 +164,6 @@ def test_other_replicas_take_the_first_ones_values(options, restart):
     np.testing.assert_array_equal(found.variables["seen"], state.variables["seen"])
     for shard in found.variables["seen"].addressable_shards:
         np.testing.assert_allclose(shard.data, 0.19, rtol=1e-6)
-
-
-def test_a_process_on_standby_waits_before_it_looks(pipeline, restart, monkeypatch):
-    """Also one that does not join others, as there are none."""
-    restart(0)
-    launcher, own = socket.socketpair()
-    monkeypatch.setenv(launched.STANDBY_VARIABLE, "1")
-    monkeypatch.setenv("IPU_PIPELINE_LAUNCHER_FD", launched.describe_socket(own))
-    own.detach()  # `launched` opens it
-    with ThreadPoolExecutor(1) as threads:
-        made = threads.submit(engine.InMemoryCheckpoints, pipeline)
-        with pytest.raises(TimeoutError):
-            made.result(0.2)
-        launcher.send(b'{"IPU_PIPELINE_RESTART": "3"}\n')
-        assert isinstance(made.result(400), engine.InMemoryCheckpoints)
-    assert launched.restart_number() == 3
-    launched._launcher().close()
-    launcher.close()
 
 
 def test_variables_of_numpy_may_be_written_to(pipeline, restart):

@@ -7,6 +7,8 @@ import gc
 import itertools
 import json
 import logging
+import os
+import shutil
 import signal
 import time
 
@@ -18,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import in_memory
+from ipu_pipeline.checkpointing import in_memory, together
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
 from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
 from ipu_pipeline.checkpointing.snapshots import FeedPosition, Snapshot
@@ -27,6 +29,7 @@ from ipu_pipeline.processes.job_history import JobHistory
 from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.queues.positions import Position
 from ipu_pipeline.tf1.estimator.scalars import FILE
+from tests.support import joined
 from tests.support.estimating import assert_same_variables, input_fn, make_small
 from tests.support.front import session_of
 from tests.support.launched import KilledError, finish_writing
@@ -334,6 +337,41 @@ def test_the_buddy_is_on_another_machine():
     assert find(["a", "b", "c"]) == [1, 2, 0]
     assert find(["a", "b", "a"]) == [1, 0, 1]
     assert find(["a", "a"]) == [None, None]
+
+
+def lose_a_memory(directories):
+    """What each of two processes finds after a restart without what was in the second one's memory."""
+    ipu.set_num_devices(2)  # of both processes, which it joins
+    index = jax.process_index()
+    os.environ[MEMORY_VARIABLE], os.environ[RESTART_VARIABLE] = directories[index], "0"
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 1), ("replica", "model"))
+    spread = NamedSharding(mesh, PartitionSpec("replica"))
+    series = InMemorySeries.of_environment("a")
+    for count in range(2):
+        array = jax.make_array_from_process_local_data(spread, np.float32([count, index]), (4,))
+        state = SessionState({"x": parts_of([array])[0]})
+        series.meet()
+        series.take(lambda state=state: Snapshot(state, 7, "threefry2x32"))
+        series.wait()
+        series.note_run(count)
+    together.do_each(lambda: None)  # both have written
+    if index == 1:
+        shutil.rmtree(directories[1])
+    in_memory._begun.clear()
+    os.environ[RESTART_VARIABLE] = "1"
+    again = InMemorySeries.of_environment("a")
+    found = again.find()
+    return again.runs, np.asarray(found.state.variables["x"]).tolist()
+
+
+def test_what_a_lost_memory_had_is_in_the_buddys(tmp_path):
+    directories = [str(tmp_path / f"memory{index}") for index in range(2)]
+    (tmp_path / "run").mkdir()
+    started = joined.start(
+        lose_a_memory, 2, None, directories, directory=tmp_path / "run", joins_itself=True
+    )
+    found = joined.finish(started, tmp_path / "run", timeout=400)
+    assert found == [(1, [1, 0, 1, 1])] * 2
 
 
 # Sessions.

@@ -10,7 +10,6 @@ from tests.support.programs import ROOT, begin, environment
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
 
 MEMORY = "test_memory_is_the_launchers_own_and_goes_with_it"
-RESIZED = "test_a_job_goes_on_with_fewer_nodes_and_with_more_again"
 # How a row begins -> the tests that show what it says.
 ROWS = {
     "processes are killed or raise an error, or the coordinator is killed": [
@@ -23,26 +22,7 @@ ROWS = {
         "test_signals_reach_all_processes_which_end_with_the_launcher",
         MEMORY,
     ],
-    "the launcher of a single machine is killed": [MEMORY],
-    "a node or its launcher is lost": ["test_nodes_are_lost_with_their_memory"],
-    "two nodes are lost at once": [
-        "test_what_is_not_complete_is_not_found",
-        "test_an_estimator_goes_on_from_disk_if_memory_is_not_newer",
-    ],
-    "SIGTERM or SIGHUP to one of several launchers": [
-        "test_a_node_that_is_preempted_saves_and_is_replaced"
-    ],
-    "no replacement within `--wait`, with `--shrink`": [
-        RESIZED,
-        "test_a_node_with_a_replica_is_lost_and_comes_again",
-    ],
-    "a launcher of the lost rank comes later": [RESIZED],
-    "a launcher is stopped": [
-        "test_a_lost_node_is_replaced",
-        "test_a_launcher_that_gives_no_reports_is_silent",
-        "test_the_leaders_own_node_is_not_lost",
-    ],
-    "Ctrl-C on one node": ["test_signals_to_the_launcher_of_one_node"],
+    "the launcher is killed": [MEMORY],
 }
 
 

@@ -70,8 +70,7 @@ def test_killed_at_random_moments(layout, tmp_path, uninterrupted):
     """One or two at once, while they start, compile, run, write, or go on after the last kill."""
     generator = random.Random(KILLS)  # noqa: S311  # of moments
     num_processes, num_stages, num_replicas = LAYOUTS[layout]
-    options = ["--standby"] * (num_replicas > 1)
-    job = Job(tmp_path / "job", LAYOUTS[layout], RUNS, "--restarts", 10 * KILLS, *options)
+    job = Job(tmp_path / "job", LAYOUTS[layout], RUNS, "--restarts", 10 * KILLS)
     kills = 0
     while kills < KILLS and job.is_alive():
         if kills % 3 == 2:  # wherever it is

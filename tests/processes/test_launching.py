@@ -1,6 +1,5 @@
 """Real processes of `ipu-pipeline launch`: how they join, listen, end and start again."""
 
-import itertools
 import os
 import re
 import signal
@@ -15,12 +14,11 @@ import pytest
 
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching.causes import Cause
-from ipu_pipeline.launching.leader import hold_port
 from ipu_pipeline.launching.memory import Memory
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import Output
 from ipu_pipeline.processes import launched
-from ipu_pipeline.processes.addresses import address_towards
+from ipu_pipeline.processes.addresses import address_towards, hold_port
 from tests.support.programs import Started, begin
 from tests.test_rooms import rooms
 
@@ -278,7 +276,7 @@ def test_process_0_has_given_up_and_its_coordinator_is_there(tmp_path):
 
 def test_what_is_shown(capfdbinary):
     def show(*actions, shows_all=False, count=2):
-        output = Output(range(count), shows_all)
+        output = Output(count, shows_all)
         for name, *arguments in actions:
             getattr(output, name)(*arguments)
         output.end()
@@ -304,13 +302,13 @@ def test_what_is_shown(capfdbinary):
 
 
 def test_the_line_that_says_why_is_not_one_that_only_adds_to_it(capfd):
-    output = Output(range(2), shows_all=False)
+    output = Output(2, shows_all=False)
     output.take(0, True, b"Traceback (most recent call last):\n  File x\n")
     output.take(0, True, b"ProcessError: process 1 has died.\n")
     output.take(0, True, b"  process 0: the last action finished is none\n\n")
     output.take(1, True, b"x" * 10**6 + b"\n")
     capfd.readouterr()
-    # The beginning of a long one: it goes to other nodes.
+    # The beginning of a long one: it goes to the other processes.
     assert output.last_errors == {0: "ProcessError: process 1 has died.", 1: "x" * 200}
 
 
@@ -362,7 +360,7 @@ NO_MEMORY = "nothing can be written to /nowhere/at/all: No such file or director
         ("--grace nan {}", "--grace must be 0 or more; it is nan"),
         ("--memory-every 0 {}", "--memory-every must be 1 or more; it is 0"),
         ("--restarts 1 --memory-dir /nowhere/at/all {}", f"--memory-dir: {NO_MEMORY}"),
-        ("--standby {}", "--standby has an effect with --restarts only"),
+        ("--nodes 2 {}", "unrecognized arguments: --nodes"),
         ("", "the following arguments are required: SCRIPT"),
         ("nowhere.py", "there is no program nowhere.py"),
         ("{}", "--death-timeout: invalid float value: 'a minute'"),
@@ -423,82 +421,6 @@ def test_signals_reach_all_processes_which_end_with_the_launcher(tmp_path, numbe
     assert started.returncode == (-number if number == signal.SIGKILL else 128 + number)
     for process in range(2):
         assert (f"process {process} was ended by {number.name}" in errors) == (number != signal.SIGKILL)
-
-
-STANDBY = """
-import socket, tempfile
-from pathlib import Path
-from ipu_pipeline.processes.launched import hear_failures, tell_progress, wait_on_standby
-ready = tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=f"{restart}-{index}-")
-socket.setdefaulttimeout(0.1)
-print("at first", "IPU_PIPELINE_COORDINATOR_ADDRESS" in os.environ, "x" * 100_000, flush=True)
-Path(ready.name, "ready").touch()
-wait_on_standby()
-print("now", os.environ["IPU_PIPELINE_COORDINATOR_ADDRESS"], flush=True)
-tell_progress("training", restart, restart + 1)
-def await_next():
-    while len(list(Path(__file__).parent.glob(f"{restart + 1}-*/ready"))) < 2:
-        time.sleep(0.01)
-"""
-
-
-def test_processes_on_standby_take_over(tmp_path):
-    text = """
-await_next()
-while index == 0 and restart < 1 and not hear_failures():
-    time.sleep(0.01)
-if restart < 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    status, out, errors = run(tmp_path, STANDBY + text, "--restarts", "5", "--all", "--standby")
-    assert status == 0, errors
-    for index in range(2):
-        lines = [line.split() for line in out.splitlines() if line.startswith(f"[{index}]")]
-        assert [line[1:4] for line in lines[::2]] == [["at", "first", one] for one in ("True", "False")]
-        assert [line[1] for line in lines[1::2]] == ["now"] * 2
-        assert len({line[2] for line in lines[1::2]}) == 2  # coordinators
-    assert list(tmp_path.glob("2-*")) == []  # what those that were not needed have made
-
-
-@pytest.mark.soak
-def test_a_process_that_ends_on_standby(tmp_path):
-    text = """
-if "IPU_PIPELINE_STANDBY" in os.environ:
-    sys.exit("the file is locked")
-"""
-    rest = """
-if restart < 2:
-    time.sleep(0.5)
-    sys.exit(3)
-"""
-    status, _out, errors = run(tmp_path, text + STANDBY + rest, "--restarts", "5", "--standby")
-    assert status == 0, errors
-    (said,) = (line for line in own_lines(errors) if "standby" in line)
-    assert re.fullmatch(
-        r"process [01], on standby, ended with status 1: the file is locked. From now on processes are "
-        "started when they are needed.",
-        said,
-    )
-    assert "] the file is locked" in errors
-
-
-@pytest.mark.soak
-def test_a_signal_ends_processes_on_standby(tmp_path):
-    """They take away what they have made."""
-    text = """
-signal.signal(signal.SIGTERM, lambda *_given: sys.exit(3))
-await_next()
-print("both are there", flush=True)
-time.sleep(60)
-"""
-    started = launch(tmp_path, STANDBY + text, "--restarts", "5", "--standby", "--all")
-    lines = (line for line in iter(started.stdout.readline, "") if "both are there" in line)
-    assert len(list(itertools.islice(lines, 2))) == 2
-    started.send_signal(signal.SIGTERM)
-    started.communicate(timeout=GUARD)
-    assert started.returncode == 3
-    assert find_left(tmp_path) == []
-    assert list(tmp_path.glob("1-*")) == []
 
 
 PATIENT = """

@@ -28,13 +28,6 @@ class Job:
         with self.log.open("w") as log:
             self.process = begin(*launch, *module, *given, output=log, error_output=log, **environment)
 
-    @classmethod
-    def of(cls, directory):
-        """What was trained in a directory, by processes that were started otherwise."""
-        found = cls.__new__(cls)
-        found.directory = directory
-        return found
-
     def children(self):
         """The numbers of the processes of this moment, from the first one on."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
