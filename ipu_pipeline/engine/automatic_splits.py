@@ -627,8 +627,7 @@ class _Layers:
             for field in dataclasses.fields(options)
             if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
-        alone = {"num_replicas": 1, "num_turns": 1, "gathers_outputs": True, "shard": ()}
-        kept |= {**alone, "post_validation": False}
+        kept |= {"num_replicas": 1, "num_turns": 1, "gathers_outputs": True, "shard": ()}
         schedule = options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         may_chunk = may_chunk and not self._is_one_program

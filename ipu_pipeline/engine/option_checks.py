@@ -75,8 +75,6 @@ def _find_only_for_training(fields: Fields) -> Iterator[str]:
         yield f'"{Shard.OPTIMIZER_STATE.value}" in shard'
     if not fields["collect_losses"]:
         yield "collect_losses"
-    if fields["post_validation"]:
-        yield "post_validation"
 
 
 def _is_boolean(value: Any) -> bool:
@@ -113,7 +111,7 @@ def _is_devices(value: Any) -> bool:
 _RENAMED = frozenset({"forward_options", "backward_options", "update_options", "gradient_map"})
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "check_nans donate joins_assigned gathers_outputs collect_losses sum_collected post_validation",
+        "check_nans donate joins_assigned gathers_outputs collect_losses sum_collected",
         _is_boolean,
         "True or False",
     ),

@@ -887,14 +887,13 @@ class Pipeline:
         self._placed = self._accumulators = None
         self._agree(devices[:needed])
         placement = self._place_state(groups)
-        post_validates = self._post_validates(placement)
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
                 warnings.warn(
                     "A searched schedule has no effect: all stages are on one device.", stacklevel=3
                 )
             return self._make_block_runner(placement)
-        runner = self._make_column_runner(devices, placement, post_validates)
+        runner = self._make_column_runner(devices, placement)
         if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
             searched = SearchedTimetables(self._measure(runner, schedule))
             searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
@@ -922,7 +921,7 @@ class Pipeline:
         assert isinstance(lead, ColumnRunner)
         assert self._devices is not None
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
-        runner = other._make_column_runner(self._devices, placement, False, lead, number)
+        runner = other._make_column_runner(self._devices, placement, lead, number)
         lead.check_other(runner)
         if self._searched is not None:
             runner.follow(self._searched)
@@ -958,7 +957,6 @@ class Pipeline:
         self,
         devices: Sequence[Any],
         placement: StatePlacement,
-        post_validates: bool,
         lead: ColumnRunner | None = None,
         number_of_shapes: int = 0,
     ) -> ColumnRunner:
@@ -982,7 +980,6 @@ class Pipeline:
             self._compiler_options,
             iterated=self._iterated,
             phases=self.options.execution_phases,
-            post_validation=post_validates,
             shapes=number_of_shapes,
             num_turns=self._num_turns,
         )
@@ -1032,26 +1029,6 @@ class Pipeline:
             schedule,
             functools.partial(self._plan_memory, runner.chunk_size, runner.chunk_size),
         )
-
-    def _post_validates(self, placement: StatePlacement) -> bool:
-        """Whether updates may be guessed. Warns if they were to be, and cannot."""
-        if not self.options.post_validation or self.updates is None:
-            return False
-        reasons = {
-            "all stages are on one device": self.is_one_program,
-            "no value that joins the devices can be guessed": not self.updates.guessing,
-            "replicas are in several processes": placement.has_peers,
-            "replicas take turns": self._num_turns > 1,
-            "optimizer state or variables are offloaded or shared out": bool(self._offload or self._shard),
-            "stages or the optimizer print or call back into Python": any(
-                program.has_effects for own in self._programs for program in (own.forward, *own.backwards)
-            ),
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                warnings.warn(f"post_validation has no effect: {reason}.", stacklevel=2)
-                return False
-        return True
 
     def _describe_for_choice(self) -> Mapping[str, str]:
         """What tells the pipeline from others that another dispatch plan may be chosen for."""
@@ -1369,12 +1346,6 @@ class Pipeline:
         leaves: Sequence[Sequence[Any]] | None = None,
     ) -> tuple[PipelineState, StepOutputs]:
         _check_targets(self.traced, self.updates)
-        if self.options.post_validation and self.updates is not None:
-            warnings.warn(
-                "post_validation has no effect in Pipeline.step, which does one update: only updates of "
-                "the same Pipeline.run follow a guess. Leave it out; it takes memory.",
-                stacklevel=5,
-            )
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
         step = StepOnItsWay(self.prepare().starting, self.traced, take)
@@ -1668,72 +1639,21 @@ class Pipeline:
           The state after the last update, still being computed.
         """
         done, total = 0, num_updates if num_total is None else num_total
-        may_guess = self.options.post_validation and not one_by_one and should_stop is None
-        unverified: Progress | None = None  # of an update that was guessed
-        num_taken = 0  # since then
-
-        def counted(wanted: int) -> Sequence[Any]:
-            nonlocal num_taken
-            found = take(wanted)
-            num_taken += len(found)
-            return found
-
-        supply = Supply(counted, self._resolve)
-
-        def settle(progress: Progress) -> PipelineState:
-            progress = dataclasses.replace(self._verify(progress), num_ahead=num_taken)
-            self._look_at_checks(progress)
-            on_update(progress, 1)
-            return progress.state.pipeline
-
+        supply = Supply(take, self._resolve)
         while done < num_updates:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
-            num_taken = 0
-            try:
-                pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
-            except BaseException:
-                if unverified is not None:
-                    with replacing():
-                        settle(unverified)
-                raise
+            pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
             with replacing():
-                if unverified is not None:
-                    guessed, held, unverified = state, unverified, None
-                    state = settle(held)
-                    if state is not guessed:
-                        pending = self._run_again(state, pending)
                 before = int(state.execution_count)
-                progress = self.update(state, pending, may_guess and done + 1 < num_updates)
+                progress = self.update(state, pending)
                 state = progress.state.pipeline
                 num_done = int(state.execution_count) - before
                 done += num_done
-                if progress.unverified is None:
-                    self._look_at_checks(progress)
-                    on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
-                else:
-                    unverified = progress
+                self._look_at_checks(progress)
+                on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
             if should_stop is not None and should_stop():
                 break
         return state
-
-    def _verify(self, progress: Progress) -> Progress:
-        """Waits until it is known whether an update was guessed right. Returns its progress."""
-        found = self.prepare().verify(progress)
-        if found is not progress:
-            self._note(found)
-        return found
-
-    def _run_again(self, state: PipelineState, pending: Pending) -> Pending:
-        """Runs micro-batches again that began after an update that was guessed wrong."""
-        accumulators, self._accumulators = self._accumulators, None
-        assert accumulators is not None
-        again: Pending = self.prepare().run_again(RunState(state, accumulators), pending)
-        return again
-
-    def _note(self, progress: Progress) -> None:
-        """Notes where accumulators and state are now."""
-        self._accumulators = progress.state.accumulators
-        self._placed = _Placed(progress.state.pipeline)
 
     @apart
     def accumulate(
@@ -1775,13 +1695,12 @@ class Pipeline:
         return pending
 
     @apart
-    def update(self, state: PipelineState, pending: Pending, may_guess: bool = False) -> Progress:
+    def update(self, state: PipelineState, pending: Pending) -> Progress:
         """Does the second part of `step`. With `donate` it destroys the old state.
 
         Args:
           state: as for `accumulate`.
           pending: the result of `accumulate`.
-          may_guess: see `Runner.run`.
 
         Returns:
           The new state, and the results to read.
@@ -1789,8 +1708,9 @@ class Pipeline:
         self._check_optimizer_state(state)
         # The accumulators are part of what is pending.
         with naming_peers():
-            progress: Progress = self.prepare().run(RunState(state, {}), pending, may_guess)
-        self._note(progress)
+            progress: Progress = self.prepare().run(RunState(state, {}), pending)
+        self._accumulators = progress.state.accumulators
+        self._placed = _Placed(progress.state.pipeline)
         return progress
 
     @apart

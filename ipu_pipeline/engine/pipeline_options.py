@@ -123,13 +123,6 @@ class PipelineOptions:
         `offload=["weights"]`, which brings weights there once for k micro-batches; stages keep k times as
         much. Above 1 only with the schedule "sequential" and all stages on one device, without replicas and
         tensor parallelism.
-      post_validation: whether devices update without waiting for each other, if the update needs values of
-        several devices, such as a global norm for clipping: they guess these values and continue, and an
-        update with a wrong guess is done again, with the same results to the last bit. Only between the
-        updates of one `run`; `step` does one update, and warns. It also warns where it has no effect: if no
-        value joins the devices, with all stages on one device, with `offload` or `shard`, with replicas in
-        several processes, and if stages print or call back into Python. Variables, optimizer state,
-        gradients and a step's micro-batches are kept for one step longer, also with `donate`.
       donate: whether `step` reuses the memory of the state that it is given, so that old and new weights
         never exist at the same time. The old state must not be used afterwards, and arrays given to
         `with_parameters` may be destroyed with it. Recommended in a training loop that only uses the newest
@@ -235,7 +228,6 @@ class PipelineOptions:
     max_chunked_bytes: int = 32 * 2**20
     block_bytes: int = 64 * 2**20
     num_serialized: int = 1
-    post_validation: bool = False
     donate: bool = False
     recompute: RecomputationName | Recomputation | None = None
     offload: Collection[OffloadName | Offload] = ()

@@ -201,7 +201,6 @@ class Progress:
       count: the number of micro-batches that ran.
       enqueued: what stages enqueued, in the same order.
       updated: what weight updates enqueued, in their order.
-      unverified: what the runner needs to verify a guessed weight update; None: it was not guessed.
       num_ahead: the number of micro-batches that have been taken for the next update already.
     """
 
@@ -211,7 +210,6 @@ class Progress:
     count: int
     enqueued: list[Handed]
     updated: list[Handed]
-    unverified: Any = None
     num_ahead: int = 0
 
 

@@ -122,10 +122,6 @@ TESTS = {
         "engine/execution/test_tensor_parallel.py::test_arguments_of_the_front",
         "engine/execution/test_tensor_parallel.py::test_what_is_not_usable",
     ),
-    "post_validation": (
-        "engine/updates/test_post_validation.py::test_guesses_change_nothing_and_data_that_end_lose_no_update",
-        "tf1/ops/test_pipelining_ops.py::test_post_validation",
-    ),
     "max_shapes": (
         "tf1/test_shapes_front.py::test_outputs_of_different_shapes_and_an_end_of_the_data",
         "tf1/test_shapes_front.py::test_one_shape_only",

@@ -247,17 +247,6 @@ def test_a_last_smaller_batch_in_evaluation():
     assert jax.device_get(again.outputs[0]) == found[0]
 
 
-def test_guessed_updates_are_done_again_with_the_shapes_that_they_had():
-    optimizer, found = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1)), []
-    lengths = [(4, 5, 4, 5), (5, 4, 4, 4), (5, 5, 5, 4)]
-    steps = [texts(*own, seed=seed) for seed, own in enumerate(lengths)]
-    for guesses in (False, True):
-        pipeline = make(optimizer=optimizer, post_validation=guesses, schedule="interleaved")
-        state = pipeline.place(start(pipeline, steps[0][0]))
-        found.append(pipeline.run(state, taker(pipeline, steps), [], lambda *_told: None, 3))
-    models.assert_trees_close(found[1].variables, found[0].variables, 0.0)
-
-
 def test_questions_about_one_of_the_shapes():
     pipeline = make()
     state = start(pipeline)

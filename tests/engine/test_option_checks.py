@@ -125,7 +125,6 @@ def test_what_is_refused_as_it_starts(options, text):
         {"offload": ["weights", "activations"]},
         {"shard": ["weights", "optimizer_state"], "num_replicas": 2},
         {"collect_losses": False},
-        {"post_validation": True},
     ],
     ids=lambda options: next(iter(options)),
 )

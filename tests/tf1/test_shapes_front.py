@@ -102,12 +102,16 @@ def test_one_shape_only():
         model.run(session)
 
 
-def test_too_many_shapes_leave_the_data_where_they_are():
-    model = front.Model(batches([4, 4, 2, 3, 4, 4]), max_shapes=2)
+@pytest.mark.parametrize(
+    "options", [{}, {"device_mapping": [0, 0], "repeat_count": 2}], ids=["two IPUs", "one"]
+)
+def test_too_many_shapes_leave_the_data_where_they_are(options):
+    """On one IPU, a call takes the data of several updates at once, and counts those of the first."""
+    model = front.Model(batches([4, 4, 2, 3, 4, 4]), max_shapes=2, **options)
     with front.session_of(model) as session:
-        model.run(session)
         with pytest.raises(ValueError, match="max_shapes is 2"):
-            model.run(session)
+            for _run in range(2):
+                model.run(session)
         assert model.infeed.position.count == 3
 
 

@@ -194,28 +194,13 @@ class Runner(abc.ABC, Generic[PendingT]):
         """
 
     @abc.abstractmethod
-    def run(self, state: RunState, pending: PendingT, may_guess: bool = False) -> Progress:
+    def run(self, state: RunState, pending: PendingT) -> Progress:
         """Does the rest. Takes the memory of accumulators, and of all the state if that was allowed.
 
         Args:
           state: as for `fetch`.
           pending: what that returned.
-          may_guess: whether a weight update may be guessed. If it is, the result must be given to `verify`
-            before the next call of `run`.
         """
-
-    def verify(self, progress: Progress) -> Progress:
-        """Waits until it is known whether a guessed weight update was right.
-
-        Returns:
-          The progress itself if it was; otherwise that of the update without a guess.
-        """
-        return progress
-
-    def run_again(self, state: RunState, pending: PendingT) -> PendingT:
-        """Does again what `fetch` did after a guess that was wrong, with the same micro-batches."""
-        del state
-        return pending
 
     def settle(self, state: RunState) -> RunState:
         """The state at the end of a loop's run, with the replicas' separate values joined."""

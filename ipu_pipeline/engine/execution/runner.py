@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
-from ipu_pipeline.engine.devices.feeds import Supply, Take, shapes_of, take_from
+from ipu_pipeline.engine.devices.feeds import Supply, Take, shapes_of
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
 from ipu_pipeline.engine.execution import watched
@@ -60,12 +59,7 @@ from ipu_pipeline.engine.execution.replicas import (
 )
 from ipu_pipeline.engine.execution.steps import ColumnRun, Observer, StepAction, StepRun, follow
 from ipu_pipeline.engine.execution.turns import ColumnTurns, deal_turns, join_turns
-from ipu_pipeline.engine.execution.weight_updates import (
-    GuessedUpdate,
-    Updated,
-    WeightUpdate,
-    zeros_like,
-)
+from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
@@ -78,7 +72,6 @@ from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.updates.environment import UpdateCounts
-from ipu_pipeline.engine.updates.guessing import Guess
 
 __all__ = ["ColumnRunner"]
 
@@ -92,14 +85,6 @@ class Stepped:
 
 
 @dataclass(frozen=True, eq=False)
-class Unverified:
-    """A step with a guessed weight update."""
-
-    update: GuessedUpdate
-    advance: Callable[[Updated], Progress]  # makes the step's progress from the update's results
-
-
-@dataclass(frozen=True, eq=False)
 class PendingStep:
     """Micro-batches that a pipeline has run, or that a loop is about to run."""
 
@@ -107,7 +92,6 @@ class PendingStep:
     count: int  # the number of micro-batches per replica
     stepped: Stepped | None  # their results; None in a loop, which has not run yet
     elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
-    taken: Sequence[Any] = ()  # after a guessed weight update, what was taken from the feed
 
 
 class ColumnRunner(Runner[PendingStep]):
@@ -138,7 +122,6 @@ class ColumnRunner(Runner[PendingStep]):
         dispatch_plan: Chunking = ONE_BY_ONE,
         iterated: Iterated | None = None,
         phases: ExecutionPhases | None = None,
-        post_validation: bool = False,
         lead: ColumnRunner | None = None,
         shapes: int = 0,
         num_turns: int = 1,
@@ -155,15 +138,12 @@ class ColumnRunner(Runner[PendingStep]):
         self.make_single: Callable[[], ColumnRunner] = lambda: self
         self._lead = self if lead is None else lead
         self._weight_update = (
-            WeightUpdate(placement, donate, options.update, self.waits_for_python, post_validation)
+            WeightUpdate(placement, donate, options.update, self.waits_for_python)
             if lead is None
             else lead.weight_update
         )
         self._mixes = False  # whether micro-batches of a step run one by one, as their shapes have differed
         self._mixed: Lowering | None = None  # the actions of such steps; with phases they stay apart
-        self._guess: Guess | None = None  # the next one, as far as it is known
-        self._choices: Sequence[Any] = ()  # the last update's, still being computed
-        self._is_guessed = False  # whether the last update was guessed and has not been verified
         self._chunk, self._phases = ChunkForm(dispatch_plan.chunk_size), phases
         self._update_options = options.update
         carried = () if iterated is None else iterated.carried
@@ -351,16 +331,9 @@ class ColumnRunner(Runner[PendingStep]):
             takes = self.dealer.take_everywhere(take, 1, tells_outsiders=False)
             # All takes are tried before the first error is raised: other processes wait for each of them.
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
-        supply, taken = take if isinstance(take, Supply) else Supply(take), list[Any]()
+        supply = take if isinstance(take, Supply) else Supply(take)
         if self.num_turns > 1:
             return self._fetch_in_turns(supply, state, request)
-        if self._is_guessed:
-            supply = Supply(_recording(supply, taken))
-        return self._fetch_from(supply, state, request, taken)
-
-    def _fetch_from(
-        self, supply: Supply, state: RunState, request: Request, taken: Sequence[Any]
-    ) -> PendingStep:
         outputs = [column.begin_outputs() for column in self.columns]
         stepped: Stepped | None = None
         done, before = 0, state
@@ -384,7 +357,7 @@ class ColumnRunner(Runner[PendingStep]):
             if done < request.every:
                 before = self._after(state, stepped, done)
         assert stepped is not None
-        return PendingStep(request, request.every, stepped, taken=taken)
+        return PendingStep(request, request.every, stepped)
 
     def _fetch_in_turns(self, supply: Supply, state: RunState, request: Request) -> PendingStep:
         """Runs the micro-batches of an update, those of some replicas after those of others."""
@@ -511,37 +484,6 @@ class ColumnRunner(Runner[PendingStep]):
             host,
         )
 
-    def run_again(self, state: RunState, pending: PendingStep) -> PendingStep:
-        """Runs the micro-batches of an update again, which began with a guess that was wrong."""
-        return self._fetch_from(Supply(take_from(pending.taken)), state, pending.request, pending.taken)
-
-    def verify(self, progress: Progress) -> Progress:
-        """Waits until it is known whether a guessed weight update was right; see `Runner.verify`."""
-        unverified: Unverified | None = progress.unverified
-        if unverified is None:
-            return progress
-        self._is_guessed = False
-        if bool(np.asarray(unverified.update.is_right)):
-            return progress
-        made = unverified.update.again()
-        progress = unverified.advance(made)
-        if self.replicas.number > 1:  # the next step may have taken the memory of these
-            zeros = jax.tree.map(zeros_like, progress.state.accumulators)
-            progress = dataclasses.replace(
-                progress, state=dataclasses.replace(progress.state, accumulators=zeros)
-            )
-        return progress
-
-    def _find_guess(self) -> Guess | None:
-        """The guess for the next update: what was chosen in the last one, if that settles an update."""
-        guessing = self._weight_update.guessing
-        if guessing is None:
-            return None
-        guess = guessing.first
-        if self._choices:
-            guess = tuple(int(np.asarray(choice)) for choice in self._choices)
-        return guess if guess is not None and guessing.settles(guess) else None
-
     def begin(
         self,
         state: RunState,
@@ -562,7 +504,7 @@ class ColumnRunner(Runner[PendingStep]):
         step = int(as_int32(state.pipeline.execution_count))
         return columns, TogetherRun(self.replicas, state.pipeline.variables, step)
 
-    def run(self, state: RunState, pending: PendingStep, may_guess: bool = False) -> Progress:
+    def run(self, state: RunState, pending: PendingStep) -> Progress:
         """Runs the weight update on the replicas' results. In a loop it runs the iteration first."""
         request, stepped, replicas = pending.request, pending.stepped, self.replicas
         is_full = state.num_accumulated + pending.count == request.every
@@ -596,52 +538,30 @@ class ColumnRunner(Runner[PendingStep]):
         else:
             variables = replicas.join_assigned([part.assigned for part in last])
             means = accumulators = replicas.pack([part.accumulators for part in last])
-
-        def advance(made: Updated | None, unverified: Unverified | None = None) -> Progress:
-            after_leaves, after_accumulators, after_variables = leaves, accumulators, variables
-            updated: list[Handed] = []
-            if made is not None:
-                after_leaves = made.state_leaves
-                if replicas.number == 1:
-                    after_accumulators = made.accumulators
-                after_variables = {**variables, **made.variables}
-                updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
-            told = [parts[replica] for replica in self._told]
-            carried = [part.carried for part in parts]
-            return Progress(
-                self.advance(
-                    state, after_variables, after_leaves, after_accumulators, pending.count, request.every
-                ),
-                carried[0]
-                if len(carried) == 1
-                else [OfReplicas(own) for own in zip(*carried, strict=True)],
-                [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
-                pending.count * (1 if self.iterated is not None else len(parts)),
-                [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
-                updated,
-                unverified,
+        updated: list[Handed] = []
+        if is_full and self.placement.updates is not None:
+            made = self._weight_update.run(
+                before.variables,
+                leaves,
+                means,
+                replicas.first_of([part.last_outputs for part in at_first], read_last),
+                UpdateCounts(request.every, int(as_int32(before.update_count))),
+                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
             )
-
-        if not (is_full and self.placement.updates is not None):
-            return advance(None)
-        given = (
-            before.variables,
-            leaves,
-            means,
-            replicas.first_of([part.last_outputs for part in at_first], read_last),
-            UpdateCounts(request.every, int(as_int32(before.update_count))),
+            leaves, variables = made.state_leaves, {**variables, **made.variables}
+            if number == 1:
+                accumulators = made.accumulators
+            updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
+        told = [parts[replica] for replica in self._told]
+        carried = [part.carried for part in parts]
+        return Progress(
+            self.advance(state, variables, leaves, accumulators, pending.count, request.every),
+            carried[0] if len(carried) == 1 else [OfReplicas(own) for own in zip(*carried, strict=True)],
+            [join_collected(some) for some in zip(*(part.collected for part in told), strict=True)],
+            pending.count * (1 if self.iterated is not None else len(parts)),
+            [join_handed(some) for some in zip(*(part.enqueued for part in told), strict=True)],
+            updated,
         )
-        functions = watched.watched_updates(
-            self, self._weight_update, int(as_int32(before.execution_count))
-        )
-        guess = self._find_guess() if may_guess else None
-        if guess is None:
-            made = self._weight_update.run(*given, functions)
-            self._choices = made.choices
-            return advance(made)
-        update = self._weight_update.run_guessed(*given, guess, functions)
-        self._choices, self._is_guessed = update.choices, True
-        return advance(update.made, Unverified(update, advance))
 
     def settle(self, state: RunState) -> RunState:
         """The state at the end of a loop's run: the same for all replicas, as after a weight update.
@@ -703,17 +623,6 @@ class ColumnRunner(Runner[PendingStep]):
             donates_accumulators=not self.has_callbacks,
             donates_state=self._weight_update.donates,
         )
-
-
-def _recording(take: Take, taken: list[Any]) -> Take:
-    """A take that keeps in a list what it gives."""
-
-    def record(wanted: int) -> Sequence[Any]:
-        found = take(wanted)
-        taken.extend(found)
-        return found
-
-    return record
 
 
 def _fed_otherwise() -> Sequence[Any]:

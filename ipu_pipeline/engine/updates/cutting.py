@@ -25,7 +25,6 @@ from ipu_pipeline.engine.jaxprs import partitioning
 from ipu_pipeline.engine.jaxprs.costs import count_operations
 from ipu_pipeline.engine.jaxprs.equal_parts import divide_equal_parts
 from ipu_pipeline.engine.tracing.frames import Enqueued
-from ipu_pipeline.engine.updates.guessing import Guessing, find_guessing
 from ipu_pipeline.engine.updates.loss_scaling import LossScale
 from ipu_pipeline.engine.updates.optimizer_tracing import (
     TracedOptimizer,
@@ -98,7 +97,6 @@ class Updates:
     loss_scale: LossScale | None  # where the scale of the loss is; None without loss scaling
     has_callbacks: bool  # whether a weight update calls back into Python, which may raise
     enqueued: tuple[Enqueued, ...]  # what a weight update enqueues
-    guessing: Guessing | None  # what may be guessed of a weight update; None if nothing
 
     @property
     def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -150,17 +148,16 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
 
     results = [*traced.results, *states]
     inputs = {traced.labels[var]: var for var in traced.update.inputs}
-    whole = partitioning.cut(placed, with_homes(results, placed))
-    pieces = divide_equal_parts(whole, [inputs.get(value) for value in results])
+    pieces = partitioning.cut(placed, with_homes(results, placed))
+    pieces = divide_equal_parts(pieces, [inputs.get(value) for value in results])
     init_places = place(traced.init)
     has_effects = any(equation.effects for equation in init_places.flat.equations)
     initial = {} if has_effects else jaxprs.find_uniform(init_places.flat)
     computed = [value for value in states if value.key not in initial]
     init_homes = with_homes(states, init_places)
     init_pieces = partitioning.cut(init_places, [init_homes[value.key] for value in computed])
-    inits = _make_programs("init", init_pieces, computed, traced.labels, stage_of, {})
-    sent: dict[Any, UpdateValue] = {}
-    updates = _make_programs("update", pieces, results, traced.labels, stage_of, sent)
+    inits = _make_programs("init", init_pieces, computed, traced.labels, stage_of)
+    updates = _make_programs("update", pieces, results, traced.labels, stage_of)
     state_leaves = tuple(
         StateLeaf(jax.tree_util.keystr(path), aval, stage_of(owner), name, grows)
         for path, aval, owner, name, grows in zip(
@@ -195,7 +192,6 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         traced.loss_scale,
         jaxprs.has_callbacks(traced.update),
         traced.enqueued,
-        find_guessing(placed, whole, pieces, results, traced.labels, sent),
     )
 
 
@@ -205,9 +201,8 @@ def _make_programs(
     results: Sequence[UpdateValue],
     labels: Mapping[Any, UpdateValue],
     stage_of: Callable[[partitioning.Home | None], int],
-    sent: dict[Any, UpdateValue],
 ) -> tuple[UpdateProgram, ...]:
-    """Makes programs; enters into `sent` what they make for each other."""
+    sent: dict[Any, UpdateValue] = {}  # what they make for each other
     final_rounds = {piece.home: piece.round for piece in pieces}
     last = {(piece.home, piece.round): piece for piece in pieces}
     numbers: Counter[tuple[partitioning.Home, int]] = Counter()

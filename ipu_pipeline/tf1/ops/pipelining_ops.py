@@ -120,7 +120,6 @@ def pipeline(
     name: str | None = None,
     dispatch_plan: Chunking | None = None,
     tensor_parallel: TensorParallel | None = None,
-    post_validation: bool = False,
     max_shapes: int = 8,
     shapes: Sequence[Any] = (),
     *,
@@ -236,11 +235,6 @@ def pipeline(
       tensor_parallel: the number of IPUs that compute each stage together, and how they divide its
         variables. With a size of T the pipeline needs T times as many IPUs: number i in `device_mapping`
         stands for IPUs T * i to T * i + T - 1. Values between stages are whole on each of them. None: one.
-      post_validation: whether IPUs update without waiting for values that join their gradients: they guess
-        that no gradient is clipped by the global norm or, with loss scaling, that all are finite, and
-        continue. The guess is verified later, and a wrong update is done again, so that the results are the
-        same. It concerns the updates of one run (`repeat_count`), and keeps variables, optimizer state,
-        gradients and micro-batches for one update longer. It warns where it has no effect.
       max_shapes: the most different shapes of infeed elements, such as lengths of sequences or a last,
         smaller batch. The stages are traced and compiled for each shape when its first element comes. All
         elements have the structure and dtypes of the first one, and use the same variables. With several
@@ -261,10 +255,6 @@ def pipeline(
     if not isinstance(continuous_weight_updates, bool):
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
     size = _num_devices(tensor_parallel)
-    if not isinstance(post_validation, bool):
-        raise TypeError(f"post_validation must be a bool; got {post_validation!r}.")
-    if post_validation and optimizer_function is None:
-        raise ValueError("post_validation needs an optimizer_function: without, there are no updates.")
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a non-empty string, or None; got {name!r}.")
     if continuous_weight_updates:
@@ -397,7 +387,6 @@ def pipeline(
         **options,
         dispatch_plan=dispatch_plan,
         tensor_parallel=tensor_parallel,
-        post_validation=post_validation,
         max_shapes=max_shapes,
         shapes=shapes,
     )

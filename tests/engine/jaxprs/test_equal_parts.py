@@ -105,13 +105,7 @@ def test_one_ipu_has_one_program(of_any_size):
     assert update_names(device_mapping=[0] * 4) == ["stage0_update"]
 
 
-@pytest.mark.filterwarnings("ignore:post_validation has no effect in Pipeline.step")
-@pytest.mark.parametrize(
-    "options",
-    [{"donate": True}, pytest.param({"post_validation": True}, marks=pytest.mark.thorough)],
-    ids=str,
-)
-def test_the_results_are_those_of_a_plain_loop(options, of_any_size):
-    pipeline = make(middle=(), **options)
+def test_the_results_are_those_of_a_plain_loop(of_any_size):
+    pipeline = make(middle=(), donate=True)
     beside.train(pipeline, [micro_batches(16, seed) for seed in range(2)])
     assert any("part" in program.name for program in pipeline.updates.updates)

@@ -89,8 +89,6 @@ def optimizing(optimizer, **fields):
         ({"device_mapping": 0}, TypeError, "device_mapping argument needs to be a list or a tuple"),
         ({"device_mapping": [0]}, ValueError, "Each stage must be mapped to an IPU: 1 mappings != 2"),
         ({"device_mapping": [0, -1]}, ValueError, r"device_mapping\[1\] is -1"),
-        ({"post_validation": 1}, TypeError, "post_validation must be a bool; got 1"),
-        ({"post_validation": True, OPTIMIZER: None}, ValueError, "post_validation needs an optimizer_func"),
         ({"pipeline_schedule": 3}, TypeError, "not a member of the PipelineSchedule enumeration"),
         ({"reduction_method": "MEDIAN"}, ValueError, "'MEDIAN' as one of GradientAccumulationReductionM"),
         ({OPTIMIZER: None}, ValueError, "An optimizer_function must be provided when outfeed_loss is True"),
@@ -172,16 +170,6 @@ def test_the_best_schedule_for_the_stages_own_costs():
     model = front.Model(pipeline_schedule=PipelineSchedule.searched(1))
     with pytest.raises(ValueError, match="bytes_per_ipu must be enough .*; device 0 needs"):
         run(model, 1)
-
-
-@pytest.mark.thorough
-def test_post_validation():
-    """Clipping by a small norm, and a run's updates after each other; to the last bit."""
-
-    options = optimizing(optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(0.01)))
-    options["repeat_count"] = 2
-    both = front.Model(**options, post_validation=True), front.Model(**options)
-    jax.tree.map(np.testing.assert_array_equal, *map(run, both))
 
 
 def test_schedules_by_other_names_functions_and_files(tmp_path):

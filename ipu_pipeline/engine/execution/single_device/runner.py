@@ -303,9 +303,8 @@ class BlockRunner(Runner[PendingBlock]):
                 "are handled together, so they must have the same shapes; they have different ones."
             )
 
-    def run(self, state: RunState, pending: PendingBlock, may_guess: bool = False) -> Progress:
-        """Runs what `fetch` returned. There is nothing to guess: no device waits for another one."""
-        del may_guess
+    def run(self, state: RunState, pending: PendingBlock) -> Progress:
+        """Runs what `fetch` returned."""
         begun, every = pending.begun, pending.request.every
         state = self.with_optimizer(state, begun.first_outputs)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
