@@ -21,7 +21,6 @@ from ipu_pipeline.launching.causes import Cause, count_memory_kills
 from ipu_pipeline.launching.shown import Output, say
 from ipu_pipeline.processes.launched import (
     CACHE_DIR_VARIABLE,
-    FEWER_VARIABLE,
     LAUNCHER_VARIABLE,
     MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
@@ -197,8 +196,6 @@ class Group:
             environment[STANDBY_VARIABLE] = "1"
             for variable in _coordinator_variables(start):  # it is not known yet
                 del environment[variable]
-        if not start.is_whole:
-            environment[FEWER_VARIABLE] = "1"
         if self._settings.memory is not None and start.has_memory:
             environment[MEMORY_VARIABLE] = str(self._settings.memory)
             environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)
