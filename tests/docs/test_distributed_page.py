@@ -32,10 +32,7 @@ ROWS = {
     "SIGTERM or SIGHUP to one of several launchers": [
         "test_a_node_that_is_preempted_saves_and_is_replaced"
     ],
-    "no replacement within `--wait`, with `--shrink`": [
-        RESIZED,
-        "test_a_node_with_a_replica_is_lost_and_comes_again",
-    ],
+    "no replacement within `--wait`, with `--shrink`": [RESIZED],
     "a launcher of the lost rank comes later": [RESIZED],
     "a launcher is stopped": [
         "test_a_lost_node_is_replaced",

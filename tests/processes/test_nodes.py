@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -26,7 +25,6 @@ from ipu_pipeline.launching.meeting import Meeting, RemoteLeader
 from ipu_pipeline.launching.restarts import Restarts
 from tests.processes.test_going_on import assert_same, uninterrupted  # noqa: F401  # a fixture
 from tests.processes.test_launching import LAUNCH, PLAIN, ROOT, find_left, free_address
-from tests.support import models
 from tests.support.killing import Job
 from tests.support.programs import Started, wait_for
 
@@ -610,28 +608,6 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_more_again(tmp_path, uninterrup
     assert "node 1 has come: all are started again with it." in cluster.log(0)
     assert_same(job, uninterrupted(4, 1, 400))
     assert job.num_runs() < 400 + 2 * 3
-
-
-@pytest.mark.soak
-def test_a_node_with_a_replica_is_lost_and_comes_again(tmp_path, monkeypatch, uninterrupted):  # noqa: F811
-    """A process has two virtual IPUs at most, like accelerators: replicas take turns meanwhile."""
-    with monkeypatch.context() as patched:
-        patched.setenv("IPU_PIPELINE_VIRTUAL_IPUS", "2")
-        job, cluster = train_on_two_nodes(tmp_path, 100, 2, 2, "--wait", "6", "--shrink", "--all")
-        job.await_runs(8)
-        cluster.nodes[1].kill()
-        wait_for(lambda: "so that they take 2 turns in each step" in cluster.log(0), 60)
-        job.await_runs(20)
-        cluster.nodes[1] = cluster.start(1)
-        assert cluster.statuses(120) == [0, 0]
-    assert cluster.log(0).count("training has gone on with run") == 2
-    losses, variables = uninterrupted(2, 2, 100)
-    for line in (job.directory / "losses").read_text().splitlines():
-        number, *told = line.split()
-        found = np.float32([float.fromhex(one) for one in told])
-        models.assert_trees_close(found, losses[int(number)].ravel(), 1e-4)
-    expected = {name.replace("/", "|"): value for name, value in variables.items()}
-    models.assert_trees_close(job.variables(), expected, 1e-4)
 
 
 @pytest.mark.soak
