@@ -140,7 +140,7 @@ def _find_call() -> Call:
 
 
 def _local_replicas() -> list[int]:
-    replication, index = _find_call().replication, getInstanceIndex()
+    replication = _find_call().replication
     number = replication.count()
     devices = selection.selected_devices(replication.ipu_device)
     if not devices:
@@ -148,6 +148,7 @@ def _local_replicas() -> list[int]:
             "popdist: which replicas are in this process is known once IPUs are selected: call "
             "IPUConfig.configure_ipu_system() first."
         )
+    index = getInstanceIndex()
     return [
         replica
         for replica, own in enumerate(replication.deal_devices(devices, number))

@@ -180,9 +180,9 @@ def _run_pipeline(
 def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
     """Returns the runner of a pipeline or loop, and the selected devices that it uses."""
     num_replicas = find_num_replicas(call)
+    dealt = call.replication.deal_devices(devices, num_replicas)
+    chosen = [device for own in dealt for device in own]
     call.runner.set_replicas(num_replicas, utils.replicas_are_identical())
-    of_replicas = call.replication.deal_devices(devices, num_replicas)
-    chosen = [device for own in of_replicas for device in own]
     return call.runner.prepare(chosen), chosen
 
 
