@@ -627,7 +627,7 @@ class _Layers:
             for field in dataclasses.fields(options)
             if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
-        kept |= {"num_replicas": 1, "num_turns": 1, "gathers_outputs": True, "shard": ()}
+        kept |= {"num_replicas": 1, "gathers_outputs": True, "shard": ()}
         schedule = options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         may_chunk = may_chunk and not self._is_one_program
@@ -654,7 +654,7 @@ class _Layers:
         self._platform, self._source = "cpu", "counted"
         self._homes: list[list[Any]] = []  # the devices on which layers are measured
         measured, overhead = self._measure(measure)
-        memory, cores = None, count_cores() * options.num_turns / options.num_replicas
+        memory, cores = None, count_cores() / options.num_replicas
         if not self._is_one_program:
             memory = _find_memory(self._pipeline, options, measured.num_temporary_bytes)
         self._problem = dataclasses.replace(
@@ -950,8 +950,7 @@ class _State:
 
     def __init__(self, pipeline: Pipeline, options: PipelineOptions) -> None:
         self._pipeline, self._offload = pipeline, parse_offload(options.offload)
-        self._shard = parse_shard(options.shard)
-        self._num_replicas = options.num_replicas // options.num_turns  # that share it out
+        self._shard, self._num_replicas = parse_shard(options.shard), options.num_replicas
         self._num_devices = options.num_devices_per_ipu
         self._shared = pipeline.traced.shared()
 

@@ -21,7 +21,6 @@ from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
 from ipu_pipeline.engine.progress import between_bars, initializing, is_shown_on, watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
-from ipu_pipeline.engine.schedules.splitting import divide_work
 from ipu_pipeline.engine.segments import (
     CallStep,
     Segment,
@@ -103,7 +102,6 @@ __all__ = [
     "current_body",
     "current_scope",
     "describe_other_optimizer",
-    "divide_work",
     "draw_key",
     "enqueue_to",
     "export_stages",

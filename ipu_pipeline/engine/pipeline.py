@@ -221,8 +221,7 @@ class Pipeline:
         """
         self._recipe, options, mapping = recipe, recipe.options, recipe.mapping
         schedule, count = options.schedule, options.num_micro_batches
-        self._num_replicas, self._num_turns = options.num_replicas, options.num_turns
-        self._has_identical_keys = False
+        self._num_replicas, self._has_identical_keys = options.num_replicas, False
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
         self._compiler_options = self._plan_compiler_options()
@@ -315,13 +314,8 @@ class Pipeline:
 
     @property
     def num_replicas(self) -> int:
-        """The number of copies of the pipeline, in all turns."""
+        """The number of copies of the pipeline."""
         return self._num_replicas
-
-    @property
-    def num_at_once(self) -> int:
-        """The number of copies that run at the same time."""
-        return self._num_replicas // self._num_turns
 
     @property
     def options(self) -> PipelineOptions:
@@ -481,7 +475,7 @@ class Pipeline:
 
         Programs, transfers and updates are measured one at a time, unless they were measured before. CPU
         devices share the CPU's cores. With several replicas the scenario is the first replica's, with its
-        share of the cores; with several turns it is the first turn.
+        share of the cores.
 
         Args:
           num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
@@ -501,7 +495,7 @@ class Pipeline:
             self.options.schedule,
             count,
             measured.num_temporary_bytes,
-            count_cores() / self.num_at_once if is_shared else None,
+            count_cores() / self._num_replicas if is_shared else None,
             [stage.whole_layers for stage in self.facts().stages],
         )
 
@@ -576,11 +570,11 @@ class Pipeline:
             name="Pipeline",
             kind="training" if trains else "inference",
             schedule=schedules.schedule_name(schedule),
-            num_micro_batches=None if count is None else count * self._num_turns,
+            num_micro_batches=count,
             num_serialized=self.num_serialized,
             chunk_size=chunk_size,
             is_one_program=self.is_one_program,
-            num_replicas=self.num_at_once,
+            num_replicas=self._num_replicas,
             sent=self._find_sends(),
             dispatch="" if plan is None else str(plan),
             cuts=self._cuts,
@@ -659,7 +653,7 @@ class Pipeline:
             self.options.max_chunked_bytes,
             is_grouped=self.options.schedule == "grouped",
             saves_memory=self._recompute is not None or bool(self._offload),
-            num_at_once=self.num_at_once,
+            num_replicas=self._num_replicas,
         )
 
     def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
@@ -792,31 +786,25 @@ class Pipeline:
         if self._built is not None:
             self._programs = self._built.make_programs(recompute)
 
-    def set_replicas(self, num_replicas: int, identical_keys: bool = False, num_turns: int = 1) -> None:
-        """Sets the numbers of replicas and turns. A change compiles everything again.
+    def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
+        """Sets the number of replicas. A change compiles everything again.
 
         Args:
           num_replicas: see `PipelineOptions`.
           identical_keys: whether all replicas draw the same random numbers as a single one would.
-          num_turns: see `PipelineOptions`.
 
         Raises:
-          ValueError: a number is not usable, or the replicas of a loop are to take turns.
+          ValueError: the number is not usable.
         """
         self._has_identical_keys = identical_keys
         if isinstance(self._runner, ColumnRunner):
             for runner in self._runner.of_shapes:
                 runner.replicas.has_identical_keys = identical_keys
                 runner.make_single().replicas.has_identical_keys = identical_keys
-        if (num_replicas, num_turns) == (self._num_replicas, self._num_turns):
+        if num_replicas == self._num_replicas:
             return
-        self.options.check_replicas(num_replicas, num_turns)
-        if self.is_loop and num_turns > 1:
-            raise ValueError(
-                f"The {num_replicas} replicas of a loop cannot take turns, as a run joins them again and "
-                f"again: it needs {num_replicas * self.num_devices} devices."
-            )
-        self._num_replicas, self._num_turns, self._chosen_plan = num_replicas, num_turns, None
+        self.options.check_replicas(num_replicas)
+        self._num_replicas, self._chosen_plan = num_replicas, None
         self._forget_runner()
         self._others = {}
         self._compiler_options = self._plan_compiler_options()
@@ -855,7 +843,7 @@ class Pipeline:
             devices = jax.devices() if self._devices is None else self._devices
             if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
                 warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
-        number, each = self.num_at_once, self.options.num_devices_per_ipu
+        number, each = self._num_replicas, self.options.num_devices_per_ipu
         needed = self.num_devices * number
         if len(devices) < needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
@@ -903,16 +891,11 @@ class Pipeline:
 
     def _make_other_runner(self, lead: Runner[Any], element: Any, number: int) -> Runner[Any]:
         """Makes the runner for other shapes of micro-batches, which the runner for the first ones leads."""
-        if lead.placement.has_peers or self._num_turns > 1:
-            where = (
-                "In several processes all micro-batches must have the same shapes, as not all processes "
-                "read them"
-                if lead.placement.has_peers
-                else "Where replicas take turns (num_turns), all micro-batches must have the same shapes"
-            )
+        if lead.placement.has_peers:
             raise ValueError(
                 f"A micro-batch has the shapes {describe_shapes(element)}, in place of "
-                f"{describe_shapes(self.traced.element)}. {where}: pad them."
+                f"{describe_shapes(self.traced.element)}. In several processes all micro-batches must have "
+                "the same shapes, as not all processes read them: pad them."
             )
         other: Pipeline = self.for_shapes(element)
         placement = other._place_state(lead.placement.groups)
@@ -961,7 +944,7 @@ class Pipeline:
         number_of_shapes: int = 0,
     ) -> ColumnRunner:
         """Makes the runner for several devices, once the dispatch plan is known."""
-        size, number, each = self.num_devices, self.num_at_once, self.options.num_devices_per_ipu
+        size, number, each = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
         homes = [placement]
         if number > 1:
             starts = range(0, size * number, size)
@@ -981,7 +964,6 @@ class Pipeline:
             iterated=self._iterated,
             phases=self.options.execution_phases,
             shapes=number_of_shapes,
-            num_turns=self._num_turns,
         )
 
         @functools.cache
@@ -991,7 +973,7 @@ class Pipeline:
             made.replicas.has_identical_keys = self._has_identical_keys
             made.kept = self._kept
             made.note = "" if lead is None else self._tell_shapes(number_of_shapes)
-            if self._num_replicas > 1 and not self.options.gathers_outputs:
+            if number > 1 and not self.options.gathers_outputs:
                 made.keep_outputs()
             return made
 
@@ -1064,7 +1046,7 @@ class Pipeline:
         needed = [
             (ipu + size * replica) * each + part
             for ipu in self.device_mapping
-            for replica in range(self.num_at_once)
+            for replica in range(self._num_replicas)
             for part in range(each)
         ]
         return all(number < len(devices) and devices[number] == known[number] for number in needed)
@@ -1766,7 +1748,7 @@ class Pipeline:
         dtypes = self.built.accumulator_dtypes
         homes = {name: ipus[owners[name]] for name in dtypes}
         homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
-        return dtypes, homes, self._devices, self.num_at_once, self._offload
+        return dtypes, homes, self._devices, self._num_replicas, self._offload
 
     def check_element(self, element: Any, number: int) -> list[Any]:
         """Checks a micro-batch against the first one. Returns its leaves.

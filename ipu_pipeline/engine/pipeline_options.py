@@ -151,12 +151,6 @@ class PipelineOptions:
         floating-point variables that stages assign; of others, and of outputs that the optimizer reads, the
         first replica's values count. Values that are collected have a leading axis of size `num_replicas`
         if that is above 1. Random keys differ between replicas. Not with `num_serialized` above 1.
-      num_turns: the number of turns in which the replicas run, a divisor of their number. With k turns
-        there are devices for `num_replicas` / k replicas: these run at the same time, and then the next
-        ones on the same devices; a weight update follows the last turn. Results are the same up to
-        rounding, a step takes k times as long, and accumulators take twice the memory. It is for a job that
-        continues with fewer devices. Not with stages that compute with other replicas, with micro-batches
-        of several shapes, or with `joins_assigned=False`.
       shard: the arrays that are divided over the replicas, each keeping a part: any of "optimizer_state"
         (ZeRO-1) and "weights", the trainable variables that only one stage has (see `Shard`). An array is
         divided along the first axis whose size is a multiple of the number of replicas; others stay whole.
@@ -233,7 +227,6 @@ class PipelineOptions:
     offload: Collection[OffloadName | Offload] = ()
     execution_phases: ExecutionPhases | None = None
     num_replicas: int = 1
-    num_turns: int = 1
     shard: Collection[ShardName | Shard] = ()
     joins_assigned: bool = True
     gathers_outputs: bool = True
@@ -270,7 +263,7 @@ class PipelineOptions:
                 f"{f'{len(self.shapes)} of them' if not isinstance(self.shapes, dict) else 'a dict'}."
             )
         check_positive("num_serialized", self.num_serialized)
-        self.check_replicas(self.num_replicas, self.num_turns)
+        self.check_replicas(self.num_replicas)
         if self.tensor_parallel is not None and not isinstance(self.tensor_parallel, TensorParallel):
             raise ValueError(
                 f"tensor_parallel must be a TensorParallel or None; got {self.tensor_parallel!r}."
@@ -293,24 +286,13 @@ class PipelineOptions:
                 f"{self.loss_weight!r}."
             )
 
-    def check_replicas(self, num_replicas: Any, num_turns: Any) -> None:
-        """Raises a ValueError if a pipeline cannot have these numbers of replicas, and of their turns."""
+    def check_replicas(self, num_replicas: Any) -> None:
+        """Raises a ValueError if a pipeline cannot have this number of replicas."""
         check_positive("num_replicas", num_replicas)
-        check_positive("num_turns", num_turns)
         if num_replicas > 1 and self.num_serialized > 1:
             raise ValueError(
                 f"num_replicas must be 1 with num_serialized above 1; got {num_replicas} and "
                 f"{self.num_serialized}. A replica takes its micro-batches one by one."
-            )
-        if num_replicas % num_turns:
-            raise ValueError(
-                f"num_turns must be a divisor of num_replicas, {num_replicas}, as each turn has equally "
-                f"many; got {num_turns}."
-            )
-        if num_turns > 1 and not self.joins_assigned:
-            raise ValueError(
-                "joins_assigned must be True where replicas take turns, which have one value of each "
-                f"variable; num_turns is {num_turns}."
             )
 
     @property

@@ -117,7 +117,7 @@ class Replay:
         Raises:
           FloatingPointError: a result has a nan, and that is an error.
         """
-        number = self._num_replicas
+        number = len(self.runner.homes)
         parts = [self._begin(replica) for replica in range(number)]
         for index, leaves in enumerate(self.micro_batches):
             replica = index % number
@@ -125,17 +125,12 @@ class Replay:
         return self._finish(parts, len(self.micro_batches) // number)
 
     @property
-    def _num_replicas(self) -> int:
-        """The number of replicas, in all turns."""
-        return len(self.runner.homes) * self.runner.num_turns
-
-    @property
     def _groups(self) -> Sequence[DeviceGroup]:
         return self.runner.homes[0].groups
 
     def _begin(self, replica: int) -> _Replica:
         key, placement = self.state.key, self.runner.placement
-        if self._num_replicas > 1 and not self.has_identical_keys:
+        if len(self.runner.homes) > 1 and not self.has_identical_keys:
             key = jax.random.fold_in(key, np.uint32(replica))
         plan, specs = placement.accumulator_plan, placement.traced.variables
         zeros = {
@@ -171,7 +166,7 @@ class Replay:
         known |= {Binding(BindingKind.SCALAR, kind): value for kind, value in scalars.items()}
         bindings = Bindings(traced, pipeline.plan_accumulators().keys)
         made: dict[Binding, _Made] = {}
-        where = f"micro-batch {number}" + (f" (of replica {replica})" if self._num_replicas > 1 else "")
+        where = f"micro-batch {number}" + (f" (of replica {replica})" if len(self.runner.homes) > 1 else "")
         order = [(stage, "forward", own.forward) for stage, own in enumerate(programs)]
         order += [
             (stage, "backward", program)

@@ -49,7 +49,7 @@ class Run:
     def __init__(self, name: str, model: Pipeline, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
         self._size = model.num_ipus  # devices of each replica
-        starts = range(0, self._size * model.num_at_once, self._size)
+        starts = range(0, self._size * model.num_replicas, self._size)
         ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
             "name": name,

@@ -6,7 +6,6 @@ an equal part of them, after it has joined the others.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,7 @@ from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.processes import keep_one_free, num_cpu_devices_set
 from ipu_pipeline.processes.joining import join_by_environment
 
-__all__ = ["VIRTUAL_VARIABLE", "check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devices"]
-
-VIRTUAL_VARIABLE = "IPU_PIPELINE_VIRTUAL_IPUS"  # the most virtual devices of a process
+__all__ = ["check_num_cpu_devices", "have_cpu_devices", "spread", "want_cpu_devices"]
 
 
 def spread(devices: Sequence[Any], number: int) -> list[Any]:
@@ -68,30 +65,14 @@ def _make(number: int) -> None:
 
 
 def _own_part(number: int) -> int:
-    """The part of `number` CPU devices that this process makes; all processes make the same number.
-
-    Raises:
-      ValueError: the variable with the most of them has no such number.
-    """
-    others, most = processes.current(), os.environ.get(VIRTUAL_VARIABLE)
-    own = number if others is None else -(-number // others.count)
-    if not most:
-        return own
-    if not (most.isdecimal() and int(most) >= 1):
-        raise ValueError(
-            f"The environment variable {VIRTUAL_VARIABLE} must be a whole number from 1; it is {most!r}."
-        )
-    return min(own, int(most))
+    """The part of `number` CPU devices that this process makes; all processes make the same number."""
+    others = processes.current()
+    return number if others is None else -(-number // others.count)
 
 
 def check_num_cpu_devices(number: int) -> None:
     """Raises a RuntimeError if JAX's CPU backend, which is running, has fewer devices."""
-    num_devices, most = len(jax.devices("cpu")), os.environ.get(VIRTUAL_VARIABLE)
-    if num_devices < number and most:
-        raise RuntimeError(
-            f"{number} devices are needed, but there are {num_devices}: the environment variable "
-            f"{VIRTUAL_VARIABLE} lets each process have {most}."
-        )
+    num_devices = len(jax.devices("cpu"))
     if num_devices < number:
         raise RuntimeError(
             f"{number} devices are needed, but JAX's CPU backend is already running with {num_devices} "

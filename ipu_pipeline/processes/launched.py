@@ -11,7 +11,6 @@ import time
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
-    "FEWER_VARIABLE",
     "LAUNCHER_VARIABLE",
     "MEMORY_EVERY_VARIABLE",
     "MEMORY_VARIABLE",
@@ -20,7 +19,6 @@ __all__ = [
     "count_useful",
     "describe_socket",
     "hear_failures",
-    "may_have_fewer_ipus",
     "restart_number",
     "restore_useful",
     "runs_between_checkpoints",
@@ -31,7 +29,6 @@ __all__ = [
 ]
 
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
-FEWER_VARIABLE = "IPU_PIPELINE_FEWER_IPUS"  # 1: the job goes on where devices are missing
 LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # number and inode of a socket, for lines both ways
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are
 MEMORY_EVERY_VARIABLE = "IPU_PIPELINE_MEMORY_EVERY"  # how many runs there are from one to the next
@@ -57,18 +54,6 @@ def runs_between_checkpoints() -> int:
       ValueError: the variable has no such number.
     """
     return _read_number(MEMORY_EVERY_VARIABLE, 1, 1)
-
-
-def may_have_fewer_ipus() -> bool:
-    """Whether the job goes on with fewer devices than it asks for.
-
-    Raises:
-      ValueError: the variable is neither 0 nor 1.
-    """
-    text = os.environ.get(FEWER_VARIABLE) or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"The environment variable {FEWER_VARIABLE} must be 0 or 1; it is {text!r}.")
-    return text == "1"
 
 
 def _read_number(variable: str, default: int, least: int) -> int:

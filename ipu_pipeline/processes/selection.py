@@ -172,7 +172,7 @@ def selected_devices(ordinal: int) -> list[Any]:
 
 
 def devices_for(ordinal: int, number: int) -> list[Any]:
-    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them, or all that there are.
+    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them.
 
     Raises:
       ValueError: the configured system has fewer, or there are fewer accelerators.
@@ -186,8 +186,6 @@ def devices_for(ordinal: int, number: int) -> list[Any]:
             f"{len(_system.groups)} such device(s); give auto_select_ipus a list with a number for each."
         )
     group = _system.groups[ordinal]
-    if len(group) < number <= (num_configured(ordinal) or 0):
-        return group  # there are no more, and these suffice
     if len(group) < number:
         raise ValueError(
             f"The program needs {number} IPUs, but configure_ipu_system() selected {len(group)} for "
@@ -225,21 +223,20 @@ def running_on_ipu_model() -> bool:
     return any(device.platform == "cpu" for device in selected_devices(0))
 
 
-def find_devices(number: int, ipu_model: bool, may_be_fewer: bool = False) -> list[Any]:
+def find_devices(number: int, ipu_model: bool) -> list[Any]:
     """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices.
 
     Args:
       number: how many are needed.
       ipu_model: whether they are to be devices of the CPU.
-      may_be_fewer: whether those that there are suffice.
 
     Raises:
       ValueError: there are too few accelerators.
-      RuntimeError: JAX's CPU backend is running already, with fewer devices; or processes may make fewer.
+      RuntimeError: JAX's CPU backend is running already, with fewer devices.
     """
     have_cpu_devices(number)
     devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
-    if len(devices) >= number or may_be_fewer:
+    if len(devices) >= number:
         return devices
     platform = devices[0].platform
     if platform == "cpu":

@@ -17,7 +17,6 @@ from ipu_pipeline.processes.executable_cache import (
     CACHE_DIR_VARIABLE,
     enable_executable_cache,
 )
-from ipu_pipeline.processes.launched import may_have_fewer_ipus
 from ipu_pipeline.processes.selection import (
     reset_ipu_configuration,
     running_on_ipu_model,
@@ -167,9 +166,7 @@ class IPUConfig:
         else:
             wanted = self.group_sizes
             reserved = [self._check_power_of_two(number) for number in wanted]
-            may_be_fewer = len(wanted) == 1 and may_have_fewer_ipus()
-            found = selection.find_devices(sum(reserved), bool(self.ipu_model), may_be_fewer)
-            available = spread(found, min(len(found), sum(reserved)))
+            available = spread(selection.find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved))
             starts = [sum(reserved[:index]) for index in range(len(reserved))]
             chosen = [
                 available[start : start + number] for start, number in zip(starts, reserved, strict=True)

@@ -12,7 +12,6 @@ from ipu_pipeline.engine import processes
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.joining import join_by_environment
-from ipu_pipeline.tf1.program.arranging import arrange
 from ipu_pipeline.tf1.program.calls import Call
 from ipu_pipeline.tf1.program.registry import compiled_programs
 
@@ -141,19 +140,19 @@ def _find_call() -> Call:
 
 
 def _local_replicas() -> list[int]:
-    call = _find_call()
-    number = call.replication.count()
-    devices = selection.selected_devices(call.replication.ipu_device)
+    replication = _find_call().replication
+    number = replication.count()
+    devices = selection.selected_devices(replication.ipu_device)
     if not devices:
         raise RuntimeError(
             "popdist: which replicas are in this process is known once IPUs are selected: call "
             "IPUConfig.configure_ipu_system() first."
         )
-    arranged, index = arrange(call, devices, number), getInstanceIndex()
+    index = getInstanceIndex()
     return [
         replica
-        for replica in range(number)
-        if any(device.process_index == index for device in arranged.of_replica(replica))
+        for replica, own in enumerate(replication.deal_devices(devices, number))
+        if any(device.process_index == index for device in own)
     ]
 
 

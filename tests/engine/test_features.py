@@ -226,13 +226,6 @@ FEATURES: dict[str, Feature] = {
     "replicas, shared out": Feature({**SHARED_OUT, **CHUNKS}, num_replicas=2),
     "replicas, shared out, one IPU": Feature({**SHARED_OUT, "recompute": "auto"}, ONE, 2),
     "replicas, shared out and offloaded": Feature({**SHARED_OUT, "offload": MEMORY}, LOOPED, 2),
-    "turns": Feature({"num_turns": 2, "reduction": "running_mean", **CHUNKS}, num_replicas=2),
-    "turns, one IPU": Feature({"num_turns": 3, "reduction": "sum", "recompute": "auto"}, ONE, 3),
-    "turns, offloaded": Feature({"num_turns": 2, **SHARED_OUT, "offload": MEMORY}, LOOPED, 4),
-    "turns, phases": Feature(
-        {"num_turns": 2, **IN_TURN, "offload": MEMORY}, ONE, 2, phases={"of_levels": (0, 0, 1, 1)}
-    ),
-    "turns, tensor parallel": Feature({"num_turns": 2, "tensor_parallel": divided(2), **HALVES}, LOOPED, 4),
     "tensor parallel": Feature({"tensor_parallel": divided(2), "schedule": "interleaved"}),
     "tensor parallel, one IPU": Feature({"tensor_parallel": divided(4), "donate": True}, ONE),
     "tensor parallel, chunks": Feature({"tensor_parallel": divided(2), **CHUNKS, "recompute": "auto"}),
@@ -271,7 +264,6 @@ FEATURES: dict[str, Feature] = {
     # Optimizers.
     "of the loss": Feature({"optimizer": of_loss}),
     "of the loss, replicas": Feature({"optimizer": of_loss}, LOOPED, 2),
-    "of the loss, turns": Feature({"num_turns": 2, "optimizer": of_loss, "donate": True}, LOOPED, 4),
     "of the loss, one IPU": Feature({"optimizer": of_loss}, ONE),
     "of the loss, tensor parallel": Feature(
         {"optimizer": of_loss, "tensor_parallel": divided(2), "reduction": "running_mean", "donate": True}
@@ -282,7 +274,6 @@ FEATURES: dict[str, Feature] = {
         {"optimizer": CLIPPED, "tensor_parallel": divided(2), "schedule": "sequential"}
     ),
     "sums": Feature({"sum_collected": True, "reduction": "sum"}, num_replicas=2),
-    "sums, turns": Feature({"sum_collected": True, "num_turns": 2}, LOOPED, 4),
     # Forwards only.
     "inference": Feature({"optimizer": None}),
     "inference, chunks": Feature({"optimizer": None, **CHUNKS, "schedule": "interleaved"}, LOOPED),
@@ -291,7 +282,6 @@ FEATURES: dict[str, Feature] = {
     "inference, searched": Feature({"optimizer": None, "schedule": SEARCHED}),
     "inference, around": Feature({"optimizer": None, "schedule": "looped", **CHUNKS}, LOOPED),
     "inference, replicas": Feature({"optimizer": None, "schedule": "sequential"}, num_replicas=2),
-    "inference, turns": Feature({"optimizer": None, "num_turns": 2, **CHUNKS}, num_replicas=2),
     "inference, tensor parallel": Feature({"optimizer": None, "tensor_parallel": divided(2)}),
 }  # fmt: skip
 
@@ -339,15 +329,14 @@ COMBINED = {
     *("grouped, looped", "interleaved, mixed", "sequential, neighbours", "chunks of all"),
     *("chunks, interleaved", "count given, one IPU", "groups, in parts", "recomputed in turn, one IPU"),
     *("phases, replicas", "phases, chunks", "phases, replicas, shared out", "two replicas, sequential"),
-    *("replicas, chunks", "replicas, one IPU, chunks", "replicas, offloaded"),
-    *("replicas, shared out and offloaded", "turns, one IPU", "turns, phases", "turns, offloaded"),
-    *("turns, tensor parallel", "tensor parallel, chunks", "tensor parallel, replicas"),
+    *("replicas, one IPU, chunks", "replicas, offloaded", "replicas, shared out and offloaded"),
+    *("tensor parallel, chunks", "tensor parallel, replicas"),
     *("tensor parallel, shared out", "looped, chunks", "halves, looped", "halves, count given"),
     *("halves, recomputed at once", "halves, recomputed in turn", "halves, offloaded"),
     *("halves, tensor parallel", "halves, replicas, shared out", "halves, of the loss"),
-    *("halves, of the norm", "of the loss, replicas", "of the loss, turns"),
-    *("of the loss, tensor parallel", "of the norm, tensor parallel", "sums, turns"),
-    *("inference, groups", "inference, turns", "inference, tensor parallel", "searched, replicas, all"),
+    *("halves, of the norm", "of the loss, replicas"),
+    *("of the loss, tensor parallel", "of the norm, tensor parallel"),
+    *("inference, groups", "inference, tensor parallel", "searched, replicas, all"),
 }
 # What `make test` runs with another model than the layers, with 64 bits, or with two sizes.
 RICH = {
@@ -357,17 +346,12 @@ RICH = {
     "one IPU, in parts": ("parameters", "float64", "same"),
     "recomputed": ("layers", "float64", "same"),
     "all offloaded, one IPU": ("branches", "float32", "same"),
-    "turns": ("everything", "float32", "same"),
+    "replicas, chunks": ("everything", "float32", "same"),
     "halves": ("branches", "float32", "same"),
     "halves, replicas, all": ("parameters", "float32", "same"),
 }
 PLAIN = ("layers", "float32", "same")
 CASES = {feature: RICH.get(feature, PLAIN) for feature in FEATURES if feature not in COMBINED}
-
-
-def sizes_of(feature):
-    """Replicas that take turns have micro-batches of one shape."""
-    return "same" if "num_turns" in FEATURES[feature].options else "different"
 
 
 def rich_models(feature, row):
@@ -385,7 +369,7 @@ def rich_models(feature, row):
 OTHERS = [
     (
         *(feature, model, ("float32", "float64")[(number + row) % 2]),
-        sizes_of(feature) if (number + row // 3) % 3 == 0 else "same",
+        "different" if (number + row // 3) % 3 == 0 else "same",
     )
     for row, feature in enumerate(FEATURES)
     for number, model in rich_models(feature, row)

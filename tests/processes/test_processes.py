@@ -131,7 +131,6 @@ CASES = {
     "replicas, shared": case(make_shared, functools.partial(shared_steps, num_micro_batches=10), **TWO),
     "replicas, inference": case(make_inference, replicated_steps, **TWO),
     "replicas, three IPUs": case(make_mlp, replicated_steps, **TWO, device_mapping=[0, 1, 1, 2]),
-    "replicas, turns": case(make_normalized, replicated_steps, **TWO, num_turns=2, donate=True),
     "replicas, halves, shared out": case(make_mlp, replicated_steps, **TWO, **SHARED_OUT),
 }
 
@@ -293,7 +292,7 @@ IN_SEVERAL = {  # numbers of processes and devices -> cases
         "shared, running mean",
         "around",
     ],
-    (2, 8): ["replicas, chunks", "replicas, turns", "replicas, halves, shared out"],
+    (2, 8): ["replicas, chunks", "replicas, halves, shared out"],
     # In some cases one or two of them have no device.
     (4, 8): ["replicas, normalized", "replicas, three IPUs", "replicas, inference", "replicas, shared"],
 }

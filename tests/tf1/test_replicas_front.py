@@ -400,8 +400,9 @@ def test_placement_shows_the_devices_of_all_replicas():
 
 
 @pytest.mark.thorough
-def test_the_page_s_example(capsys):
+def test_the_page_s_examples(capsys, tmp_path, monkeypatch):
     """docs/replicas.md: what its programs print, up to the last digit."""
+    monkeypatch.chdir(tmp_path)  # a checkpoint goes there
     text = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text()
     code, expected = (
         "".join(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)) for kind in ("python", "text")

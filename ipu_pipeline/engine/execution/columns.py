@@ -245,8 +245,7 @@ class Column:
         reading: Reading = self.devices
         watcher = watching.current()
         if watcher is not None:
-            first = request.iteration + request.turn * request.every
-            counting = Counting(step, first, self._chunk.size)
+            counting = Counting(step, request.iteration, self._chunk.size)
             reading = WatchedDevices(self.placement.constants, watcher, runner, counting)
             next_chunk = watched_feed(watcher, step, self._chunk.size, next_chunk)
         prepared, inputs = self.prepare(state, request.inputs)

@@ -56,7 +56,6 @@ class Request:
     total: int  # micro-batches of the run, which the sizes of blocks depend on
     carried: Sequence[Any] = ()  # in a loop, the values that the first iteration takes
     iteration: int = 0  # in a loop, the iterations of the run so far; else the step's micro-batches
-    turn: int = 0  # the number of the turn, where replicas take turns
 
     def of_replica(self, replica: int) -> Request:
         """The request as a replica has it."""
@@ -101,7 +100,6 @@ class Runner(abc.ABC, Generic[PendingT]):
       shapes: the number of the shapes of micro-batches that its programs are for; 0 for the first ones. The
         runner for these leads, see `ColumnRunner`.
       note: what is told about its programs while they compile.
-      num_turns: how many turns replicas take in a step.
       of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; all have this
         list.
     """
@@ -109,7 +107,6 @@ class Runner(abc.ABC, Generic[PendingT]):
     kept: KeptPrograms | None = None
     shapes: int = 0
     note: str = ""
-    num_turns: int = 1
 
     def __init__(
         self,
@@ -225,13 +222,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}
         brought = self.find_brought(accumulator_dtypes, every)
         return plan_ipus(
-            self.placement,
-            accumulator_dtypes,
-            activations,
-            feeds,
-            self.temporary_bytes,
-            brought,
-            self.num_turns > 1,
+            self.placement, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
         )
 
     def find_ipus(self) -> dict[Any, int]:

@@ -74,33 +74,24 @@ class Replicas:
       placement: where the state of all columns lives.
       columns: what runs the micro-batches of each.
       joint: the programs that all columns start together, by the index of the template.
-      num_turns: how many replicas run in each column, one after the other.
       has_identical_keys: whether all replicas draw the same random numbers as a single one would.
       joins_assigned: whether variables that stages assign are the same in all columns after an update.
     """
 
-    def __init__(self, placement: StatePlacement, columns: Sequence[Column], num_turns: int = 1) -> None:
+    def __init__(self, placement: StatePlacement, columns: Sequence[Column]) -> None:
         """Jits the programs that the columns share.
 
         Raises:
-          ValueError: a stage computes with other replicas, and is divided over several devices; or replicas
-            take turns.
+          ValueError: a stage computes with other replicas, and is divided over several devices.
         """
         self.placement, self.columns, self.number = placement, tuple(columns), len(columns)
-        self.num_turns = num_turns
         self.has_identical_keys, self.joins_assigned = False, True
         self._groups = {group.devices[0]: group for column in columns for group in column.placement.groups}
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and the replicas' keys
         self.joint: dict[int, Joint] = {}
-        for template in columns[0].plan.templates.values() if len(columns) * num_turns > 1 else ():
+        for template in columns[0].plan.templates.values() if len(columns) > 1 else ():
             stage = placement.traced.stages[template.stage]
             if uses_replicas(stage.flat):
-                if num_turns > 1:
-                    raise ValueError(
-                        f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
-                        f"synchronized batch normalization), which must run at the same time. There are "
-                        f"devices for {len(columns)} of {len(columns) * num_turns} replicas (num_turns)."
-                    )
                 group = placement.groups[template.stage]
                 if group.is_divided:
                     raise ValueError(
@@ -122,17 +113,11 @@ class Replicas:
             return [array]
         return split(array, [self._groups[device] for device in array.sharding.mesh.devices[:, 0]])
 
-    def split_state(self, state: RunState, turn: int = 0) -> list[RunState]:
-        """Each column's part of the state, with its replica's key in a turn.
-
-        Of several columns it has only the loss scale of the optimizer's state.
-        """
-        pipeline = state.pipeline
-        keys = self._fold(pipeline.key)[turn * self.number :]
+    def split_state(self, state: RunState) -> list[RunState]:
+        """Each column's part of the state. Of the optimizer's state it has only the loss scale."""
         if self.number == 1:
-            if self.num_turns == 1:
-                return [state]
-            return [dataclasses.replace(state, pipeline=dataclasses.replace(pipeline, key=keys[0]))]
+            return [state]
+        pipeline = state.pipeline
         variables: list[dict[str, Any]] = [{} for _column in self.columns]
         for name in self.placement.traced.variables:
             if name in self.placement.sharded:
@@ -150,6 +135,7 @@ class Replicas:
                 for own_leaves, part in zip(leaves, self.split(scale), strict=True):
                     own_leaves[place] = part
             scales = [updates.state_tree.unflatten(own_leaves) for own_leaves in leaves]
+        keys = self._fold(pipeline.key)
         return [
             RunState(
                 PipelineState(
@@ -167,12 +153,11 @@ class Replicas:
 
     def _fold(self, key: Any) -> list[Any]:
         """The key of each replica. The last ones are remembered: steps use the same."""
-        number = self.number * self.num_turns
-        if self.has_identical_keys or number == 1:
-            return [key] * number
+        if self.has_identical_keys:
+            return [key] * self.number
         known = self._key
         if known is None or known[0] is not key:
-            folded = [jax.random.fold_in(key, np.uint32(replica)) for replica in range(number)]
+            folded = [jax.random.fold_in(key, np.uint32(replica)) for replica in range(self.number)]
             known = self._key = (key, folded)
         return known[1]
 
@@ -309,12 +294,9 @@ class Dealt:
 class Dealer:
     """Places micro-batches for columns, and deals them out."""
 
-    def __init__(
-        self, placement: StatePlacement, columns: Sequence[Column], chunk_size: int, num_turns: int = 1
-    ) -> None:
+    def __init__(self, placement: StatePlacement, columns: Sequence[Column], chunk_size: int) -> None:
         """Begins with the first column."""
         self._placement, self._columns, self._chunk_size = placement, columns, chunk_size
-        self._num_turns = num_turns
         self._lock = threading.Lock()
         self._num_dealt = self._generation = 0
 
@@ -328,16 +310,13 @@ class Dealer:
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
         """Puts the micro-batches of one update, of all replicas, on the devices that read them."""
         number = len(self._columns)
-        num_replicas = number * self._num_turns
-        if num_replicas == 1:
+        if number == 1:
             return self._columns[0].place_ahead(elements)
         placed: list[Any] = [None] * len(elements)
-        for replica in range(num_replicas):
-            column = replica % number
-            own = [self._of_replica(element, column) for element in elements[replica::num_replicas]]
-            for place, element in enumerate(self._columns[column].place_ahead(own)):
-                dealt = element if number == 1 else Dealt(column, self._generation, element)
-                placed[replica + place * num_replicas] = dealt
+        for replica, column in enumerate(self._columns):
+            own = [self._of_replica(element, replica) for element in elements[replica::number]]
+            for place, element in enumerate(column.place_ahead(own)):
+                placed[replica + place * number] = Dealt(replica, self._generation, element)
         return placed
 
     def _of_replica(self, dealt: Any, replica: int) -> Any:

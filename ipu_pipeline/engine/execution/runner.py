@@ -5,9 +5,6 @@ is element k * R + r of the data. A step is a list of actions (`steps`), made fr
 followed in each step. Dispatch is asynchronous: the host runs ahead of the devices, which wait only for
 data. A weight update ends the step, on the groups of all replicas.
 
-If replicas take turns, there are fewer columns than replicas: a step then runs all of them, one turn after
-the other, before its weight update (`turns`).
-
 A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
 variables that its stages assign, stay its own until the next weight update, or the end of the run.
 """
@@ -58,7 +55,6 @@ from ipu_pipeline.engine.execution.replicas import (
     join_handed,
 )
 from ipu_pipeline.engine.execution.steps import ColumnRun, Observer, StepAction, StepRun, follow
-from ipu_pipeline.engine.execution.turns import ColumnTurns, deal_turns, join_turns
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning.memory_plans import Brought
@@ -80,7 +76,7 @@ __all__ = ["ColumnRunner"]
 class Stepped:
     """The results of a step's micro-batches."""
 
-    columns: list[Accumulated]  # one per replica; accumulators are in the last ones, as many as run at once
+    columns: list[Accumulated]  # one per replica
     reduced: Reduced  # what has been joined; empty with one replica
 
 
@@ -124,7 +120,6 @@ class ColumnRunner(Runner[PendingStep]):
         phases: ExecutionPhases | None = None,
         lead: ColumnRunner | None = None,
         shapes: int = 0,
-        num_turns: int = 1,
     ) -> None:
         """Jits the programs; XLA compiles each at its first call.
 
@@ -166,16 +161,15 @@ class ColumnRunner(Runner[PendingStep]):
         self.shapes, self._make_timetable = shapes, make_timetable
         for column in self.columns:
             column.feed.shapes = shapes
-        self.num_turns, self._num_stacked = num_turns, self._chunk.num_stacked
-        self.replicas = Replicas(placement, self.columns, num_turns)
+        self.replicas, self._num_stacked = Replicas(placement, self.columns), self._chunk.num_stacked
         self.lowering = Lowering(self.columns, self.replicas, make_timetable, phases, self.has_callbacks)
         if lead is not None:
             self.lowering.observe(lead.lowering.observer)
-        self.dealer = Dealer(placement, self.columns, self._chunk.size, num_turns)
+        self.dealer = Dealer(placement, self.columns, self._chunk.size)
         alone = len(homes) == 1
         self._place_element = self.columns[0].feed.add if alone else self.dealer.place_element
         self._compiled_for: Any = None  # the kind of random key; None before
-        self._told = list(range(len(homes) * num_turns))  # the replicas whose outputs this process hands on
+        self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         if len(homes) > 1:
             warn_unless_one_is_free(placement.groups)
@@ -243,8 +237,7 @@ class ColumnRunner(Runner[PendingStep]):
                     f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
                     f"{1 + len(processes)}. Give each process the devices of whole replicas."
                 )
-        own = [replica for replica in self._told if homes[replica % len(homes)].is_here]
-        self._told = own or self._told
+        self._told = [replica for replica, group in enumerate(homes) if group.is_here] or self._told
         self._gathers_outputs = False
 
     # Micro-batches.
@@ -280,14 +273,13 @@ class ColumnRunner(Runner[PendingStep]):
     def num_waiting(self, total: int, every: int) -> int:
         """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
 
-        Where a replica is in several processes, or replicas take turns, it is all of a step's, which are
-        there before it begins (`agreeing`, `turns`).
+        Where a replica is in several processes, it is all of a step's, which are there before it begins
+        (`agreeing`).
         """
         del total
         if self.iterated is not None:
             return 1
-        takes_all = self.columns[0].placement.has_peers or self.num_turns > 1
-        return max(4 * self._chunk.size, every * self.num_turns if takes_all else 0)
+        return max(4 * self._chunk.size, every if self.columns[0].placement.has_peers else 0)
 
     def num_fetched(self, total: int, every: int) -> int:
         """The number of waiting micro-batches of all columns."""
@@ -332,8 +324,6 @@ class ColumnRunner(Runner[PendingStep]):
             # All takes are tried before the first error is raised: other processes wait for each of them.
             return PendingStep(request, 1, None, _of_each(Column.take_iteration, self.columns, takes))
         supply = take if isinstance(take, Supply) else Supply(take)
-        if self.num_turns > 1:
-            return self._fetch_in_turns(supply, state, request)
         outputs = [column.begin_outputs() for column in self.columns]
         stepped: Stepped | None = None
         done, before = 0, state
@@ -358,27 +348,6 @@ class ColumnRunner(Runner[PendingStep]):
                 before = self._after(state, stepped, done)
         assert stepped is not None
         return PendingStep(request, request.every, stepped)
-
-    def _fetch_in_turns(self, supply: Supply, state: RunState, request: Request) -> PendingStep:
-        """Runs the micro-batches of an update, those of some replicas after those of others."""
-        replicas, every = self.replicas, request.every
-        takes = self.dealer.take_everywhere(supply, every * self.num_turns)
-        turns = [
-            ColumnTurns(replicas, column, own.accumulators)
-            for column, own in zip(self.columns, replicas.split_state(state), strict=True)
-        ]
-        num_chunks = every // self._chunk.size
-        for turn, dealt in enumerate(deal_turns(takes, self.columns, every, self.num_turns)):
-            feeds = _of_each(Column.feed_from, self.columns, dealt)
-            outputs = [column.begin_outputs() for column in self.columns]
-            before = RunState(state.pipeline, replicas.pack([own.accumulators for own in turns]))
-            part = dataclasses.replace(request, turn=turn)
-            columns, together = self.begin(before, part, feeds, num_chunks, outputs)
-            follow(self.lowering.find(num_chunks, reduces=False), StepRun(columns, together))
-            for own, column in zip(turns, columns, strict=True):
-                own.add(column.finish(self._num_stacked))
-        joined = join_turns(replicas, turns, int(as_int32(state.pipeline.execution_count)))
-        return PendingStep(request, every, Stepped(*joined))
 
     def follow_alike(
         self, state: RunState, request: Request, supply: Supply, outputs: Sequence[Taken]
@@ -492,13 +461,12 @@ class ColumnRunner(Runner[PendingStep]):
         num_chunks: int,
         outputs: Sequence[Taken],
     ) -> tuple[list[ColumnRun], TogetherRun]:
-        """Begins the actions of a step, or of a turn, or of some of its micro-batches."""
-        states = self.replicas.split_state(state, request.turn)
-        first = request.turn * self.replicas.number
+        """Begins the actions of a step, or of some of its micro-batches."""
+        states = self.replicas.split_state(state)
         columns = [
             column.begin(own, request.of_replica(replica), next_chunk, num_chunks, self._lead, taken)
             for replica, (column, own, next_chunk, taken) in enumerate(
-                zip(self.columns, states, feeds, outputs, strict=True), first
+                zip(self.columns, states, feeds, outputs, strict=True)
             )
         ]
         step = int(as_int32(state.pipeline.execution_count))
@@ -519,16 +487,15 @@ class ColumnRunner(Runner[PendingStep]):
             columns, together = self.begin(state, request, feeds, 1, outputs)
             follow(self.lowering.find(1, is_full), StepRun(columns, together))
             stepped = Stepped([column.finish(self._num_stacked) for column in columns], together.reduced)
-        parts, number = stepped.columns, replicas.number
-        at_first, last = parts[:number], parts[-number:]  # of the first turn, and of the last one
-        if self.placement.has_peers and len(parts) > 1:
+        parts = stepped.columns
+        if self.placement.has_peers and replicas.number > 1:
             self.placement.begin_step()
             if self._gathers_outputs:
                 parts = gather_outputs(self.placement, parts)
         read_first, read_last = self._weight_update.read
         first: Sequence[Any] | None = None
         if self.needs_outputs and state.pipeline.optimizer_state is None:
-            first = replicas.first_of([part.first_outputs for part in at_first], read_first)
+            first = replicas.first_of([part.first_outputs for part in parts], read_first)
         state = self.with_optimizer(state, first)
         before = state.pipeline
         leaves = jax.tree.leaves(before.optimizer_state)
@@ -536,20 +503,20 @@ class ColumnRunner(Runner[PendingStep]):
             reduced = stepped.reduced
             variables, means, accumulators = reduced.assigned, reduced.means, reduced.zeros
         else:
-            variables = replicas.join_assigned([part.assigned for part in last])
-            means = accumulators = replicas.pack([part.accumulators for part in last])
+            variables = replicas.join_assigned([part.assigned for part in parts])
+            means = accumulators = replicas.pack([part.accumulators for part in parts])
         updated: list[Handed] = []
         if is_full and self.placement.updates is not None:
             made = self._weight_update.run(
                 before.variables,
                 leaves,
                 means,
-                replicas.first_of([part.last_outputs for part in at_first], read_last),
+                replicas.first_of([part.last_outputs for part in parts], read_last),
                 UpdateCounts(request.every, int(as_int32(before.update_count))),
                 watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
             )
             leaves, variables = made.state_leaves, {**variables, **made.variables}
-            if number == 1:
+            if replicas.number == 1:
                 accumulators = made.accumulators
             updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
         told = [parts[replica] for replica in self._told]

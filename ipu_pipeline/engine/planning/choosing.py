@@ -106,7 +106,7 @@ class ChunkedStep:
       is_grouped: whether the schedule is "grouped". Another one was chosen for its order or its memory, and
         is followed action by action.
       saves_memory: whether recomputation or offloading is on, which chunks would counter.
-      num_at_once: replicas that run at the same time.
+      num_replicas: the number of copies of the pipeline.
     """
 
     programs: Sequence[StagePrograms]
@@ -117,7 +117,7 @@ class ChunkedStep:
     max_live_bytes: int
     is_grouped: bool
     saves_memory: bool
-    num_at_once: int = 1
+    num_replicas: int = 1
 
     def predict(self, costs: Costs, chunk_size: int, cores: float | None) -> float:
         """The time of a step, or of the first 64 micro-batches of a longer one.
@@ -206,7 +206,7 @@ class _Choice:
     def __init__(self, step: ChunkedStep, speed: Speed, rehearsal: Rehearsal | None) -> None:
         assert step.num_micro_batches is not None
         self._step, self._speed, self._rehearsal = step, speed, rehearsal
-        self._cores = count_cores() / step.num_at_once if speed.shares_cores else None
+        self._cores = count_cores() / step.num_replicas if speed.shares_cores else None
         # Fewer chunks than devices that compute at the same time leave some of them idle.
         fewest = 1 if speed.shares_cores and rehearsal is not None else _LEAST_CHUNKS
         self._sizes, self._held_back = [1], ""

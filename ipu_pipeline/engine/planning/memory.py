@@ -26,7 +26,6 @@ from typing import Any
 
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, Moments, StageMemory
-from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.programs.stage_programs import (
     StageProgram,
     StagePrograms,
@@ -155,9 +154,8 @@ def plan_ipus(
     feeds: Mapping[int, int],
     temporaries: Mapping[int, int],
     brought: Mapping[int, Brought] = MappingProxyType({}),
-    takes_turns: bool = False,
 ) -> tuple[IpuMemory, ...]:
-    """Plans what each device takes. Replicas that take turns add their accumulators up beside these."""
+    """Plans what each device takes."""
     traced, updates = placement.traced, placement.updates
     ipus = [group.ipu for group in placement.groups]
     held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, device, and whether it is in host memory
@@ -176,10 +174,8 @@ def plan_ipus(
             add("state", leaf.stage, placement.offloads_state, placement.part_of_leaf(number))
         owned = [(name, traced.owners[name]) for name in accumulator_dtypes]
         for name, stage in (*owned, *placement.accumulator_plan.extra.values()):
-            dtype = accumulator_dtypes[name]
-            for own in (dtype, count_dtype(dtype)) if takes_turns else (dtype,):
-                aval = placement.part_of_gradient(name, own)
-                add("accumulators", stage, placement.offloads_accumulators, aval)
+            aval = placement.part_of_gradient(name, accumulator_dtypes[name])
+            add("accumulators", stage, placement.offloads_accumulators, aval)
 
     def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:
         return num_bytes(held.get((kind, ipu, is_offloaded), ()))

@@ -41,7 +41,6 @@ __all__ = [
     "SentValue",
     "Split",
     "SplitProblem",
-    "divide_work",
     "even_split",
     "find_split",
     "num_simulations",
@@ -454,18 +453,6 @@ def even_split(num_layers: int, num_stages: int) -> Split:
     """The split into stages of equally many layers; the first ones have one more."""
     size, more = divmod(num_layers, num_stages)
     return tuple(stage * size + min(stage, more) for stage in range(num_stages))
-
-
-def divide_work(work: Sequence[float], number: int) -> Split:
-    """Divides pieces of work, in their order, into parts the largest of which is as small as possible.
-
-    Args:
-      work: the size of each piece.
-      number: of parts, at most that of pieces.
-    """
-    found = _cut_by_longest([_spread(_running(work))] * number)
-    assert found is not None
-    return found
 
 
 def weigh(own: float, shared: float | None) -> float:

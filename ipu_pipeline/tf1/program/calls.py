@@ -17,7 +17,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Pipeline, ProgramNames, Recomputation, VariableSpec
 from ipu_pipeline.engine.fronts import Enqueued, Loop, Progress, find_leaves, mark_call
-from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary, count_costs
+from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -67,15 +67,6 @@ class _Call(abc.ABC):
     def num_ipus(self) -> int:
         """The number of IPUs that it needs."""
         return self.runner.num_devices
-
-    @functools.cached_property
-    def work_by_ipu(self) -> list[float]:
-        """How long each IPU of a replica computes for a micro-batch, in seconds, by counted operations."""
-        details = self.runner.facts()
-        costs, work = count_costs(details), [0.0] * self.runner.num_ipus
-        for stage in details.stages:
-            work[stage.ipu] += costs.forward[stage.index] + costs.backward[stage.index]
-        return work
 
     @property
     def variables(self) -> dict[str, VariableSpec]:

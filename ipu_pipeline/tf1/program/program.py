@@ -21,7 +21,6 @@ from ipu_pipeline.reports.programs import Placement, ProgramSummary
 from ipu_pipeline.tf1.graph.internal_variables import is_internal
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, live_placeholders, standing
 from ipu_pipeline.tf1.graph.symbols import Symbol
-from ipu_pipeline.tf1.program.arranging import arrange
 from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building
 from ipu_pipeline.tf1.program.host_tables import HostTable, check_tables
 from ipu_pipeline.tf1.program.outputs import Output
@@ -133,12 +132,8 @@ class Program:
         of_replicas: list[tuple[tuple[str, ...], ...]] = []
         for call in self.calls:
             number = call.replication.count()
-            arranged = arrange(call, selected, number) if number > 1 and selected else None
-            of_replicas.append(
-                ()
-                if arranged is None
-                else tuple(tuple(map(str, arranged.of_replica(replica))) for replica in range(number))
-            )
+            dealt = call.replication.deal_devices(selected, number) if number > 1 and selected else ()
+            of_replicas.append(tuple(tuple(map(str, own)) for own in dealt))
         return Placement(
             tuple(call.placement() for call in self.calls), tuple(map(str, selected)), tuple(of_replicas)
         )

@@ -197,28 +197,17 @@ class Replication:
                 f"statistics of all; the pipeline {name!r} has {num_replicas}. It is {configured}."
             )
 
-    @property
-    def _num_each(self) -> int:
-        """How many IPUs each replica has, some of which may be idle."""
-        return self.num_ipus if self.asked is None else max(self.asked.num_ipus, self.num_ipus)
-
-    def count_needed(self, num_replicas: int) -> int:
-        """How many devices so many replicas need at the same time."""
-        return (num_replicas - 1) * self._num_each + self.num_ipus
-
-    def choose_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Any]:
-        """The devices of replicas that run at the same time, replica by replica.
+    def deal_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Sequence[Any]]:
+        """The devices of each replica.
 
         Raises:
           ValueError: there are too few.
         """
-        num_each = self._num_each
-        if len(devices) < self.count_needed(num_replicas):
+        num_each = self.num_ipus if self.asked is None else max(self.asked.num_ipus, self.num_ipus)
+        starts = [replica * num_each for replica in range(num_replicas)]  # some may be idle
+        if len(devices) < starts[-1] + self.num_ipus:
             raise ValueError(
                 f"{num_replicas} replicas of {num_each} IPUs need {num_replicas * num_each} IPUs, but "
                 f"there are {len(devices)}."
             )
-        starts = [replica * num_each for replica in range(num_replicas)]
-        if num_replicas == 1:
-            return list(devices)
-        return [device for start in starts for device in devices[start : start + self.num_ipus]]
+        return [devices[start : start + self.num_ipus] for start in starts]

@@ -30,7 +30,6 @@ from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.tf1 import utils
 from ipu_pipeline.tf1.graph.placeholders import Placeholder
-from ipu_pipeline.tf1.program.arranging import arrange
 from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall, find_num_replicas
 from ipu_pipeline.tf1.program.host_tables import check_tables
 from ipu_pipeline.tf1.program.program import Program
@@ -181,10 +180,10 @@ def _run_pipeline(
 def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[Any]]:
     """Returns the runner of a pipeline or loop, and the selected devices that it uses."""
     num_replicas = find_num_replicas(call)
-    arranged = arrange(call, devices, num_replicas)
-    call.runner.set_replicas(num_replicas, utils.replicas_are_identical(), arranged.num_turns)
-    arranged.tell(call.name)
-    return call.runner.prepare(arranged.devices), arranged.devices
+    dealt = call.replication.deal_devices(devices, num_replicas)
+    chosen = [device for own in dealt for device in own]
+    call.runner.set_replicas(num_replicas, utils.replicas_are_identical())
+    return call.runner.prepare(chosen), chosen
 
 
 def reads_data(program: Program) -> bool:

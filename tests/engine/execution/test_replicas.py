@@ -1,4 +1,4 @@
-"""Replicas of a pipeline, at once or in turns: equal to a plain loop over the micro-batches of all."""
+"""Replicas of a pipeline: equal to a plain loop over the micro-batches of all."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from ipu_pipeline import engine, layers, reports
+from ipu_pipeline import engine, layers
 from tests.support import beside, models
 
 COUNT, UPDATES = 2, 2
@@ -59,15 +59,14 @@ def test_another_random_key():
         beside.train(pipeline, steps, seed=seed)
 
 
-@pytest.mark.parametrize("num_turns", [1, 2])
-def test_means_in_sixteen_bits(num_turns):
+def test_means_in_sixteen_bits():
     """The sum of two of these gradients is infinite in float16."""
 
     def stage(x):
         weight = engine.get_variable("w", (), "float16", jax.nn.initializers.zeros)
         return (weight * x).astype("float32")
 
-    pipeline = make([stage], 2, num_turns=num_turns, num_micro_batches=1, optimizer=optax.sgd(1.0))
+    pipeline = make([stage], 2, num_micro_batches=1, optimizer=optax.sgd(1.0))
     step = [np.float16(40000)] * 2
     state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), step[0]), step)
     assert state.variables["w"] == -40000
@@ -75,7 +74,7 @@ def test_means_in_sixteen_bits(num_turns):
 
 def test_micro_batches_placed_once_and_data_that_end():
     """What is left of the data is dealt out anew, and nothing of it has been run."""
-    pipeline = make(models.mlp_stages(1), 2, num_turns=2, dispatch_plan=engine.Chunking(2))
+    pipeline = make(models.mlp_stages(2), 2, dispatch_plan=engine.Chunking(2))
     state, step = begun(pipeline, 2)
     placed = pipeline.place_micro_batches(step)
     first, _outputs = pipeline.step(state, step)
@@ -88,13 +87,13 @@ def test_micro_batches_placed_once_and_data_that_end():
 
 
 def test_another_number_later():
-    """Of replicas, and of turns that they take; all replicas have the same variables."""
+    """All replicas have the same variables."""
     pipeline = make(models.mlp_stages(2), 1, offload=["weights", "weight_update_variables"])
     data = make_steps(4)[0]
     state = pipeline.init(jax.random.key(3), data[0])
     expected = beside.copied(state)
-    for num_replicas, num_turns in [(4, 2), (2, 1)]:
-        pipeline.set_replicas(num_replicas, num_turns=num_turns)
+    for num_replicas in (4, 2):
+        pipeline.set_replicas(num_replicas)
         step = data[: COUNT * num_replicas]
         state, outputs = pipeline.step(state, step)
         expected, wanted = beside.step_plainly(pipeline, expected, step)
@@ -102,7 +101,7 @@ def test_another_number_later():
         models.assert_trees_close(state.variables, expected.variables)
         assert np.shape(outputs.losses[0]) == (num_replicas,)
         for variable in state.variables.values():
-            assert len(variable.devices()) == num_replicas // num_turns
+            assert len(variable.devices()) == num_replicas
             values = [np.asarray(shard.data) for shard in variable.addressable_shards]
             for value in values[1:]:
                 np.testing.assert_array_equal(value, values[0])
@@ -116,12 +115,6 @@ def test_another_number_later():
             {"num_serialized": 2, "schedule": "sequential", "device_mapping": [0, 0]},
             "num_replicas must be 1 with num_serialized above 1",
         ),
-        ({"num_turns": 3}, "num_turns must be a divisor of num_replicas, 4, .*; got 3"),
-        ({"num_turns": 0}, "num_turns must be an integer of at least 1"),
-        (
-            {"num_turns": 2, "joins_assigned": False},
-            "joins_assigned must be True where replicas take turns",
-        ),
         ({"shard": "weights"}, "shard must be a collection of names"),
     ],
 )
@@ -130,19 +123,9 @@ def test_wrong_options(options, message):
         make(models.mlp_stages(2), **{"num_replicas": 4, **options})
 
 
-def test_what_is_refused_later():
+def test_too_few_devices():
     with pytest.raises(ValueError, match="needs 12 devices, .* of 3 replicas, but there are 8"):
         begun(make(models.mlp_stages(4), 3), 2)
-    pipeline = make(models.mlp_stages(2), 4, joins_assigned=False)
-    with pytest.raises(ValueError, match="joins_assigned must be True where replicas take turns"):
-        pipeline.set_replicas(4, num_turns=2)
-    with pytest.raises(ValueError, match=r"stage 0 \(first\).*devices for 1 of 2 replicas \(num_turns\)"):
-        begun(make(together_stages(), 2, num_turns=2), 2)
-    pipeline = make(models.mlp_stages(1), 2, num_turns=2)
-    state, step = begun(pipeline, 2)
-    x, labels = step[3]
-    with pytest.raises(ValueError, match="take turns.*pad them"):
-        pipeline.step(state, [*step[:3], (x[:-1], labels[:-1])])
 
 
 def together_stages():
@@ -232,57 +215,13 @@ def test_one_of_the_two_is_shared_out(shard):
     assert parts == ([whole, whole // 2] if shard == "optimizer_state" else [whole // 2, whole])
 
 
-# Replicas that take turns.
-
-
 @pytest.mark.thorough
-def test_turns_divide_gradients_by_all_weights():
-    def stage(x, labels):
-        number = labels.sum().astype("float32")
-        return models.cross_entropy(models.dense("d", 10, x), labels) * number, number
-
-    options = {"loss": lambda loss, _number: loss, "loss_weight": lambda _loss, number: number}
-    states = []
-    for num_turns in (1, 2):
-        pipeline = make([stage], 4, num_turns=num_turns, **options)
-        states.append(pipeline.step(*begun(pipeline, 4))[0])
-    models.assert_trees_close(states[1].variables, states[0].variables)
-
-
-def test_a_fault_in_a_later_turn_is_found():
-    def stage(x, labels):
-        return jnp.mean(x * engine.get_variable("w", (), initializer=1.0))
-
-    pipeline = make([stage], 2, num_turns=2, check_nans=True, optimizer=optax.sgd(0.1))
-    state, step = begun(pipeline, 2)
-    x, labels = step[3]
-    with pytest.raises(FloatingPointError, match=r"micro-batch 3 \(of replica 1\)"):
-        pipeline.step(state, [*step[:3], (np.full_like(x, np.nan), labels)])
-
-
-@pytest.mark.thorough
-def test_turns_op_by_op():
+def test_replicas_op_by_op():
     """With random numbers and assigned variables, too."""
-    pipeline = make(noisy_stages(), 2, num_turns=2)
+    pipeline = make(noisy_stages(), 2)
     state, step = begun(pipeline, 2)
     expected, wanted = pipeline.step(state, step)
     with jax.disable_jit():
         found, outputs = pipeline.step(state, step)
     models.assert_trees_close(found.variables, expected.variables)
     models.assert_trees_close(outputs.losses, wanted.losses)
-
-
-@pytest.mark.thorough
-def test_a_report_has_what_ran_in_turns(tmp_path):
-    pipeline = make(models.mlp_stages(2), 4, num_turns=2)
-    state, step = begun(pipeline, 4)
-    with reports.capture(tmp_path) as captured:
-        pipeline.step(state, step)
-    (one,) = captured.profile.pipelines
-    assert (one.num_replicas, one.num_micro_batches) == (2, 2 * COUNT)
-    forwards = [event for event in captured.profile.events if event.kind == "forward"]
-    whole = make(models.mlp_stages(2), 4)
-    whole.trace(step[0])
-    (memory, *_others), (one_turn, *_rest) = pipeline.plan_ipu_memory(), whole.plan_ipu_memory()
-    assert memory.num_accumulator_bytes == 2 * one_turn.num_accumulator_bytes
-    assert len({(event.stage, event.micro_batch) for event in forwards}) == len(forwards) == 8 * COUNT

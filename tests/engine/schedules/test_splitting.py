@@ -15,7 +15,6 @@ from ipu_pipeline.engine.schedules.splitting import (
     LayerMemory,
     SentValue,
     SplitProblem,
-    divide_work,
     even_split,
     find_split,
     weigh,
@@ -283,13 +282,3 @@ def test_even_splits():
     assert even_split(7, 3) == (0, 3, 5)
     assert even_split(4, 4) == (0, 1, 2, 3)
     assert even_split(5, 1) == (0,)
-
-
-def test_the_largest_part_of_work_is_as_small_as_possible():
-    assert divide_work([1, 1, 1, 1], 2) == (0, 2)
-    assert divide_work([5, 1, 1, 1], 2) == (0, 1)
-    assert divide_work([1, 1, 1, 5], 2) == (0, 3)
-    assert divide_work([1, 2, 3, 4, 5], 3) == (0, 3, 4)
-    assert divide_work([2, 7], 2) == (0, 1)
-    assert divide_work([2, 7], 1) == (0,)
-    assert divide_work([0, 0, 0], 3) == (0, 1, 2)
