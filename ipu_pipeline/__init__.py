@@ -12,7 +12,7 @@ from ipu_pipeline.graphcore import importing
 from ipu_pipeline.ground import first_run
 
 if TYPE_CHECKING:
-    from ipu_pipeline import reports
+    from ipu_pipeline import ray, reports
     from ipu_pipeline.data import datasets as datasets
     from ipu_pipeline.engine import (
         AUTO_REUSE,
@@ -122,6 +122,7 @@ __all__ = [
     "placeholder",
     "popdist",
     "rand_ops",
+    "ray",
     "replication_ops",
     "reports",
     "rnn_ops",

@@ -44,6 +44,7 @@ PUBLIC = (
     "rnn_ops",
     "config",
     "distributed",
+    "ray",
     "popdist",
     "utils",
     "serving",

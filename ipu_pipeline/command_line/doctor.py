@@ -44,6 +44,7 @@ class Feature(NamedTuple):
 FEATURES = (
     Feature("poptorch", ("torch", "safetensors"), "pip install 'ipu_pipeline[torch]'"),
     Feature("report pages", ("plotly",), "pip install 'ipu_pipeline[reports]'"),
+    Feature("ray.train", ("ray",), "pip install 'ipu_pipeline[ray]'"),
     Feature("layers.Flax", ("flax",), "pip install 'ipu_pipeline[flax]'"),
     Feature("TensorBoard's files", ("tensorboardX",), "pip install 'ipu_pipeline[tensorboard]'"),
     Feature(

@@ -48,7 +48,8 @@ class Job:
         status = None
         while status is None:
             status = self._run_once()
-        self._say_goodput()
+        if told := self._history.describe_goodput(self._useful):
+            say(told)
         return status
 
     def _run_once(self) -> int | None:
@@ -102,15 +103,6 @@ class Job:
     def _write_history(self) -> None:
         if self._settings.memory is not None:
             self._history.write(self._settings.memory)
-
-    def _say_goodput(self) -> None:
-        goodput = self._history.goodput(self._useful)
-        if goodput is not None and self._history.num_restarts:
-            seconds, times = time.time() - self._history.begun, self._history.describe_times()
-            say(
-                f"goodput {goodput:.2f}: the runs took {self._useful:.1f} s of {seconds:.1f} s; the job "
-                f"was started again {times}."
-            )
 
     def _end_by(self, number: int) -> None:
         """Ends the processes, and then this launcher, by a signal."""

@@ -94,6 +94,16 @@ class JobHistory:
         """How often it was started again, in words."""
         return "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
 
+    def describe_goodput(self, useful: float) -> str:
+        """The goodput at the end of a job that was started again, in words; else empty."""
+        goodput = self.goodput(useful)
+        if goodput is None or not self.num_restarts:
+            return ""
+        return (
+            f"goodput {goodput:.2f}: the runs took {useful:.1f} s of {time.time() - self.begun:.1f} s; the "
+            f"job was started again {self.describe_times()}."
+        )
+
     def describe(self) -> str:
         """Describes it in sentences; empty if nothing has failed."""
         if not self.num_restarts:

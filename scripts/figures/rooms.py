@@ -113,6 +113,7 @@ FLOORS = (
     _folder("poptorch/execution"),
     _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
     _folder("launching"),
+    _beside("ray", "ray", "ray.train: jobs on a Ray cluster"),
     _folder("command_line"),
     _beside("program", "__main__", "python -m ipu_pipeline"),
 )

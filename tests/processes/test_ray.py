@@ -16,8 +16,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import ray
 
 from ipu_pipeline import engine
+from ipu_pipeline.errors import ProcessError
+from ipu_pipeline.launching import on_ray as launching
 from tests.support import engine_resumer, on_ray
 from tests.support.programs import ESTIMATOR, ROOT, Started, environment, run, wait_for
 
@@ -188,3 +191,42 @@ def test_a_driver_is_killed_and_another_one_interrupted(tmp_path):
     first = int((directory / "losses").read_text().splitlines()[before].split()[0])
     assert before - 5 <= first <= before
     assert first % 5 == 0
+
+
+def make_node(**resources):
+    return {"Alive": True, "NodeID": "a", "Resources": resources}
+
+
+def test_open_ports(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [make_node(), make_node()])
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.warns(UserWarning, match="no token: whoever reaches one of its ports can run any program"):
+        launching._warn_of_open_ports()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    launching._warn_of_open_ports()
+
+
+def test_a_cluster_that_never_has_room(monkeypatch, caplog):
+    """Three processes of two CPUs on nodes of three and of two: there is room for two."""
+    monkeypatch.setattr(ray, "nodes", lambda: [make_node(CPU=3.0), make_node(CPU=2.0)])
+    monkeypatch.setattr(launching, "_SECONDS_TO_COME", 0.0)
+    asked = []
+    monkeypatch.setattr(launching, "request_resources", lambda bundles: asked.append(bundles))
+    launching._await_resources(2, {"CPU": 2.0})
+    with pytest.raises(TimeoutError, match="3 processes need {'CPU': 2.0} each, .* room for 2"):
+        launching._await_resources(3, {"CPU": 2.0})
+    assert asked == [[{"CPU": 2.0}] * 3, []]
+    assert "It is waited for" in caplog.text
+
+
+def test_the_failure_that_others_follow_from(monkeypatch, caplog):
+    monkeypatch.setattr(launching, "_last_failure", None)
+    lost = ray.exceptions.RayActorError()
+    failures = launching._Failures()
+    failures.after_exception(
+        None, {0: ProcessError("Process 1 has ended."), 1: ValueError("no data\nat all")}
+    )
+    failures.after_exception(None, {0: lost})  # a later one
+    assert launching._last_failure[1] == "process 1 raised ValueError: no data"
+    assert "process 1 raised ValueError: no data." in caplog.text
+    assert launching._describe_error(lost) == "was lost"

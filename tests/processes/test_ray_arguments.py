@@ -1,11 +1,10 @@
-"""What `ray.train` checks before a cluster starts, and what it says of one."""
+"""What `ray.train` checks before Ray is imported, and programs for it."""
 
 import sys
 
 import pytest
 
 from ipu_pipeline import ray
-from ipu_pipeline.errors import ProcessError
 
 
 @pytest.mark.parametrize(
@@ -25,7 +24,7 @@ from ipu_pipeline.errors import ProcessError
         ({"resources_per_process": {"GPU": 1}}, "resources_per_process cannot have 'GPU'. Set use_gpu"),
         ({"max_failures": -2}, "max_failures must be a whole number from -1; got -2"),
         ({"memory_every": 0}, "memory_every must be a whole number from 1; got 0"),
-        ({"death_timeout": 1}, "death_timeout must be seconds from 2; got 1"),
+        ({"death_timeout": 1}, "death_timeout must be a number from 2; got 1"),
         (
             {"resize_every": 5},
             "resize_every has an effect with a least and a most number of processes only",
@@ -65,40 +64,8 @@ def test_a_program_that_fails(tmp_path, monkeypatch):
         ray.program(tmp_path / "a.py")(ray.Attempt(0, 0, 1, tmp_path))
 
 
-def make_node(**resources):
-    return {"Alive": True, "NodeID": "a", "Resources": resources}
-
-
-def test_open_ports(monkeypatch):
-    monkeypatch.setattr(ray.ray, "nodes", lambda: [make_node(), make_node()])
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.warns(UserWarning, match="no token: whoever reaches one of its ports can run any program"):
-        ray._warn_of_open_ports()
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    ray._warn_of_open_ports()
-
-
-def test_a_cluster_that_never_has_room(monkeypatch, caplog):
-    """Three processes of two CPUs on nodes of three and of two: there is room for two."""
-    monkeypatch.setattr(ray.ray, "nodes", lambda: [make_node(CPU=3.0), make_node(CPU=2.0)])
-    monkeypatch.setattr(ray, "_SECONDS_TO_COME", 0.0)
-    asked = []
-    monkeypatch.setattr(ray, "request_resources", lambda bundles: asked.append(bundles))
-    ray._await_resources(2, {"CPU": 2.0})
-    with pytest.raises(TimeoutError, match="3 processes need {'CPU': 2.0} each, .* room for 2"):
-        ray._await_resources(3, {"CPU": 2.0})
-    assert asked == [[{"CPU": 2.0}] * 3, []]
-    assert "It is waited for" in caplog.text
-
-
-def test_the_failure_that_others_follow_from(monkeypatch, caplog):
-    monkeypatch.setattr(ray, "_last_failure", None)
-    lost = ray.ray.exceptions.RayActorError()
-    failures = ray._Failures()
-    failures.after_exception(
-        None, {0: ProcessError("Process 1 has ended."), 1: ValueError("no data\nat all")}
-    )
-    failures.after_exception(None, {0: lost})  # a later one
-    assert ray._last_failure[1] == "process 1 raised ValueError: no data"
-    assert "process 1 raised ValueError: no data." in caplog.text
-    assert ray._describe_error(lost) == "was lost"
+def test_without_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ipu_pipeline.launching.on_ray", raising=False)
+    with pytest.raises(ImportError, match=r"ray.train needs Ray Train: pip install 'ipu_pipeline\[ray\]'"):
+        ray.train(print, 2, storage_path="jobs")
