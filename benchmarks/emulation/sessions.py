@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import optax
 
 import ipu_pipeline as ipu
+from ipu_pipeline import engine
 
 __all__ = ["Training", "compile_training"]
 
@@ -51,6 +52,7 @@ def compile_training(
             infeed_queue=infeed,
             outfeed_queue=outfeed,
             outfeed_loss=True,
+            dispatch_plan=engine.Chunking(),  # else stages that do not sleep are rounded otherwise
             optimizer_function=lambda y: ipu.pipelining_ops.OptimizerFunctionOutput(
                 optax.adam(rate), loss(y)
             ),

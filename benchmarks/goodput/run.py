@@ -1,15 +1,19 @@
 """How much of a job's time is training, if its processes die again and again.
 
-    python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8 2] [--json FILE]
+    python -m benchmarks.goodput.run [--minutes 20] [--every 20] [--processes 8 2] [--kills 5] [--json FILE]
 
 A job of stages that sleep, as in benchmarks/emulation, each in a process of its own, is started by
 `ipu-pipeline launch --restarts`. One of them is killed at random moments. The figure is the goodput in the
 launcher's last line. Afterwards the training is repeated with stages that do not sleep, in processes that
 are not killed. Its losses must be equal to the last bit.
+
+Then jobs of two processes are started in turn by the launcher and by `ray.train`, and a process of each is
+killed: how much longer does it take on Ray until the next run is done?
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -19,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import ROOT, Row
+from benchmarks.in_memory.run import Losses
 
 MODULE = "benchmarks.goodput.run"
 QUESTION = "goodput"
@@ -32,6 +37,7 @@ NUM_MICRO_BATCHES = 16
 FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 WIDTH = 1024
 LEAST = 0.9
+MOST_ON_RAY = 2.0
 MOST_WAIT = 120.0  # seconds, for the start and the end
 
 
@@ -164,19 +170,95 @@ def _kill(
         job.wait(MOST_WAIT)
 
 
+# The time from a kill to the next run.
+
+
+def train_on_ray(folder: Path) -> None:
+    """Trains in two processes until it is ended."""
+    from ipu_pipeline import ray
+
+    program = ray.program("tests/support/resumer.py", folder, 10**6, 4, 1)
+    ray.train(program, 2, storage_path=folder, name="job", max_failures=-1)
+
+
+def _find_on_launcher(job: subprocess.Popen[Any], _folder: str) -> list[int]:
+    return list(map(int, Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()))
+
+
+def _find_on_ray(_job: subprocess.Popen[Any], folder: str) -> list[int]:
+    """The processes that train, of the cluster with this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            is_ours = f"RAY_TMPDIR={folder}\0".encode() in (path / "environ").read_bytes()
+            if is_ours and b"RayTrainWorker" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def _time_kill(
+    command: Callable[[str], Sequence[str]], find: Callable[[Any, str], list[int]], victim: int
+) -> float:
+    """Seconds from the kill of a process of a new job to the end of the next run."""
+    with tempfile.TemporaryDirectory(prefix="ray") as name:  # Ray's sockets need a short path
+        losses = Losses(Path(name) / "losses")
+        with (Path(name) / "log").open("w") as log:
+            job = subprocess.Popen(
+                command(name), cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "RAY_TMPDIR": name}
+            )
+        try:
+            losses.await_more(20)
+            begin = time.monotonic()
+            os.kill(find(job, name)[victim], signal.SIGKILL)
+            time.sleep(0.2)  # what had been computed is written
+            losses.await_more(1)
+            return time.monotonic() - begin
+        finally:
+            job.send_signal(signal.SIGINT)
+            job.wait(MOST_WAIT)
+
+
+def measure_on_ray(num_kills: int) -> Row:
+    """From a kill to the next run on Ray, against the launcher."""
+    launch = [sys.executable, "-m", "ipu_pipeline", "launch", "-n", "2", "--restarts", "9"]
+    training = [str(10**6), "4", "1"]
+    found = []
+    for number in range(num_kills):
+        victim = number % 2
+        on_ray = _time_kill(
+            lambda folder: [sys.executable, "-m", MODULE, "--side", "ray", "--folder", folder],
+            _find_on_ray,
+            victim,
+        )
+        launched = _time_kill(
+            lambda folder: [*launch, "-m", "tests.support.resumer", folder, *training],
+            _find_on_launcher,
+            victim,
+        )
+        found.append((on_ray, launched))
+    ray, launcher = zip(*found, strict=True)
+    case = "4 stages in 2 processes: from a kill to the next run on Ray, against ipu-pipeline launch"
+    return harness.compare(QUESTION, case, ray, launcher, target=MOST_ON_RAY)
+
+
 def main() -> None:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--every", type=float, default=20, help="seconds between deaths, on average")
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 2])
+    parser.add_argument("--kills", type=int, default=5, help="in jobs of two processes on Ray")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--runs", type=int)
     args = parser.parse_args()
+    if args.side == "ray":
+        train_on_ray(args.folder)
+        return
     if args.side is not None:
         work(args.processes[0], args.folder, args.runs)
         return
     minutes = 4 if args.short else args.minutes
     rows = [measure(number, minutes, args.every) for number in args.processes]
+    rows.append(measure_on_ray(3 if args.short else args.kills))
     harness.report(rows, args.json)
 
 

@@ -108,7 +108,7 @@ def measure_cost(num_rounds: int) -> Row:
 # How long it takes to go on.
 
 
-class _Losses:
+class Losses:
     """The lines that a job writes into a file, one for each run."""
 
     def __init__(self, path: Path) -> None:
@@ -145,7 +145,7 @@ def _time_recovery(num_kills: int) -> list[float]:
     """Seconds from the kill of a process to the end of the next run."""
     whole = []
     with tempfile.TemporaryDirectory() as folder:
-        losses = _Losses(Path(folder) / "losses")
+        losses = Losses(Path(folder) / "losses")
         program = ("-m", "tests.support.resumer", folder, 10**6, 4, 1)
         job = _launch("-n", 2, "--restarts", 10**6, *program, stderr=subprocess.DEVNULL)
         try:

@@ -119,6 +119,7 @@ FLOORS = (
 )
 # What a package's door names of later rooms. It is imported when somebody asks for it, and not before.
 NAMED_LATER = {
+    "__init__": {"ray"},
     "engine.__init__": {
         "checkpointing.engine_memory",
         "checkpointing.engine_states",
