@@ -24,7 +24,9 @@ from tests.support.resumable import MICRO_BATCHES, Batches
 
 STEPS = 150
 PAUSE = 0.02  # seconds between two steps, in which somebody kills
-PROGRAM = ("--dataset", "digits", "--steps", "300", "--batch-size", "16", "--save-checkpoints-steps", "100")
+# Options of the estimator's program.
+PROGRAM = ("--dataset", "digits", "--steps", 800, "--batch-size", 16, "--batches-to-accumulate", 4)
+PROGRAM += ("--repeat-count", 2)
 LONG = 3600.0  # seconds, before which it is ended
 
 
