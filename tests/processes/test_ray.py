@@ -139,20 +139,18 @@ def find_memory():
 
 
 def test_processes_are_killed_and_stopped(tmp_path, undisturbed):
-    """Three undisturbed; kill -9 of each of two at random moments; SIGSTOP; disk only; a user's error."""
+    """Kill -9 of each of two at random moments, and SIGSTOP; of three without memory; a user's error."""
     generator = random.Random(3)  # noqa: S311  # of moments
-    with Driver(tmp_path, "three", "killed", "stopped", "disk", "wrong") as driver:
+    with Driver(tmp_path, "memory", "disk", "wrong") as driver:
         for number, victim in enumerate(generator.sample(range(2), 2)):
-            processes = driver.await_attempt(tmp_path / "killed", number)
+            processes = driver.await_attempt(tmp_path / "memory", number)
             time.sleep(generator.uniform(0, 0.3))
             os.kill(processes[victim], signal.SIGKILL)
-        os.kill(driver.await_attempt(tmp_path / "stopped", 0)[1], signal.SIGSTOP)
-        os.kill(driver.await_attempt(tmp_path / "disk", 0)[0], signal.SIGKILL)
+        os.kill(driver.await_attempt(tmp_path / "memory", 2)[1], signal.SIGSTOP)
+        os.kill(driver.await_attempt(tmp_path / "disk", 0, count=3)[0], signal.SIGKILL)
         log = driver.finish()
-    assert_same(tmp_path / "three", undisturbed(3, 20), 3)
-    assert_same(tmp_path / "killed", undisturbed(2, on_ray.STEPS), 2, most_again=2 * 2)
-    assert_same(tmp_path / "stopped", undisturbed(2, on_ray.STEPS), 2, most_again=2)
-    assert_same(tmp_path / "disk", undisturbed(2, on_ray.STEPS), 2, most_again=5)
+    assert_same(tmp_path / "memory", undisturbed(2, on_ray.STEPS), 2, most_again=3 * 2)
+    assert_same(tmp_path / "disk", undisturbed(3, on_ray.STEPS), 3, most_again=5)
     assert "wrong: {1: 'a mistake of the user'}" in log
     assert len(on_ray.read_notes(tmp_path / "wrong")) == 2  # it was tried once
     assert not find_memory()
@@ -170,21 +168,21 @@ def test_a_node_is_lost_with_its_memory_and_another_one_comes(tmp_path, undistur
 def test_an_unchanged_program_of_tensorflows_interface(tmp_path):
     """A process is killed while it trains, without a checkpoint on disk."""
     with Driver(tmp_path, "program") as driver:
-        driver.wait_for((tmp_path / "model" / "metrics.jsonl").exists)
+        metrics = tmp_path / "model" / "metrics.jsonl"
+        driver.wait_for(lambda: metrics.exists() and len(read_losses(metrics.parent)) > 20)
         os.kill(driver.find_workers()[-1], signal.SIGKILL)
         log = driver.finish()
     assert "restored from memory" in log
     run(ESTIMATOR, *on_ray.PROGRAM, "--model-dir", tmp_path / "plain", as_tests=True)
     assert read_losses(tmp_path / "model") == read_losses(tmp_path / "plain")
-    assert read_losses(tmp_path / "model" / "eval") == read_losses(tmp_path / "plain" / "eval")
+    assert read_losses(tmp_path / "model" / "eval") == read_losses(tmp_path / "plain" / "eval") != {}
 
 
 def read_losses(directory):
     """Step -> loss, as an estimator has written it."""
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    found = {line["step"]: line["value"] for line in lines if line["name"] == "loss"}
-    assert found
-    return found
+    text = (directory / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return {line["step"]: line["value"] for line in lines if line["name"] == "loss"}
 
 
 def test_a_driver_is_killed_and_another_one_interrupted(tmp_path):

@@ -25,7 +25,7 @@ from tests.support.resumable import MICRO_BATCHES, Batches
 STEPS = 150
 PAUSE = 0.02  # seconds between two steps, in which somebody kills
 # Options of the estimator's program.
-PROGRAM = ("--dataset", "digits", "--steps", 800, "--batch-size", 16, "--batches-to-accumulate", 4)
+PROGRAM = ("--dataset", "digits", "--steps", 300, "--batch-size", 16, "--batches-to-accumulate", 4)
 PROGRAM += ("--repeat-count", 2)
 LONG = 3600.0  # seconds, before which it is ended
 
@@ -154,10 +154,8 @@ def run_nodes(storage):
 
 
 SCENARIOS = {
-    "three": lambda storage: run(storage, "three", 3, num_stages=3, steps=20),
-    "killed": lambda storage: run(storage, "killed", 2),
-    "stopped": lambda storage: run(storage, "stopped", 2),
-    "disk": lambda storage: run(storage, "disk", 2, has_disk=True, memory_every=None),
+    "memory": lambda storage: run(storage, "memory", 2),
+    "disk": lambda storage: run(storage, "disk", 3, num_stages=3, has_disk=True, memory_every=None),
     "own": lambda storage: run(storage, "own", 2, steps=10**6, has_disk=True),
     "wrong": run_wrong,
     "program": run_program,
