@@ -90,23 +90,17 @@ class Driver:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder)
 
-    def find_processes(self):
-        """The numbers of all processes of its cluster: Ray gives each its folder."""
+    def find_processes(self, *names):
+        """The numbers of all processes of its cluster, which have its folder, or of those with a name."""
         folder = f"RAY_TMPDIR={self.folder}".encode()
         found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if folder in path.read_bytes().split(b"\0") and int(path.parent.name) != self.process.pid:
-                    found.append(int(path.parent.name))
-        return found
-
-    def find_workers(self):
-        """Those of the processes that train."""
-        return [
-            pid
-            for pid in self.find_processes()
-            if b"RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+                is_own = folder in (path / "environ").read_bytes().split(b"\0")
+                command = (path / "cmdline").read_bytes().decode()
+                if is_own and (not names or any(name in command for name in names)):
+                    found.append(int(path.name))
+        return [pid for pid in found if pid != self.process.pid]
 
     def wait_for(self, condition, seconds=300):
         def holds():
@@ -170,7 +164,7 @@ def test_an_unchanged_program_of_tensorflows_interface(tmp_path):
     with Driver(tmp_path, "program") as driver:
         metrics = tmp_path / "model" / "metrics.jsonl"
         driver.wait_for(lambda: metrics.exists() and len(read_losses(metrics.parent)) > 20)
-        os.kill(driver.find_workers()[-1], signal.SIGKILL)
+        os.kill(driver.find_processes("RayTrainWorker")[-1], signal.SIGKILL)
         log = driver.finish()
     assert "restored from memory" in log
     run(ESTIMATOR, *on_ray.PROGRAM, "--model-dir", tmp_path / "plain", as_tests=True)
@@ -190,8 +184,8 @@ def test_a_driver_is_killed_and_another_one_interrupted(tmp_path):
     directory = tmp_path / "own"
     with Driver(tmp_path, "own") as driver:
         driver.await_attempt(directory, 0)
-        driver.process.kill()
-        wait_for(lambda: not driver.find_processes())
+        driver.process.kill()  # agents of Ray's stay for a minute
+        wait_for(lambda: not driver.find_processes("RayTrainWorker", "_NodeMemory", "coordinator.py"))
     before = on_ray.num_steps(directory)
     assert len(left := find_memory()) == 1
     with Driver(tmp_path, "own") as driver:
