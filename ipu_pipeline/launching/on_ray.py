@@ -160,12 +160,12 @@ def _cluster(num_cpus: int) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    is_own = False
-    try:
-        ray.init(address="auto")
-    except ConnectionError:
-        is_own = True
+    is_own = True
+    try:  # address="auto" would also find clusters that other programs have started for themselves
         ray.init(num_cpus=max(num_cpus, os.cpu_count() or 1), include_dashboard=False)
+    except ValueError:  # one that was started by `ray start`, or of RAY_ADDRESS, has its own CPUs
+        is_own = False
+        ray.init()
     try:
         # Nothing says that this machine is about to be taken away.
         with _settings({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"} if is_own else {}):
