@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ipu_pipeline import ray
+from ipu_pipeline import launching, ray
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,6 @@ def test_a_program_that_fails(tmp_path, monkeypatch):
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ipu_pipeline.launching.on_ray", raising=False)
+    monkeypatch.delattr(launching, "on_ray", raising=False)
     with pytest.raises(ImportError, match=r"ray.train needs Ray Train: pip install 'ipu_pipeline\[ray\]'"):
         ray.train(print, 2, storage_path="jobs")
