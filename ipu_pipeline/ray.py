@@ -96,6 +96,7 @@ def train(
         this machine does not have them, if the cluster was started here.
       ray.train.WorkerGroupError: a process has failed, and `max_failures` are exceeded;
         `worker_failures` has the error of each.
+      ray.train.ControllerError: the job cannot begin, as where the function cannot be unpickled on a node.
       KeyboardInterrupt: Ctrl-C.
       SystemExit: SIGTERM.
 
@@ -152,8 +153,9 @@ def _call(function: Callable[[Attempt], Any], *told: Any) -> Any:
 def program(path: str | os.PathLike[str], *arguments: object) -> Callable[[Attempt], None]:
     """A function for `train` that runs a Python program, unchanged, as `python PATH ARGUMENTS` does.
 
-    The program joins the processes as under `ipu-pipeline launch`: with IPUConfig.configure_ipu_system,
-    `set_num_devices` or a session. It runs in the folder of the program that calls `train`.
+    The processes have joined each other before: `distributed.initialize`, if the program calls it, takes no
+    arguments there. It runs in the folder of the program that calls `train`, and not in the main thread of
+    its process, so that it cannot set handlers of signals.
 
     Args:
       path: of the program; all nodes have it there.

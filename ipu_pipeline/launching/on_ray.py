@@ -106,7 +106,7 @@ def run(
         },
     )
     of_processes = {
-        "JAX_PLATFORMS": "cpu" if num_devices else "cuda",
+        "JAX_PLATFORMS": "cpu" if num_devices else "cuda,cpu",  # some of the library's computes on the CPU
         "PJRT_NPROC": str(max(1, math.floor(resources["CPU"]))),
         "PYTHONUNBUFFERED": "1",
     }
