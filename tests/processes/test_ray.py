@@ -226,6 +226,47 @@ def test_a_cluster_that_never_has_room(monkeypatch, caplog):
     assert "It is waited for" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=str
+)
+def test_signals(number, end, monkeypatch):
+    """Ray's handler ends the program with status 0, and has none for SIGTERM."""
+    before = signal.getsignal(number)
+
+    def fit(trainer):
+        trainer._register_sigint_handler(None)
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr(
+        launching.DataParallelTrainer,
+        "_register_sigint_handler",
+        lambda *_given: signal.signal(signal.SIGINT, lambda *_given: sys.exit(0)),
+    )
+    monkeypatch.setattr(launching._Trainer, "fit", fit)
+    with pytest.raises(end) as caught:
+        object.__new__(launching._Trainer).run(is_own_cluster=True)
+    assert caught.type is KeyboardInterrupt or caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_cluster(is_there, monkeypatch):
+    """Not address="auto", which is any of this machine, also another job's."""
+    calls = []
+
+    def init(**given):
+        calls.append(set(given))
+        if is_there and given:
+            raise ValueError("num_cpus must not be provided")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    with launching._cluster(2) as is_own:
+        assert is_own is not is_there
+    assert calls == [{"num_cpus", "include_dashboard"}, *([set()] if is_there else []), "shutdown"]
+
+
 def test_the_failure_that_others_follow_from(monkeypatch, caplog):
     monkeypatch.setattr(launching, "_last_failure", None)
     lost = ray.exceptions.RayActorError()
