@@ -55,15 +55,15 @@ def train(
 ) -> Any:
     """Runs a function in processes on the nodes of a Ray cluster, which have joined each other.
 
-    It connects to the cluster of RAY_ADDRESS, or to the one that was started on this machine last; if there
-    is none, it starts one here, and ends it in the end.
+    It connects to the cluster of RAY_ADDRESS, or to the one that `ray start` has started on this machine;
+    if there is none, it starts one here, and ends it in the end.
 
     After a failure, all processes are started again, at once. Programs that keep their state in memory,
     with `engine.InMemoryCheckpoints`, `Session.resume` or an estimator, then go on with the step that
     failed, as under `ipu-pipeline launch --restarts`. Another node has a copy of what a lost node had in
     memory.
 
-    Ctrl-C ends all processes, and raises KeyboardInterrupt.
+    Ctrl-C ends all processes, and raises KeyboardInterrupt; SIGTERM likewise, with SystemExit.
 
     Args:
       function: called in each process with its `Attempt`, as the last thing before which it may import JAX.
@@ -86,16 +86,19 @@ def train(
         processes, up to the most; 60 by default.
 
     Returns:
-      What the function returned in process 0.
+      What the function returned in process 0. Ray sends it by pickle: return numbers or NumPy's arrays.
 
     Raises:
       ImportError: Ray is not installed.
       TypeError: an argument has another type.
       ValueError: an argument has another value.
-      TimeoutError: the cluster has not had the resources of the least number of processes for ten minutes.
+      TimeoutError: the cluster has not had the resources of the least number of processes for ten minutes;
+        this machine does not have them, if the cluster was started here.
       ray.train.WorkerGroupError: a process has failed, and `max_failures` are exceeded;
         `worker_failures` has the error of each.
+      ray.train.ControllerError: the job cannot begin, as where the function cannot be unpickled on a node.
       KeyboardInterrupt: Ctrl-C.
+      SystemExit: SIGTERM.
 
     Warns:
       UserWarning: the cluster has several nodes, and whoever reaches its ports can run programs on them.
@@ -122,7 +125,7 @@ def train(
             f"{storage!r}. A function can save to a bucket itself."
         )
     name = f"ipu_pipeline-{secrets.token_hex(4)}" if name is None else name
-    if not name or name != Path(name).name:
+    if name in ("", "..") or name != Path(name).name:
         raise ValueError(f"ray.train: name must be a file's name; got {name!r}.")
     try:
         from ipu_pipeline.launching import on_ray
@@ -150,8 +153,9 @@ def _call(function: Callable[[Attempt], Any], *told: Any) -> Any:
 def program(path: str | os.PathLike[str], *arguments: object) -> Callable[[Attempt], None]:
     """A function for `train` that runs a Python program, unchanged, as `python PATH ARGUMENTS` does.
 
-    The program joins the processes as under `ipu-pipeline launch`: with IPUConfig.configure_ipu_system,
-    `set_num_devices` or a session. It runs in the folder of the program that calls `train`.
+    The processes have joined each other before: `distributed.initialize`, if the program calls it, takes no
+    arguments there. It runs in the folder of the program that calls `train`, and not in the main thread of
+    its process, so that it cannot set handlers of signals.
 
     Args:
       path: of the program; all nodes have it there.

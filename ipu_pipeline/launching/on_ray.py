@@ -60,6 +60,7 @@ _SETTINGS = {  # which Ray reads from the environment; those of the user count
 }
 _SECONDS_TO_COME = 600.0  # in which the resources of the least number of processes must be there
 _SECONDS_TO_REMOVE = 10.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _LOOK = 0.5  # seconds
 _LONGEST_CAUSE = 100  # characters
 _OF_FAILURES = "ray.train.v2._internal.execution.failure_handling.default"
@@ -105,12 +106,12 @@ def run(
         },
     )
     of_processes = {
-        "JAX_PLATFORMS": "cpu" if num_devices else "cuda",
+        "JAX_PLATFORMS": "cpu" if num_devices else "cuda,cpu",  # some of the library's computes on the CPU
         "PJRT_NPROC": str(max(1, math.floor(resources["CPU"]))),
         "PYTHONUNBUFFERED": "1",
     }
     with _settings(_SETTINGS), _cluster(math.ceil(most * resources["CPU"])) as is_own:
-        _await_resources(least, resources)
+        _await_resources(least, resources, 0.0 if is_own else _SECONDS_TO_COME)
         _warn_of_open_ports()
         trainer = _Trainer(
             functools.partial(_run, function, directory),
@@ -134,8 +135,8 @@ def run(
         finally:
             if job.has_memory:
                 _on_all_nodes(_remove_memory, job.label)
-    if told := JobHistory(job.begun, number).describe_goodput(useful):
-        _logger.info(told)
+    if job.has_memory and (told := JobHistory(job.begun, number).describe_goodput(useful)):
+        _logger.warning(told)
     return value
 
 
@@ -178,21 +179,24 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _await_resources(least: int, resources: Mapping[str, float]) -> None:
+def _await_resources(least: int, resources: Mapping[str, float], seconds: float) -> None:
     """Waits until there is room for the least number of processes; an autoscaler is asked for it."""
 
     def count_room() -> int:
         has = [node["Resources"] for node in _nodes()]
-        return sum(min(int(own.get(what, 0) // value) for what, value in resources.items()) for own in has)
+        return sum(
+            min(int(own.get(what, 0) / value + 1e-6) for what, value in resources.items()) for own in has
+        )
 
     def describe() -> str:
         return f"{least} processes need {dict(resources)} each, and the cluster has room for {count_room()}"
 
     if count_room() >= least:
         return
-    _logger.warning("%s. It is waited for %g s.", describe(), _SECONDS_TO_COME)
+    if seconds:
+        _logger.warning("%s. It is waited for %g s.", describe(), seconds)
     request_resources(bundles=[dict(resources)] * least)
-    deadline = time.monotonic() + _SECONDS_TO_COME
+    deadline = time.monotonic() + seconds
     try:
         while count_room() < least:
             if time.monotonic() > deadline:
@@ -211,7 +215,7 @@ def _warn_of_open_ports() -> None:
             "The Ray cluster has several nodes and no token: whoever reaches one of its ports can run any "
             "program on all nodes, with your rights. Set RAY_AUTH_MODE=token on all nodes before `ray "
             "start`, with the token of `ray get-auth-token --generate`, or close the ports to others.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -224,24 +228,26 @@ def _on_all_nodes(function: Callable[..., None], *arguments: Any) -> None:
 
 
 class _Trainer(DataParallelTrainer):
-    """Ray's, which ends with KeyboardInterrupt after Ctrl-C."""
+    """Ray's, which ends with KeyboardInterrupt after Ctrl-C, and with SystemExit after SIGTERM."""
 
-    _is_interrupted = False
+    _interrupted_by = 0
 
     def run(self, is_own_cluster: bool) -> Any:
         """Returns what `_run` returned in process 0."""
         self._is_own_cluster = is_own_cluster
         is_main = threading.current_thread() is threading.main_thread()
-        before = signal.getsignal(signal.SIGINT)
+        before = {number: signal.getsignal(number) for number in _ENDING}
         try:
             return self.fit().return_value
         except BaseException:
-            if self._is_interrupted:
+            if self._interrupted_by == signal.SIGTERM:
+                raise SystemExit(128 + signal.SIGTERM) from None
+            if self._interrupted_by:
                 raise KeyboardInterrupt from None
             raise
         finally:
-            if is_main:
-                signal.signal(signal.SIGINT, before)
+            for number in _ENDING if is_main else ():
+                signal.signal(number, before[number])
 
     def _create_default_callbacks(self) -> list[Any]:
         found = super()._create_default_callbacks()
@@ -254,10 +260,11 @@ class _Trainer(DataParallelTrainer):
         of_ray: Any = signal.getsignal(signal.SIGINT)
 
         def interrupt(number: int, frame: Any) -> None:
-            self._is_interrupted = True
+            self._interrupted_by = self._interrupted_by or number
             of_ray(number, frame)
 
-        signal.signal(signal.SIGINT, interrupt)
+        for number in _ENDING:  # Ray would abort this process at SIGTERM, and leave what is in memory
+            signal.signal(number, interrupt)
 
 
 # In Ray's controller.
@@ -432,7 +439,8 @@ def _run(function: Callable[[int, int, int, Path], Any], directory: Path) -> tup
     if _given.job.num_devices:
         ipu.set_num_devices(_given.job.num_devices)
     directory.mkdir(parents=True, exist_ok=True)
-    return function(*_given.place, directory), _given.place[0], useful_seconds()
+    value = function(*_given.place, directory)
+    return None if _given.place[1] else value, _given.place[0], useful_seconds()
 
 
 def _keep_history(given: _Given, memory: Path) -> None:

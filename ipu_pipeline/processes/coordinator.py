@@ -91,4 +91,6 @@ def _count_connections(port: int) -> int | None:
 
 
 if __name__ == "__main__":
+    if os.fork():  # an orphan serves: Ray kills the children of process 0 before the other processes
+        os._exit(0)
     main(sys.argv[1])

@@ -290,7 +290,8 @@ class _Coordinator:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         self._process.stdout.close()
-        answer = json.loads(line) if line else {"error": f"it ended with status {self._process.wait()}"}
+        self._process.wait()  # the program goes on, as an orphan
+        answer = json.loads(line) if line else {"error": "it has ended"}
         if "error" in answer:
             raise RuntimeError(
                 f"distributed.initialize: the coordinator cannot listen at {address}: {answer['error']}. "
@@ -301,7 +302,6 @@ class _Coordinator:
         """Says that this process no longer needs it. It ends when the others have left, too."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.returncode = 0  # no process waits for it
 
 
 def _claim(store: processes.Store, place: Place) -> str:

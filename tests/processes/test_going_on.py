@@ -165,12 +165,24 @@ def test_a_process_is_killed(tmp_path, uninterrupted):
 
 @pytest.mark.soak
 def test_the_coordinator_is_killed(tmp_path, uninterrupted):
-    """JAX ends all processes then; the coordinator is a child of process 0."""
+    """JAX ends all processes then; the coordinator has the environment of process 0."""
 
     def kill_coordinator(job):
-        first = job.children()[0]
-        (coordinator,) = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-        os.kill(int(coordinator), signal.SIGKILL)
+        def read(process, name):
+            try:
+                return (Path("/proc") / str(process) / name).read_bytes().split(b"\0")
+            except OSError:  # it has ended, or is another user's
+                return []
+
+        first = read(job.children()[0], "environ")
+        (secret,) = [value for value in first if value.startswith(b"IPU_PIPELINE_SECRET=")]
+        (coordinator,) = [
+            int(path.name)
+            for path in Path("/proc").glob("[0-9]*")
+            if secret in read(path.name, "environ")
+            and b"coordinator.py" in b" ".join(read(path.name, "cmdline"))
+        ]
+        os.kill(coordinator, signal.SIGKILL)
 
     said = go_on_after(tmp_path, uninterrupted, kill_coordinator)
     assert any("was ended by SIGABRT" in line for line in said), said

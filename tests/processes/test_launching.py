@@ -17,7 +17,7 @@ from ipu_pipeline.launching.causes import Cause
 from ipu_pipeline.launching.memory import Memory
 from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import Output
-from ipu_pipeline.processes import launched
+from ipu_pipeline.processes import joining, launched
 from ipu_pipeline.processes.addresses import address_towards, hold_port
 from tests.support.programs import Started, begin
 from tests.test_rooms import rooms
@@ -346,6 +346,17 @@ def test_the_coordinators_port_is_nobody_elses():
             pass
         with socket.create_server(address, reuse_port=True):  # as gRPC listens
             pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_coordinator_is_no_child_of_process_0():
+    """Ray kills the children of process 0 before the other processes, which JAX would then abort."""
+    with hold_port() as held:
+        host, port = held.getsockname()
+        coordinator = joining._Coordinator(f"{host}:{port}", 1, 10)
+        assert coordinator._process.returncode == 0
+        socket.create_connection((host, port)).close()
+        coordinator.shutdown()
 
 
 NO_MEMORY = "nothing can be written to /nowhere/at/all: No such file or directory"

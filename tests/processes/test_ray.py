@@ -128,8 +128,9 @@ class Driver:
         return self.log.read_text()
 
 
-def find_memory():
-    return set(Path("/dev/shm").glob("*ipu_pipeline-launch-ray-*"))  # noqa: S108
+def find_memory(directory):
+    """The directories in memory that a job has left; other jobs of this machine may have some."""
+    return [one["memory"] for one in on_ray.read_notes(directory) if Path(one["memory"]).exists()]
 
 
 def test_processes_are_killed_and_stopped(tmp_path, undisturbed):
@@ -147,7 +148,7 @@ def test_processes_are_killed_and_stopped(tmp_path, undisturbed):
     assert_same(tmp_path / "disk", undisturbed(3, on_ray.STEPS), 3, most_again=5)
     assert "wrong: {1: 'a mistake of the user'}" in log
     assert len(on_ray.read_notes(tmp_path / "wrong")) == 2  # it was tried once
-    assert not find_memory()
+    assert not find_memory(tmp_path / "memory")
 
 
 def test_a_node_is_lost_with_its_memory_and_another_one_comes(tmp_path, undisturbed):
@@ -187,14 +188,13 @@ def test_a_driver_is_killed_and_another_one_interrupted(tmp_path):
         driver.process.kill()  # agents of Ray's stay for a minute
         wait_for(lambda: not driver.find_processes("RayTrainWorker", "_NodeMemory", "coordinator.py"))
     before = on_ray.num_steps(directory)
-    assert len(left := find_memory()) == 1
     with Driver(tmp_path, "own") as driver:
         driver.wait_for(lambda: on_ray.num_steps(directory) > before + 10)
-        assert not left & find_memory()
+        assert len(set(find_memory(directory))) == 1
         os.killpg(driver.process.pid, signal.SIGINT)
         assert driver.process.wait(60) == -signal.SIGINT
         wait_for(lambda: not driver.find_processes())
-    assert not find_memory()
+    assert not find_memory(directory)
     first = int((directory / "losses").read_text().splitlines()[before].split()[0])
     assert before - 5 <= first <= before
     assert first % 5 == 0
@@ -216,14 +216,55 @@ def test_open_ports(monkeypatch):
 def test_a_cluster_that_never_has_room(monkeypatch, caplog):
     """Three processes of two CPUs on nodes of three and of two: there is room for two."""
     monkeypatch.setattr(ray, "nodes", lambda: [make_node(CPU=3.0), make_node(CPU=2.0)])
-    monkeypatch.setattr(launching, "_SECONDS_TO_COME", 0.0)
     asked = []
     monkeypatch.setattr(launching, "request_resources", lambda bundles: asked.append(bundles))
-    launching._await_resources(2, {"CPU": 2.0})
+    launching._await_resources(2, {"CPU": 2.0}, 0.01)
+    launching._await_resources(50, {"CPU": 0.1}, 0.01)
     with pytest.raises(TimeoutError, match="3 processes need {'CPU': 2.0} each, .* room for 2"):
-        launching._await_resources(3, {"CPU": 2.0})
+        launching._await_resources(3, {"CPU": 2.0}, 0.01)
     assert asked == [[{"CPU": 2.0}] * 3, []]
     assert "It is waited for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=str
+)
+def test_signals(number, end, monkeypatch):
+    """Ray's handler ends the program with status 0, and has none for SIGTERM."""
+    before = signal.getsignal(number)
+
+    def fit(trainer):
+        trainer._register_sigint_handler(None)
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr(
+        launching.DataParallelTrainer,
+        "_register_sigint_handler",
+        lambda *_given: signal.signal(signal.SIGINT, lambda *_given: sys.exit(0)),
+    )
+    monkeypatch.setattr(launching._Trainer, "fit", fit)
+    with pytest.raises(end) as caught:
+        object.__new__(launching._Trainer).run(is_own_cluster=True)
+    assert caught.type is KeyboardInterrupt or caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_cluster(is_there, monkeypatch):
+    """Not address="auto", which is any of this machine, also another job's."""
+    calls = []
+
+    def init(**given):
+        calls.append(set(given))
+        if is_there and given:
+            raise ValueError("num_cpus must not be provided")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    with launching._cluster(2) as is_own:
+        assert is_own is not is_there
+    assert calls == [{"num_cpus", "include_dashboard"}, *([set()] if is_there else []), "shutdown"]
 
 
 def test_the_failure_that_others_follow_from(monkeypatch, caplog):

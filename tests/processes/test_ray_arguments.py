@@ -19,6 +19,7 @@ from ipu_pipeline import launching, ray
             "storage_path must be a directory .*; got 's3://bucket/jobs'",
         ),
         ({"name": "a/b"}, "name must be a file's name; got 'a/b'"),
+        ({"name": ".."}, "name must be a file's name; got '..'"),
         ({"ipus_per_process": 0}, "ipus_per_process must be a whole number from 1; got 0"),
         ({"resources_per_process": {"CPU": 0}}, r"resources_per_process\['CPU'\] must be .*; got 0"),
         ({"resources_per_process": {"GPU": 1}}, "resources_per_process cannot have 'GPU'. Set use_gpu"),
@@ -67,6 +68,6 @@ def test_a_program_that_fails(tmp_path, monkeypatch):
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ipu_pipeline.launching.on_ray", raising=False)
-    monkeypatch.delattr(launching, "on_ray", raising=False)
+    monkeypatch.delattr(launching, "on_ray", raising=False)  # else it is found there, and a job is run
     with pytest.raises(ImportError, match=r"ray.train needs Ray Train: pip install 'ipu_pipeline\[ray\]'"):
         ray.train(print, 2, storage_path="jobs")
