@@ -83,7 +83,6 @@ from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
-    check_searchable,
     make_scenario,
     measure_scenario,
 )
@@ -202,8 +201,11 @@ class Pipeline:
         if options.execution_phases is not None:
             options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
         self._begin(Recipe(functions, mapping, options), levels, options.loss is not None)
-        if isinstance(schedule, schedules.SearchedSchedule):
-            check_searchable(len(functions) < len(mapping))
+        if isinstance(schedule, schedules.SearchedSchedule) and len(functions) < len(mapping):
+            raise ValueError(
+                "PipelineSchedule.searched goes with stages one after another; these have parallel ones. "
+                "Take a schedule with a name."
+            )
         # One program needs no timetable, but a user's schedule is checked all the same.
         known = 1 if count is None else count
         is_file = isinstance(schedule, schedules.FileSchedule)  # for one number of micro-batches only

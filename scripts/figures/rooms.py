@@ -126,7 +126,7 @@ NAMED_LATER = {
         "engine.generation.generator",
         "engine.generation.requests",
         "engine.generation.sampling",
-    }
+    },
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
