@@ -395,8 +395,6 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> l
 
     Leaves whose replicas are in one process stay where they are.
     """
-    if not placement.has_peers:
-        return list(parts)
     first, tree = _flatten(parts[0])
     found: list[Accumulated] = [parts[0]]
     for replica, part in enumerate(parts[1:], 1):
