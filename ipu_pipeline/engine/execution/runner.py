@@ -133,7 +133,7 @@ class ColumnRunner(Runner[PendingStep]):
         self.of_shapes: list[ColumnRunner] = self.of_shapes if lead is None else lead.of_shapes
         self.make_single: Callable[[], ColumnRunner] = lambda: self
         self._lead = self if lead is None else lead
-        self.weight_update = (
+        self.weight_update: WeightUpdate = (
             WeightUpdate(placement, donate, options.update, self.waits_for_python)
             if lead is None
             else lead.weight_update

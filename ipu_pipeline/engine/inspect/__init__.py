@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
     from ipu_pipeline.engine.execution.contract import Runner
-    from ipu_pipeline.engine.inspect.counted_costs import count_costs
-    from ipu_pipeline.engine.inspect.counting import Work, count_work
+    from ipu_pipeline.engine.inspect.counting import Work, count_costs, count_work
     from ipu_pipeline.engine.inspect.facts import (
         Edge,
         LayerFacts,
@@ -62,8 +61,7 @@ _FACTS = "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails S
 _HOMES = {
     "": "watching",
     ".execution.contract": "Runner",
-    ".inspect.counted_costs": "count_costs",
-    ".inspect.counting": "Work count_work",
+    ".inspect.counting": "Work count_costs count_work",
     ".inspect.facts": _FACTS,
     ".inspect.layer_costs": "find_layer_costs",
     ".inspect.layers": "fold_names",
