@@ -122,25 +122,21 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
             room[ipu] -= held[stage]
             if stage < last:
                 target, time, touched = arrived[stage + 1], down[stage], ipus[stage + 1]
-                target.append((target[-1] if target and target[-1] > end else end) + time)
-            elif fused:
-                order[ipu].append((INPUTS, stage))
-                inputs_done[stage] += 1
-                room[ipu] -= between[stage] - held[stage]
-                if stage:
-                    target, time, touched = returned[stage - 1], up[stage], ipus[stage - 1]
-                    target.append((target[-1] if target and target[-1] > end else end) + time)
+                target.append(max(end, target[-1] if target else end) + time)
+            elif fused:  # the program does these as well
+                kind = INPUTS
+                order[ipu].append((kind, stage))
             else:
                 returned[stage].append(end)
-        elif kind == INPUTS:
+        elif kind == WEIGHTS:
+            weights_done[stage] += 1
+            room[ipu] += between[stage]
+        if kind == INPUTS:
             inputs_done[stage] += 1
             room[ipu] -= between[stage] - held[stage]
             if stage:
                 target, time, touched = returned[stage - 1], up[stage], ipus[stage - 1]
-                target.append((target[-1] if target and target[-1] > end else end) + time)
-        else:
-            weights_done[stage] += 1
-            room[ipu] += between[stage]
+                target.append(max(end, target[-1] if target else end) + time)
         chosen[ipu] = choose(ipu)
         if touched != ipu:
             chosen[touched] = choose(touched)
