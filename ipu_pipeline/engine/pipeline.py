@@ -979,7 +979,8 @@ class Pipeline:
                 made.keep_outputs()
             return made
 
-        if lead is None and self._may_measure(placement):
+        may_measure = not (self.is_loop or placement.has_peers or why_not_timed(self._programs))
+        if lead is None and self.options.dispatch_plan is None and may_measure:
             self._chosen_plan = choose_by_steps(
                 self._chunked_step,
                 make,
@@ -998,11 +999,6 @@ class Pipeline:
                 lambda: make_runner(dispatch_plan=ONE_BY_ONE, lead=first).like(runner)
             )
         return runner
-
-    def _may_measure(self, placement: StatePlacement) -> bool:
-        """Whether a dispatch plan may be chosen by running the programs; not in several processes."""
-        is_chosen = self.options.dispatch_plan is None and not self.is_loop
-        return is_chosen and not placement.has_peers and not why_not_timed(self._programs)
 
     def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
         """Measures the stages, and what they hold, for a search."""

@@ -375,11 +375,7 @@ class Scenario:
             "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
             "memory": None
             if self.memory is None
-            else {
-                "num_constant_bytes": list(self.memory.num_constant_bytes),
-                "num_held_bytes": list(self.memory.num_held_bytes),
-                "num_between_bytes": list(self.memory.num_between_bytes),
-            },
+            else {name: list(sizes) for name, sizes in vars(self.memory).items()},
         }
 
     @classmethod
