@@ -7,7 +7,10 @@ Orbax writes NumPy arrays in process 0 only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.checkpointing.orbax_logs import quiet_orbax
 from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, is_own, to_numpy
 from ipu_pipeline.checkpointing.together import process_index
 from ipu_pipeline.engine import processes
@@ -28,6 +30,7 @@ __all__ = ["ARRAYS", "flatten", "read_arrays", "with_empty_ones", "write_arrays"
 # bytes that are not UTF-8, for which Python has surrogates.
 _MISREAD = re.compile(r"[*?\[\]\\\ud800-\udfff]")
 ARRAYS = "default"  # the name of the only item of Orbax's CheckpointManager
+_ORBAX = os.path.join("", "orbax", "checkpoint", "")  # in the paths of its modules
 _OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
 
 
@@ -35,7 +38,7 @@ def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Writes the arrays that this process writes; returns where its data sets stand."""
     arrays, own = _storable(snapshot), process_index()
     if arrays and own == 0:
-        with quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
+        with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
             _save(checkpointer, path / ARRAYS, arrays)
             found = checkpointer.metadata(path / ARRAYS).item_metadata
             if found is None or _names(found.tree) != _names(arrays):
@@ -99,7 +102,7 @@ def read_arrays(directory: Path) -> dict[str, Any]:
 
     stored: dict[str, Any] = {}
     if (directory / ARRAYS).exists():
-        with quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
+        with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
             stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore())
     for part in sorted(directory.glob(f"{_OF_PROCESS}*.npz")):
         with np.load(part, allow_pickle=False) as loaded:
@@ -152,3 +155,40 @@ def with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[s
         else:
             found[key] = from_numpy(stored.get(key), part)
     return found
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Drops what Orbax logs below warnings during a call, about thirty lines for a checkpoint.
+
+    Orbax logs with absl, whose logger other code uses too, for example users who call Orbax themselves. So
+    no level is changed; only messages of Orbax's own modules are dropped.
+    """
+    _drop_repeated_errors()
+    absl = logging.getLogger("absl")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or _ORBAX not in record.pathname
+
+    absl.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        absl.removeFilter(is_kept)
+
+
+@functools.cache
+def _drop_repeated_errors() -> None:
+    """Keeps Orbax's threads and coroutines from logging errors that it also raises.
+
+    They may do so after the call, so the filter stays.
+    """
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_thread = "_SignalingThread" in text
+        is_coroutine = "was never retrieved" in text and ("OCDBT" in text or "orbax" in text)
+        return not is_thread and not is_coroutine
+
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_kept)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from ipu_pipeline.command_line.running import add_script
+from ipu_pipeline.launching.causes import Restarts
 from ipu_pipeline.launching.group import Settings
 from ipu_pipeline.launching.job import Job
 from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, Memory, remove_left
-from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
 
 __all__ = ["add"]

@@ -27,7 +27,6 @@ from ipu_pipeline.engine.schedules import (
     Cluster,
     Costs,
     Scenario,
-    Searched,
     SearchedSchedule,
     Simulation,
     Timeline,
@@ -44,6 +43,7 @@ from ipu_pipeline.reports.studies import Measured, find_measured, say_advice
 
 __all__ = ["add"]
 
+_OF_SEARCH = ("step_time", "bound", "reason", "gap", "name", "num_peak_bytes")
 _MOST_ACTIONS = 2**15  # up to which what-ifs are simulated without --what-if: some seconds
 
 
@@ -423,7 +423,7 @@ def _as_json(
         "scenario": simulation.scenario.as_dict(),
         "free_running": _timeline_json(simulation.free_running),
         "lock_step": _timeline_json(simulation.lock_step),
-        "searched": None if searched is None else _searched_json(searched),
+        "searched": None if searched is None else {name: getattr(searched, name) for name in _OF_SEARCH},
         "what_if": [_variant_json(row) for row in variants],
         "advice": None
         if advice is None
@@ -434,11 +434,6 @@ def _as_json(
             "variant": None if advice.variant is None else _variant_json(advice.variant),
         },
     }
-
-
-def _searched_json(searched: Searched) -> dict[str, Any]:
-    names = ("step_time", "bound", "reason", "gap", "name", "num_peak_bytes")
-    return {name: getattr(searched, name) for name in names}
 
 
 def _timeline_json(timeline: Timeline) -> dict[str, Any]:

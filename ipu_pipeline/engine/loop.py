@@ -378,7 +378,7 @@ class Loop(Pipeline):
             else:
                 asked.append(absent((), np.dtype(bool), group.replicated))
         homes = [group.devices[0] for group in groups]
-        answers = answer_everywhere(runner.placement, asked, homes, "condition of a loop")
+        answers = answer_everywhere(runner.placement, asked, homes)
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]
             raise ValueError(

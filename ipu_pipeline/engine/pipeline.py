@@ -83,7 +83,6 @@ from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
-    check_searchable,
     make_scenario,
     measure_scenario,
 )
@@ -202,8 +201,11 @@ class Pipeline:
         if options.execution_phases is not None:
             options.execution_phases.check(levels[-1] + 1, schedule, options.num_serialized)
         self._begin(Recipe(functions, mapping, options), levels, options.loss is not None)
-        if isinstance(schedule, schedules.SearchedSchedule):
-            check_searchable(len(functions) < len(mapping))
+        if isinstance(schedule, schedules.SearchedSchedule) and len(functions) < len(mapping):
+            raise ValueError(
+                "PipelineSchedule.searched goes with stages one after another; these have parallel ones. "
+                "Take a schedule with a name."
+            )
         # One program needs no timetable, but a user's schedule is checked all the same.
         known = 1 if count is None else count
         is_file = isinstance(schedule, schedules.FileSchedule)  # for one number of micro-batches only
@@ -977,7 +979,8 @@ class Pipeline:
                 made.keep_outputs()
             return made
 
-        if lead is None and self._may_measure(placement):
+        may_measure = not (self.is_loop or placement.has_peers or why_not_timed(self._programs))
+        if lead is None and self.options.dispatch_plan is None and may_measure:
             self._chosen_plan = choose_by_steps(
                 self._chunked_step,
                 make,
@@ -996,11 +999,6 @@ class Pipeline:
                 lambda: make_runner(dispatch_plan=ONE_BY_ONE, lead=first).like(runner)
             )
         return runner
-
-    def _may_measure(self, placement: StatePlacement) -> bool:
-        """Whether a dispatch plan may be chosen by running the programs; not in several processes."""
-        is_chosen = self.options.dispatch_plan is None and not self.is_loop
-        return is_chosen and not placement.has_peers and not why_not_timed(self._programs)
 
     def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
         """Measures the stages, and what they hold, for a search."""

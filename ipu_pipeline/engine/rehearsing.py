@@ -101,7 +101,7 @@ class StepTimes:
                 runner = self._make(size)
                 if self._first is None:
                     self._first = runner
-                runner.share_updates(self._first)
+                runner.weight_update = self._first.weight_update
                 self._steps[size] = self._prepare(runner)
                 jax.block_until_ready(self._steps[size]())  # the first one takes longer
         most = _ROUNDS_ALONE if len(chunk_sizes) == 1 else _MOST_ROUNDS

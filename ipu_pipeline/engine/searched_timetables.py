@@ -31,7 +31,6 @@ from ipu_pipeline.engine.state import PipelineState, RunState
 __all__ = [
     "SearchedTimetables",
     "check_one_process",
-    "check_searchable",
     "make_scenario",
     "measure_scenario",
 ]
@@ -61,15 +60,6 @@ class SearchedTimetables:
     def __call__(self, num_chunks: int) -> Timetable:
         """Returns the timetable."""
         return self._kept(num_chunks)[1]
-
-
-def check_searchable(has_parallel: bool) -> None:
-    """Checks, before anything is traced, that a pipeline's schedule can be searched."""
-    if has_parallel:
-        raise ValueError(
-            "PipelineSchedule.searched goes with stages one after another; these have parallel ones. Take "
-            "a schedule with a name."
-        )
 
 
 def check_one_process(groups: Sequence[DeviceGroup]) -> None:
@@ -102,8 +92,7 @@ def measure_scenario(
     Raises:
       ValueError: the stages print or call back into Python, which would notice; or loop by data.
     """
-    reason = "" if not runner.has_callbacks else CALLBACKS
-    if reason := reason or why_not_timed(runner.programs):
+    if reason := CALLBACKS if runner.has_callbacks else why_not_timed(runner.programs):
         raise ValueError(
             f"PipelineSchedule.searched runs the stages on zeros to measure them: {reason}. Take a "
             "schedule with a name, or one that was searched without these and written to a file."

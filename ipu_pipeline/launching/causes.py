@@ -1,15 +1,18 @@
-"""Why a process has ended."""
+"""Why a process has ended, and whether the job is started again then."""
 
 from __future__ import annotations
 
+import collections
 import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cause", "count_memory_kills"]
+__all__ = ["Cause", "Restarts", "count_memory_kills"]
 
 _VMSTAT = Path("/proc/vmstat")
+_HEALTHY_SECONDS = 600.0  # a run that lasted as long was no failure of the start
+_MOST_DELAY = 60.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Cause:
         return f"{self._how()}{self._why()}"
 
     def __str__(self) -> str:
-        return f"process {self.process} {self.what}."
+        return f"process {self.process} {self.what}"
 
     def _how(self) -> str:
         if self.code >= 0:
@@ -71,3 +74,47 @@ def count_memory_kills() -> int:
     except OSError:
         return 0
     return int(found[1]) if found else 0
+
+
+class Restarts:
+    """Counts the starts after failures of one cause, and gives up after so many.
+
+    Attributes:
+      most: after how many failures of one cause there is no other start.
+      count: how often the job has been started again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 0
+        self.most = most
+        self._of_kinds: collections.Counter[str] = collections.Counter()
+        self._idle: collections.Counter[str] = collections.Counter()  # failures since the last progress
+
+    def after(self, cause: Cause, seconds: float, has_progressed: bool = False) -> float | None:
+        """Counts a failure.
+
+        Args:
+          cause: why the processes have ended.
+          seconds: how long they ran. After ten minutes the counts begin anew.
+          has_progressed: whether training had come further than before.
+
+        Returns:
+          How many seconds to wait before the next start: 0 after progress, else 1, 2, 4 and so on up to 60.
+          None: there is no other start.
+        """
+        if seconds >= _HEALTHY_SECONDS:
+            self._of_kinds.clear()
+            self._idle.clear()
+        if self._of_kinds[cause.kind] >= self.most:
+            return None
+        self._of_kinds[cause.kind] += 1
+        self.count += 1
+        if has_progressed:
+            self._idle.clear()
+            return 0.0
+        self._idle[cause.kind] += 1
+        return min(_MOST_DELAY, 2.0 ** (self._idle[cause.kind] - 1))
+
+    def describe(self, cause: Cause) -> str:
+        """Which start the next one is, in words."""
+        return f"restart {self._of_kinds[cause.kind]} of at most {self.most} for this cause"

@@ -95,7 +95,7 @@ class Group:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._told: dict[int, bytes] = {}  # what has not come to the end of its line
-        self._failed: list[int] = []  # in the order in which they did
+        self._failed: set[int] = set()
         self._deadline = float("inf")
         self._next_signal = signal.SIGTERM
         self._memory_kills = count_memory_kills()
@@ -210,23 +210,19 @@ class Group:
                 for _again in range(_MOST_READS):  # why it ended; others may go on writing
                     if not self._read(0):
                         break
-                self._failed.append(number)
+                self._failed.add(number)
                 cause = Cause(number, process.returncode)
                 if self.cause is None:  # others end because of this one
                     was_memory = count_memory_kills() > self._memory_kills
                     last = self._output.last_errors.get(number, "")
                     self.cause = cause = Cause(number, process.returncode, last, was_memory)
-                    self.failed_at = time.time()
                     self._tell_failure(cause)
-                say(str(cause))
+                say(f"{cause}.")
         if time.monotonic() > self._deadline:
-            alive = self._alive()
-            if alive:
-                numbers = ", ".join(map(str, alive))
-                if len(alive) == 1:
-                    say(f"process {numbers} has not ended by itself.")
-                else:
-                    say(f"processes {numbers} have not ended by themselves.")
+            if len(alive := self._alive()) == 1:
+                say(f"process {alive[0]} has not ended by itself.")
+            elif alive:
+                say(f"processes {', '.join(map(str, alive))} have not ended by themselves.")
             self._send(self._next_signal)
             self._next_signal = signal.SIGKILL
             self._deadline = time.monotonic() + _TO_END_WHEN_ASKED
@@ -236,6 +232,7 @@ class Group:
 
     def _tell_failure(self, cause: Cause) -> None:
         """Tells the processes which one has failed, and begins the time in which they end by themselves."""
+        self.failed_at = time.time()
         for own in self._sockets.values():
             with contextlib.suppress(OSError):  # that process has ended, or does not listen
                 own.send(f"failed {cause.process} {cause.what}\n".encode())

@@ -9,9 +9,8 @@ import textwrap
 import time
 from collections.abc import Iterator
 
-from ipu_pipeline.launching.causes import Cause
+from ipu_pipeline.launching.causes import Cause, Restarts
 from ipu_pipeline.launching.group import FORWARDED, Group, Settings
-from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import say
 from ipu_pipeline.processes.job_history import Failure, JobHistory
 
@@ -71,8 +70,7 @@ class Job:
 
     def _decide(self, group: Group, cause: Cause, seconds: float) -> int | None:
         """Returns the job's status after a failure, or waits until it is time for another start."""
-        what = f"process {cause.process} {cause.what}"
-        self._failure = group.failed_at, textwrap.shorten(what, _LONGEST_CAUSE, placeholder=" ...")
+        self._failure = group.failed_at, textwrap.shorten(str(cause), _LONGEST_CAUSE, placeholder=" ...")
         furthest = group.progress.furthest
         has_progressed = any(step > self._furthest.get(name, -1) for name, step in furthest.items())
         for name, step in furthest.items():

@@ -113,7 +113,6 @@ def useful_seconds() -> float:
 
 
 _heard = b""
-_failed: dict[int, str] = {}  # process -> what happened to it
 
 
 def hear_failures() -> dict[int, str]:
@@ -124,11 +123,8 @@ def hear_failures() -> dict[int, str]:
     global _heard
     with contextlib.suppress(OSError):  # nothing was told; or the launcher is gone
         _heard += _launcher().recv(4096, socket.MSG_DONTWAIT)
-    *lines, _heard = _heard.split(b"\n")
-    for line in lines:
-        process, _blank, what = line.decode().removeprefix("failed ").partition(" ")
-        _failed[int(process)] = what
-    return _failed
+    told = [line.decode().split(" ", 2) for line in _heard.split(b"\n")[:-1]]
+    return {int(process): what for _failed, process, what in told}
 
 
 def _tell(text: str) -> None:

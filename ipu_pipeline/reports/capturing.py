@@ -13,26 +13,32 @@ import shlex
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from ipu_pipeline.engine import processes
-from ipu_pipeline.engine.inspect import watching
+from ipu_pipeline.engine.inspect import (
+    Launch,
+    LaunchKind,
+    PipelineFacts,
+    StageFacts,
+    select_fields,
+    watching,
+)
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.processes.job_history import JobHistory
 from ipu_pipeline.processes.launched import useful_seconds
 from ipu_pipeline.reports.chrome_trace import to_chrome_trace
-from ipu_pipeline.reports.describing import describe_devices, describe_pipeline
 from ipu_pipeline.reports.device_profile import DeviceProfile, DeviceProfiler
 from ipu_pipeline.reports.files import PAGE, REPORTS, check_directory, remove_report, write_reports
 from ipu_pipeline.reports.matching import match
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.page.escaping import as_html
-from ipu_pipeline.reports.profile import Profile
-from ipu_pipeline.reports.recorder import Recorder
+from ipu_pipeline.reports.profile import DeviceFacts, Profile
+from ipu_pipeline.reports.recorder import Introduced, Recorder
 from ipu_pipeline.reports.several_processes import exchange, merge
 
 __all__ = ["Capture", "capture", "start_automatic_report"]
@@ -205,7 +211,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
     """The trace, and when its times begin, in nanoseconds since the epoch."""
     matched = match(recorder, noted)
     pipelines = [
-        describe_pipeline(
+        _describe_pipeline(
             one, [known.launch for known in recorder.launched if known.launch.runner is one.runner]
         )
         for one in recorder.introduced
@@ -226,7 +232,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={name: metadata.version(name) for name in _PACKAGES},
         num_cores=count_cores(),
-        devices=describe_devices(recorder.introduced),
+        devices=_describe_devices(recorder.introduced),
         pipelines=tuple(pipelines),
         events=matched.events,
         num_lost=matched.num_lost,
@@ -308,3 +314,48 @@ def _is_true(name: str, value: object) -> bool:
     if str(value).lower() not in words:
         raise ValueError(f'{VARIABLE}: {name} must be "true" or "false"; got {value!r}.')
     return words[str(value).lower()]
+
+
+def _describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...]:
+    """The devices of some pipelines, by IPU."""
+    found = {(ipu, device) for one in introduced for device, ipu in one.runner.find_ipus().items()}
+    facts = {DeviceFacts(ipu, d.id, d.device_kind, d.platform, d.process_index) for ipu, d in found}
+    return tuple(sorted(facts, key=lambda device: (device.ipu, device.id)))
+
+
+def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
+    """Describes a pipeline or loop that ran.
+
+    Args:
+      one: the pipeline.
+      launches: its programs that were started.
+    """
+    facts, owner = one.facts, one.owner
+    count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
+    given = None if owner.num_micro_batches is not None else max(1, count // facts.num_serialized)
+    stages = [
+        select_fields(
+            StageFacts,
+            stage,
+            layers=stage.whole_layers,
+            num_held_bytes=held.num_held_bytes,
+            in_flight=held.in_flight,
+            num_between_bytes=held.num_between_bytes,
+        )
+        for stage, held in zip(facts.stages, owner.plan_memory(given), strict=True)
+    ]
+    return select_fields(
+        PipelineFacts,
+        facts,
+        name=one.name,
+        num_micro_batches=count,
+        stages=tuple(stages),
+        memory=tuple(owner.plan_ipu_memory(given)),
+    )
+
+
+def _count_micro_batches(launches: Sequence[Launch]) -> int:
+    """Micro-batches per step of each replica, as they were seen."""
+    everies = [launch.every for launch in launches if launch.kind == LaunchKind.BLOCK]
+    numbers = [launch.first + launch.count for launch in launches if launch.kind != LaunchKind.BLOCK]
+    return max([*everies, *numbers], default=1)

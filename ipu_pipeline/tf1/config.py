@@ -5,6 +5,7 @@ Without it, the first `run` selects as many devices as the programs compiled so 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from ipu_pipeline.graphcore.importing import explain_missing
@@ -164,13 +165,10 @@ class IPUConfig:
         elif self.auto_select_ipus is None:
             raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
         else:
-            wanted = self.group_sizes
-            reserved = [self._check_power_of_two(number) for number in wanted]
+            reserved = [self._check_power_of_two(number) for number in self.group_sizes]
             available = spread(selection.find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved))
-            starts = [sum(reserved[:index]) for index in range(len(reserved))]
-            chosen = [
-                available[start : start + number] for start, number in zip(starts, reserved, strict=True)
-            ]
+            left = iter(available)
+            chosen = [list(itertools.islice(left, number)) for number in reserved]
         groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
         selection.select(
             selection.System(

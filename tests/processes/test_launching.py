@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.launching.causes import Cause
+from ipu_pipeline.launching.causes import Cause, Restarts
 from ipu_pipeline.launching.memory import Memory
-from ipu_pipeline.launching.restarts import Restarts
 from ipu_pipeline.launching.shown import Output
 from ipu_pipeline.processes import joining, launched
 from ipu_pipeline.processes.addresses import address_towards, hold_port
@@ -437,7 +436,7 @@ def test_signals_reach_all_processes_which_end_with_the_launcher(tmp_path, numbe
 PATIENT = """
 import sys
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.launching.restarts import Restarts
+from ipu_pipeline.launching.causes import Restarts
 Restarts.after = lambda *_given: 1000.0
 sys.exit(main(["launch", "-n", "2", "--restarts", "9", sys.argv[1]]))
 """
@@ -496,11 +495,11 @@ time.sleep(1000)
 
 
 def test_what_is_said_of_an_end():
-    assert str(Cause(2, 7)) == "process 2 ended with status 7."
-    assert str(Cause(0, 1, "3 is odd")) == "process 0 ended with status 1: 3 is odd."
+    assert str(Cause(2, 7)) == "process 2 ended with status 7"
+    assert str(Cause(0, 1, "3 is odd")) == "process 0 ended with status 1: 3 is odd"
     assert Cause(0, 1, "step 3 failed").kind == Cause(1, 1, "step 12 failed").kind
     assert Cause(0, 1, "step 3 failed").kind != Cause(0, 1, "no such file").kind
-    assert str(Cause(0, -signal.SIGSEGV, "noise")) == "process 0 was ended by SIGSEGV."
+    assert str(Cause(0, -signal.SIGSEGV, "noise")) == "process 0 was ended by SIGSEGV"
     assert "signal 63" in str(Cause(0, -63))
     assert "for lack of memory" in str(Cause(0, -signal.SIGKILL, was_memory=True))
     assert "memory" not in str(Cause(0, -signal.SIGTERM, was_memory=True))

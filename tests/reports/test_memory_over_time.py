@@ -14,7 +14,7 @@ from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.reports.memory_over_time import CATEGORIES, lay_out_memory
-from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
+from tests.support.memory import pipeline_memory_over_time
 
 
 class Timed(NamedTuple):

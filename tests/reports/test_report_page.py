@@ -27,9 +27,8 @@ from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.page.columns import pack, pack_column
 from ipu_pipeline.reports.page.escaping import as_html, as_script
-from ipu_pipeline.reports.page.memory import pack_measured
 from ipu_pipeline.reports.page.tables import find_best, table_of_ipus
-from ipu_pipeline.reports.page.writing import COLOURS, INKS
+from ipu_pipeline.reports.page.writing import COLOURS, INKS, pack_measured
 from ipu_pipeline.reports.predictions import make_scenario, timeline_events
 from ipu_pipeline.reports.profile import DeviceFacts, read_profile
 from ipu_pipeline.reports.studies import study

@@ -156,7 +156,7 @@ def logging_state():
 
 
 def is_removed(log_filter):
-    """Not the one that is set for good when the package first writes a checkpoint (`orbax_logs`)."""
+    """Not the one that is set for good when the package first writes a checkpoint."""
     return "_drop_repeated_errors" not in repr(log_filter)
 
 

@@ -55,32 +55,27 @@ def agree_on_elements(
     raise kind(f"In process {first}, which reads the micro-batches: {text}") from error
 
 
-def answer_everywhere(
-    placement: StatePlacement, asked: Sequence[Any], homes: Sequence[Any], what: str
-) -> list[bool]:
-    """Reads boolean scalars in all processes that have a part in a loop. Waits for them.
+def answer_everywhere(placement: StatePlacement, asked: Sequence[Any], homes: Sequence[Any]) -> list[bool]:
+    """Reads the boolean scalars of a condition in all processes that have a part in a loop. Waits for them.
 
     Args:
       placement: of the loop.
       asked: the scalars.
       homes: a device that has it, for each.
-      what: what they are.
 
     Raises:
       ProcessError: the process that has one has ended, or does not go on.
     """
     if not placement.has_peers:
         return list(map(bool, asked))
+    what = "condition of a loop"
+    here = [number for number, home in enumerate(homes) if is_here(home)]
     with peers.waiting(f"the {what}"), naming_peers():
-        own = {number: bool(np.asarray(asked[number])) for number in _here(homes)}
+        own = {number: bool(np.asarray(asked[number])) for number in here}
     processes = {home.process_index for home in homes}
     told = _tell_all(placement, what, processes, placement.groups[0].processes, list(own.items()))
     answers = dict(answer for one in told.values() for answer in one)
     return [answers[number] for number in range(len(homes))]
-
-
-def _here(homes: Sequence[Any]) -> list[int]:
-    return [number for number, home in enumerate(homes) if is_here(home)]
 
 
 def _tell_all(

@@ -1,4 +1,4 @@
-"""Measures what stages hold of micro-batches in flight, from the buffers of a replica."""
+"""Measures what stages hold of micro-batches in flight, from their buffers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ipu_pipeline.engine.execution.columns import Column
+from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.execution.templates import Template
 from ipu_pipeline.engine.programs.bindings import BindingKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
 
-__all__ = ["Held"]
+__all__ = ["Held", "LiveBytes"]
 
 
 class Held:
@@ -66,3 +67,28 @@ class Held:
             # With tensor parallelism, one device's part.
             unique = {id(array): array.addressable_shards[0].data.nbytes for array in here}
             self.peaks[stage] = max(self.peaks[stage], sum(unique.values()))
+
+
+class LiveBytes:
+    """Measures the peak memory of each stage between forwards and backwards, in bytes.
+
+    Attributes:
+      by_replica: the peaks per replica and stage; 0 for a stage without its own backward, or of another
+        process.
+    """
+
+    def __init__(self, runner: Runner[Any]) -> None:
+        """Starts observing.
+
+        Args:
+          runner: the result of `Pipeline.prepare`. Its buffers are measured after each program.
+
+        Raises:
+          TypeError: it runs all stages as one program, on one device, which has no buffers between them.
+        """
+        self.by_replica = runner.observe_held()
+
+    @property
+    def peaks(self) -> list[int]:
+        """The peak per stage, the largest of all replicas."""
+        return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]

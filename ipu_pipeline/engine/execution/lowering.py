@@ -46,7 +46,11 @@ _MAX_ORDERS = 8  # orders kept, where the number of micro-batches is only known 
 
 
 class Lowering:
-    """Makes the actions of steps, and keeps them."""
+    """Makes the actions of steps, and keeps them.
+
+    Attributes:
+      observer: is called after each program and its transfers; see `observe`.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Lowering:
         self._columns, self._replicas, self._phases, self._waits = columns, replicas, phases, waits
         self._make_timetable, self._feed = make_timetable, feed
         self._templates = columns[0].plan.templates
-        self._observer: Observer | None = None
+        self.observer: Observer | None = None
         if actions is None:
             actions = {key: tuple(self._make_actions(key)) for key in self._templates}
         self._actions = actions
@@ -82,17 +86,12 @@ class Lowering:
     @property
     def actions(self) -> Mapping[ProgramKey, tuple[StepAction, ...]]:
         """The actions of each program, by kind and stage, including those of the observer."""
-        if (observer := self._observer) is None:
+        if (observer := self.observer) is None:
             return self._actions
         return {
             key: (*own, Observe(observer, tuple(column.plan.templates[key] for column in self._columns)))
             for key, own in self._actions.items()
         }
-
-    @property
-    def observer(self) -> Observer | None:
-        """The observer; see `observe`."""
-        return self._observer
 
     @property
     def micro_batch(self) -> Order:
@@ -106,7 +105,7 @@ class Lowering:
 
     def observe(self, observer: Observer | None) -> None:
         """Sets the observer, which is called from the next step on. None removes it."""
-        self._observer = observer
+        self.observer = observer
         self._known.clear()
 
     def find(self, num_chunks: int, reduces: bool = True, num_done: int = 0) -> Order:

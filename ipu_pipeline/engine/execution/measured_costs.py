@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
@@ -15,12 +16,13 @@ from ipu_pipeline.engine.execution.compiling import update_arguments
 from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.program_times import ProgramTime, TimedProgram, time_copy, time_programs
 from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
-from ipu_pipeline.engine.programs.argument_shapes import argument_shapes
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
-from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
+from ipu_pipeline.engine.tracing.keys import key_aval
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import variable_of
 
 __all__ = [
@@ -88,7 +90,7 @@ def time_stages(
     timed = []
     for (kind, stage), template in plan.templates.items():
         group = template.group
-        shapes = argument_shapes(
+        shapes = _argument_shapes(
             placement.traced, stage, programs[stage], program_of(chunked[stage], kind), dtypes, chunk.axes
         )
 
@@ -103,6 +105,52 @@ def time_stages(
         carried = {place: place for place in range(len(template.accumulators))}
         timed.append(TimedProgram(template.jitted, structs, carried, group.devices[0], template.options))
     return dict(zip(plan.templates, time_programs(timed), strict=True))
+
+
+def _argument_shapes(
+    traced: TracedPipeline,
+    index: int,
+    own: StagePrograms,
+    program: StageProgram,
+    dtypes: Mapping[str, Any],
+    axes: tuple[int, ...],
+) -> list[jax.ShapeDtypeStruct]:
+    """Finds the shapes and dtypes of a program's arguments.
+
+    Args:
+      traced: the pipeline.
+      index: the stage that the program belongs to.
+      own: the stage's programs, for one micro-batch.
+      program: one of these, or what `chunk_programs` made of it.
+      dtypes: dtype of each trained variable's accumulators, by full name.
+      axes: the leading axes that a chunk adds to a micro-batch's values, see `ChunkForm`.
+    """
+    stage = traced.stages[index]
+
+    def of_micro_batch(aval: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*axes, *aval.shape), aval.dtype)
+
+    def find(value: Value) -> jax.ShapeDtypeStruct:
+        kind = value.kind
+        if kind in (ValueKind.VARIABLE, ValueKind.ACCUMULATOR):
+            spec = stage.variables[value.index]
+            dtype = dtypes[spec.name] if kind is ValueKind.ACCUMULATOR else spec.dtype
+            return jax.ShapeDtypeStruct(spec.shape, dtype)
+        if kind is ValueKind.INPUT:
+            source = stage.inputs[value.index]
+            aval = traced.aval(source)
+            return of_micro_batch(aval) if source.is_of_micro_batch else aval
+        if kind is ValueKind.RESIDUAL:
+            return of_micro_batch(own.residuals[value.index])
+        if kind is ValueKind.COTANGENT:
+            return of_micro_batch(stage.output_avals[value.index])
+        if kind is ValueKind.KEY_NUMBER:
+            return jax.ShapeDtypeStruct((), np.uint32)
+        if kind is ValueKind.KEY:
+            return jax.ShapeDtypeStruct((), key_aval().dtype)
+        return jax.ShapeDtypeStruct((), np.float32 if kind is ValueKind.LOSS_SCALE else np.int32)
+
+    return [find(value) for value in program.arguments]
 
 
 def time_updates(

@@ -33,7 +33,6 @@ from ipu_pipeline.engine.execution.steps import Call, ColumnRun, Devices
 from ipu_pipeline.engine.jaxprs import has_shard_map
 from ipu_pipeline.engine.state import Collected, Handed, PipelineState, RunState
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
-from ipu_pipeline.engine.updates.accumulators import Accumulator
 
 __all__ = [
     "Dealer",
@@ -189,7 +188,7 @@ class Replicas:
     def stage_of(self, key: str) -> int:
         """The stage on whose group an accumulator lies."""
         owners, extra = self.placement.traced.owners, self.placement.accumulator_plan.extra
-        return (extra.get(key) or Accumulator(key, owners[key])).stage
+        return extra[key].stage if key in extra else owners[key]
 
     def reduce(
         self,
@@ -276,7 +275,7 @@ class Dealt:
     """A micro-batch that was placed for a replica."""
 
     replica: int  # the replica's number
-    generation: int  # the generation of guesses of which replica is next
+    generation: int  # rises where the replica that seemed to be next was not
     element: Any  # the micro-batch, as that replica's column takes it
 
     @property
@@ -395,8 +394,6 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Accumulated]) -> l
 
     Leaves whose replicas are in one process stay where they are.
     """
-    if not placement.has_peers:
-        return list(parts)
     first, tree = _flatten(parts[0])
     found: list[Accumulated] = [parts[0]]
     for replica, part in enumerate(parts[1:], 1):

@@ -103,6 +103,7 @@ class ColumnRunner(Runner[PendingStep]):
       replicas: splits state between the columns, and joins their results.
       dealer: deals out micro-batches to the columns.
       lowering: makes the actions of steps.
+      weight_update: the weight update that follows the micro-batches.
       make_single: returns the runner for the same shapes whose programs handle one micro-batch each.
     """
 
@@ -132,7 +133,7 @@ class ColumnRunner(Runner[PendingStep]):
         self.of_shapes: list[ColumnRunner] = self.of_shapes if lead is None else lead.of_shapes
         self.make_single: Callable[[], ColumnRunner] = lambda: self
         self._lead = self if lead is None else lead
-        self._weight_update = (
+        self.weight_update: WeightUpdate = (
             WeightUpdate(placement, donate, options.update, self.waits_for_python)
             if lead is None
             else lead.weight_update
@@ -149,7 +150,7 @@ class ColumnRunner(Runner[PendingStep]):
                 own,
                 self._chunk,
                 collecting,
-                self._weight_update.read,
+                self.weight_update.read,
                 [traced.outputs.index(source) for source in carried],
                 options,
                 placement.sharded,
@@ -175,11 +176,6 @@ class ColumnRunner(Runner[PendingStep]):
             warn_unless_one_is_free(placement.groups)
 
     @property
-    def weight_update(self) -> WeightUpdate:
-        """The weight update that follows the micro-batches."""
-        return self._weight_update
-
-    @property
     def chunk_size(self) -> int:
         """The number of micro-batches that a program handles."""
         return self._chunk.size
@@ -188,10 +184,6 @@ class ColumnRunner(Runner[PendingStep]):
         """Follows other timetables from the next step on."""
         self.lowering.follow(make_timetable)
         self._make_timetable, self._mixed = make_timetable, None
-
-    def share_updates(self, other: ColumnRunner) -> None:
-        """Takes over the programs of weight updates of a runner with another dispatch plan."""
-        self._weight_update = other.weight_update
 
     def like(self, other: ColumnRunner) -> Self:
         """Takes over what was set in a runner for the same shapes. Returns itself."""
@@ -305,7 +297,7 @@ class ColumnRunner(Runner[PendingStep]):
             states,
             prepared,
             self.lowering.micro_batch,
-            self._weight_update if self._lead is self else None,
+            self.weight_update if self._lead is self else None,
             self._chunk,
             self._update_options,
             not self.has_callbacks,
@@ -448,7 +440,7 @@ class ColumnRunner(Runner[PendingStep]):
             len(self.programs),
             time_stages(column.placement, self.programs, chunked, column.plan, own, dtypes),
             time_transfers(column.placement, column.plan, own, with_skips=with_skips),
-            time_updates(self._weight_update, dtypes, self._update_options) if with_updates else {},
+            time_updates(self.weight_update, dtypes, self._update_options) if with_updates else {},
             own.size,
             host,
         )
@@ -492,7 +484,7 @@ class ColumnRunner(Runner[PendingStep]):
             self.placement.begin_step()
             if self._gathers_outputs:
                 parts = gather_outputs(self.placement, parts)
-        read_first, read_last = self._weight_update.read
+        read_first, read_last = self.weight_update.read
         first: Sequence[Any] | None = None
         if self.needs_outputs and state.pipeline.optimizer_state is None:
             first = replicas.first_of([part.first_outputs for part in parts], read_first)
@@ -507,18 +499,19 @@ class ColumnRunner(Runner[PendingStep]):
             means = accumulators = replicas.pack([part.accumulators for part in parts])
         updated: list[Handed] = []
         if is_full and self.placement.updates is not None:
-            made = self._weight_update.run(
+            made = self.weight_update.run(
                 before.variables,
                 leaves,
                 means,
                 replicas.first_of([part.last_outputs for part in parts], read_last),
                 UpdateCounts(request.every, int(as_int32(before.update_count))),
-                watched.watched_updates(self, self._weight_update, int(as_int32(before.execution_count))),
+                watched.watched_updates(self, self.weight_update, int(as_int32(before.execution_count))),
             )
             leaves, variables = made.state_leaves, {**variables, **made.variables}
             if replicas.number == 1:
                 accumulators = made.accumulators
-            updated += [Handed(made.enqueued, None)] * bool(made.enqueued)
+            enqueued = [made.enqueued[number] for number in range(len(made.enqueued))]
+            updated += [Handed(enqueued, None)] * bool(enqueued)
         told = [parts[replica] for replica in self._told]
         carried = [part.carried for part in parts]
         return Progress(
@@ -588,7 +581,7 @@ class ColumnRunner(Runner[PendingStep]):
             self.residual_bytes,
             accumulator_dtypes,
             donates_accumulators=not self.has_callbacks,
-            donates_state=self._weight_update.donates,
+            donates_state=self.weight_update.donates,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,17 +19,7 @@ from ipu_pipeline.engine.updates.cutting import UpdateProgram
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["Updated", "WeightUpdate", "find_read"]
-
-
-@dataclass(frozen=True, eq=False)
-class Updated:
-    """The results of a weight update."""
-
-    variables: dict[str, Any]  # the new values of the variables that it updates, by full name
-    state_leaves: list[Any]  # of the optimizer's state
-    accumulators: dict[str, Any]  # zeroed, by key
-    enqueued: list[Any]  # the leaves of what it enqueues
+__all__ = ["WeightUpdate", "find_read"]
 
 
 class WeightUpdate:
@@ -82,8 +71,12 @@ class WeightUpdate:
         outputs: Sequence[Any],
         counts: UpdateCounts,
         functions: Sequence[Callable[..., list[Any]]] | None,
-    ) -> Updated:
-        """Runs the weight update. `functions` are those to call; None: `self.functions`."""
+    ) -> UpdateEnvironment:
+        """Runs the weight update. `functions` are those to call; None: `self.functions`.
+
+        Returns:
+          The results, with all accumulators, zeroed, by key.
+        """
         placement = self.placement
         assert placement.updates is not None
         plan = placement.accumulator_plan
@@ -93,17 +86,11 @@ class WeightUpdate:
         zeros = {key: self._clear(key, accumulators[key]) for key in plan.extra}
         environment = UpdateEnvironment(variables, merged, state_leaves, outputs, counts)
         placement.run_update(placement.updates.updates, functions or self.functions, environment)
-        made = Updated(
-            environment.variables,
-            environment.state_leaves,
-            {**environment.accumulators, **zeros},
-            [environment.enqueued[number] for number in range(len(environment.enqueued))],
-        )
+        environment.accumulators |= zeros
         if self.may_raise:
-            jax.block_until_ready(
-                (made.variables, made.state_leaves, made.accumulators, made.enqueued, environment.sent)
-            )
-        return made
+            made = environment.variables, environment.state_leaves, environment.accumulators
+            jax.block_until_ready((made, environment.enqueued, environment.sent))
+        return environment
 
     def _add_to_home(self, accumulator: Accumulator, total: Any, part: Any) -> Any:
         home = self.placement.groups[self.placement.traced.owners[accumulator.variable]]

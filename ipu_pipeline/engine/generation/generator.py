@@ -9,22 +9,18 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.apart import apart
-from ipu_pipeline.engine.generation.arguments import (
-    check_chunk_lengths,
-    check_logits,
-    check_positive,
-    check_slots,
-    for_each,
-)
 from ipu_pipeline.engine.generation.building import Needed, StageBuilder, make_element
 from ipu_pipeline.engine.generation.loop import RequestQueue, run
 from ipu_pipeline.engine.generation.requests import Limits, Request, make_request
 from ipu_pipeline.engine.generation.sampling import Sampling
 from ipu_pipeline.engine.generation.slots import BoundStages
 from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.pipeline_options import check_positive
 from ipu_pipeline.engine.resplitting import resplit
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.state_checks import check_not_traced, check_state
@@ -33,10 +29,13 @@ from ipu_pipeline.engine.tracing.stage_lists import Mapping as DeviceMapping
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
+from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.shapes import describe
 
 __all__ = ["Generator"]
 
 GREEDY = Sampling()
+_CHUNK_LENGTHS = (1, 4, 16, 64, 256)
 _logger = logging.getLogger("ipu_pipeline")
 
 
@@ -110,7 +109,7 @@ class Generator:
         """
         check_positive("max_length", max_length)
         self._max_length = int(max_length)
-        self._chunk_lengths = check_chunk_lengths(chunk_lengths, self._max_length)
+        self._chunk_lengths = _check_chunk_lengths(chunk_lengths, self._max_length)
         self.pipeline = Pipeline(
             stages,
             num_micro_batches=1,
@@ -120,13 +119,13 @@ class Generator:
             devices=devices,
             tensor_parallel=tensor_parallel,
         )
-        self._num_slots, self._num_groups = check_slots(
+        self._num_slots, self._num_groups = _check_slots(
             num_slots, num_groups, len(set(self.pipeline.device_mapping))
         )
         self._devices = devices
         self._surroundings = Surroundings.now(ProgramNames())
         self.pipeline.trace(make_element(1))
-        (logits,) = check_logits(self.pipeline, 1)
+        (logits,) = _check_logits(self.pipeline, 1)
         self._num_words = int(logits.shape[-1])
         self._limits = Limits(self._max_length, self._num_words)
         self._is_one_by_one = self._find_one_by_one(token_by_token)
@@ -151,7 +150,7 @@ class Generator:
     def _for_length(self, length: int) -> Pipeline:
         """The stages, traced for a chunk."""
         pipeline = self.pipeline.for_shapes(make_element(length))
-        check_logits(pipeline, length)
+        _check_logits(pipeline, length)
         return pipeline
 
     # What is known of it.
@@ -231,8 +230,8 @@ class Generator:
             for place, (prompt, most, how) in enumerate(
                 zip(
                     prompts,
-                    for_each("max_new_tokens", max_new_tokens, number),
-                    for_each("sampling", sampling, number),
+                    _for_each("max_new_tokens", max_new_tokens, number),
+                    _for_each("sampling", sampling, number),
                     strict=True,
                 )
             )
@@ -418,3 +417,56 @@ class Generator:
             number, length = divmod(length, one)
             chunks += [one] * number
         return chunks
+
+
+def _check_chunk_lengths(given: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
+    """The lengths of a prompt's chunks, the longest first; raises a ValueError if they are not usable."""
+    lengths = list(_CHUNK_LENGTHS if given is None else given)
+    if not all(is_integer(length, 1) for length in lengths) or 1 not in lengths:
+        raise ValueError(
+            "chunk_lengths must be integers of at least 1, and 1 must be among them, so that every prompt "
+            f"can be divided into such lengths; got {given!r}."
+        )
+    return tuple(sorted({int(length) for length in lengths if length <= max_length}, reverse=True))
+
+
+def _check_slots(num_slots: Any, num_groups: Any, num_devices: int) -> tuple[int, int]:
+    """The numbers of slots and groups; raises a ValueError if they are not usable."""
+    if num_slots is not None:
+        check_positive("num_slots", num_slots)
+    if num_groups is None:
+        num_groups = num_devices if num_slots is None else min(num_devices, num_slots)
+    check_positive("num_groups", num_groups)
+    if num_slots is None:
+        num_slots = 4 * num_groups
+    if num_slots % num_groups:
+        raise ValueError(
+            f"num_slots must be a multiple of num_groups, {num_groups}, which have as many slots each; got "
+            f"{num_slots}. Take {-(-num_slots // num_groups) * num_groups}, or give num_groups, too."
+        )
+    return int(num_slots), int(num_groups)
+
+
+def _check_logits(pipeline: Pipeline, length: int) -> Sequence[jax.ShapeDtypeStruct]:
+    """Raises if the last stage does not return logits for a chunk. Returns their shape, in a list."""
+    avals = pipeline.traced.returned_avals
+    is_logits = len(avals) == 1 and (
+        avals[0].ndim == 1 or (avals[0].ndim == 2 and avals[0].shape[0] in (1, length))
+    )
+    if not is_logits or not jnp.issubdtype(avals[0].dtype, jnp.floating) or 0 in avals[0].shape:
+        given = ", ".join(map(describe, avals)) or "nothing"
+        raise ValueError(
+            f"The last stage must return logits, floating-point numbers [{length}, words] for {length} "
+            f"tokens of one request, or [words] for the last of them; it returns {given}. Stages of a "
+            "generator have no axis for a batch, and no loss."
+        )
+    return avals
+
+
+def _for_each(name: str, value: Any, number: int) -> Sequence[Any]:
+    """A list with the value of each prompt."""
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        return [value] * number
+    if len(value) != number:
+        raise ValueError(f"{name} must have one entry for each of the {number} prompts; got {len(value)}.")
+    return list(value)

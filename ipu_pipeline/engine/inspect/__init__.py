@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
     from ipu_pipeline.engine.execution.contract import Runner
-    from ipu_pipeline.engine.inspect.counted_costs import count_costs
-    from ipu_pipeline.engine.inspect.counting import Work, count_work
+    from ipu_pipeline.engine.execution.held import LiveBytes
+    from ipu_pipeline.engine.inspect.counting import Work, count_costs, count_work
     from ipu_pipeline.engine.inspect.facts import (
         Edge,
         LayerFacts,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
     from ipu_pipeline.engine.inspect.layers import fold_names
-    from ipu_pipeline.engine.inspect.live_bytes import LiveBytes
     from ipu_pipeline.engine.inspect.summary import PipelineSummary, describe_numbers
     from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
     from ipu_pipeline.engine.watching import Launch, LaunchKind
@@ -62,12 +61,11 @@ _FACTS = "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails S
 _HOMES = {
     "": "watching",
     ".execution.contract": "Runner",
-    ".inspect.counted_costs": "count_costs",
-    ".inspect.counting": "Work count_work",
+    ".execution.held": "LiveBytes",
+    ".inspect.counting": "Work count_costs count_work",
     ".inspect.facts": _FACTS,
     ".inspect.layer_costs": "find_layer_costs",
     ".inspect.layers": "fold_names",
-    ".inspect.live_bytes": "LiveBytes",
     ".inspect.summary": "PipelineSummary describe_numbers",
     ".planning.memory_plans": "Flow IpuMemory StageMemory",
     ".watching": "Launch LaunchKind",

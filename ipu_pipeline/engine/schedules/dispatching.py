@@ -38,7 +38,7 @@ class Rule:
       patience: for each device, when it waits for a more urgent action that is on its way: if another one
         would hold that up by more than this share of the other one's time. 1 is never, 0 always.
       most: for each stage, the most micro-batches in flight (gone forward, and their input gradients not
-        done); empty: any number that fits.
+        done).
     """
 
     base: Urgency
@@ -60,7 +60,6 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
     held, between = problem.num_held_bytes, problem.num_between_bytes
     room = list(problem.num_free_bytes)
     is_limited = problem.num_bytes_per_ipu is not None
-    most = rule.most
     down, up = (*problem.forward_transfers, 0.0), (0.0, *problem.backward_transfers)
     forwards_done, inputs_done, weights_done = ([0] * num_stages for _kind in range(3))
     arrived: list[list[float]] = [[] for _stage in stages]
@@ -84,11 +83,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
                 ready = max(now, returned[stage][number])
                 can.append((for_inputs[stage][number], ready, INPUTS, stage, inputs[stage]))
             number = forwards_done[stage]
-            if (
-                number == count
-                or number == len(arrived[stage])
-                or number - inputs_done[stage] == most[stage]
-            ):
+            if number in (count, len(arrived[stage]), inputs_done[stage] + rule.most[stage]):
                 continue
             if is_limited and not _is_safe(
                 problem, ipu, stage, room[ipu], forwards_done, inputs_done, weights_done
@@ -127,25 +122,21 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
             room[ipu] -= held[stage]
             if stage < last:
                 target, time, touched = arrived[stage + 1], down[stage], ipus[stage + 1]
-                target.append((target[-1] if target and target[-1] > end else end) + time)
-            elif fused:
-                order[ipu].append((INPUTS, stage))
-                inputs_done[stage] += 1
-                room[ipu] -= between[stage] - held[stage]
-                if stage:
-                    target, time, touched = returned[stage - 1], up[stage], ipus[stage - 1]
-                    target.append((target[-1] if target and target[-1] > end else end) + time)
+                target.append(max(end, target[-1] if target else end) + time)
+            elif fused:  # the program does these as well
+                kind = INPUTS
+                order[ipu].append((kind, stage))
             else:
                 returned[stage].append(end)
-        elif kind == INPUTS:
+        elif kind == WEIGHTS:
+            weights_done[stage] += 1
+            room[ipu] += between[stage]
+        if kind == INPUTS:
             inputs_done[stage] += 1
             room[ipu] -= between[stage] - held[stage]
             if stage:
                 target, time, touched = returned[stage - 1], up[stage], ipus[stage - 1]
-                target.append((target[-1] if target and target[-1] > end else end) + time)
-        else:
-            weights_done[stage] += 1
-            room[ipu] += between[stage]
+                target.append(max(end, target[-1] if target else end) + time)
         chosen[ipu] = choose(ipu)
         if touched != ipu:
             chosen[touched] = choose(touched)

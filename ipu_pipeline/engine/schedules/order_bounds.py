@@ -21,22 +21,9 @@ from functools import cached_property
 
 from ipu_pipeline.engine.schedules.order_problems import FORWARD, INPUTS, WEIGHTS, OrderProblem
 
-__all__ = ["Bound", "find_bound", "find_caps", "find_heads", "find_tails"]
+__all__ = ["find_bound", "find_caps", "find_heads", "find_tails"]
 
 Times = list[list[list[float]]]  # by kind, stage and micro-batch
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A time that no order can be faster than.
-
-    Attributes:
-      time: the time, in the problem's unit.
-      reason: what takes so long, in words.
-    """
-
-    time: float
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -192,13 +179,13 @@ def find_tails(problem: OrderProblem) -> Times:
     return tails
 
 
-def find_bound(problem: OrderProblem) -> Bound:
-    """Finds the largest of the bounds."""
+def find_bound(problem: OrderProblem) -> tuple[float, str]:
+    """Finds the largest of the bounds: the time, and what takes so long, in words."""
     heads, tails = find_heads(problem), find_tails(problem)
     times = problem.times
     stages, numbers = range(problem.num_stages), range(problem.num_micro_batches)
     kinds = (FORWARD, INPUTS, WEIGHTS)
-    best = Bound(
+    best, reason = (
         max(
             heads[kind][stage][n] + times[kind][stage] + tails[kind][stage][n]
             for kind in kinds
@@ -217,10 +204,9 @@ def find_bound(problem: OrderProblem) -> Bound:
             for n in numbers
             if times[kind][stage]
         ]
-        found = Bound(find_preemptive(jobs), f"the work of device {ipu}")
-        if found.time > best.time:
-            best = found
-    return best
+        if (found := find_preemptive(jobs)) > best:
+            best, reason = found, f"the work of device {ipu}"
+    return best, reason
 
 
 def find_preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
@@ -40,7 +40,7 @@ Step: TypeAlias = "tuple[int, int]"  # the kind and the stage; the micro-batch i
 Order: TypeAlias = "tuple[tuple[Step, ...], ...]"  # a row per device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OrderProblem:
     """Stages one after another, with their costs for a micro-batch, from a `Scenario`.
 
@@ -49,15 +49,15 @@ class OrderProblem:
       forward: the time of each stage's forward.
       input_gradients: the time of each stage's input gradients; 0 if it has none.
       weight_gradients: the time of each stage's weight gradients.
-      device_mapping: the device of each stage, from 0; by default each stage has its own.
-      forward_transfers: the time of each stage's transfer forward, except the last stage's; by default 0.
-      backward_transfers: the time of each stage's transfer back, except the first stage's; by default 0.
-      updates: the time of each stage's update, after the last action of its device; by default 0.
+      device_mapping: the device of each stage, from 0.
+      forward_transfers: the time of each stage's transfer forward, except the last stage's.
+      backward_transfers: the time of each stage's transfer back, except the first stage's.
+      updates: the time of each stage's update, after the last action of its device.
       is_fused: whether the last stage's forward and input gradients are one program, where the forward is.
       num_held_bytes: the bytes that each stage holds per micro-batch from the start of its forward to the
-        end of its input gradients; by default 0.
-      num_between_bytes: the bytes that it holds from then to the end of its weight gradients; by default 0.
-      num_constant_bytes: the bytes that each device always holds; by default 0.
+        end of its input gradients.
+      num_between_bytes: the bytes that it holds from then to the end of its weight gradients.
+      num_constant_bytes: the bytes that each device always holds.
       num_bytes_per_ipu: the most bytes that a device may hold; None: no limit.
     """
 
@@ -65,31 +65,15 @@ class OrderProblem:
     forward: tuple[float, ...]
     input_gradients: tuple[float, ...]
     weight_gradients: tuple[float, ...]
-    device_mapping: tuple[int, ...] = ()
-    forward_transfers: tuple[float, ...] = ()
-    backward_transfers: tuple[float, ...] = ()
-    updates: tuple[float, ...] = ()
-    is_fused: bool = field(default=True, kw_only=True)
-    num_held_bytes: tuple[int, ...] = field(default=(), kw_only=True)
-    num_between_bytes: tuple[int, ...] = field(default=(), kw_only=True)
-    num_constant_bytes: tuple[int, ...] = field(default=(), kw_only=True)
-    num_bytes_per_ipu: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        """Fills in defaults."""
-        number = len(self.forward)
-        if not self.device_mapping:
-            object.__setattr__(self, "device_mapping", tuple(range(number)))
-        for name, length in {
-            "forward_transfers": number - 1,
-            "backward_transfers": number - 1,
-            "updates": number,
-            "num_held_bytes": number,
-            "num_between_bytes": number,
-            "num_constant_bytes": max(self.device_mapping) + 1,
-        }.items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, (0,) * length)
+    device_mapping: tuple[int, ...]
+    forward_transfers: tuple[float, ...]
+    backward_transfers: tuple[float, ...]
+    updates: tuple[float, ...]
+    is_fused: bool
+    num_held_bytes: tuple[int, ...]
+    num_between_bytes: tuple[int, ...]
+    num_constant_bytes: tuple[int, ...]
+    num_bytes_per_ipu: int | None
 
     @property
     def num_stages(self) -> int:

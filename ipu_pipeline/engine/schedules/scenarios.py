@@ -257,31 +257,24 @@ class Scenario:
                     f"PipelineSchedule.searched: a search needs a scenario with {rule}; got {self!r}. Or "
                     "take a schedule with a name."
                 )
-        size = self.chunk_size
-        held: tuple[int, ...] = ()
-        between, constant = held, held
-        if memory is not None:
-            held = tuple(size * own for own in memory.num_held_bytes)
-            between = tuple(size * own for own in memory.num_between_bytes)
-            constant = memory.num_constant_bytes
-
-        def of_kind(kind: ActionKind) -> tuple[float, ...]:
-            return tuple(size * own for own in costs.of_actions[kind])
-
+        memory, size = memory or Memory((0,) * self.num_ipus, (0,) * number), self.chunk_size
+        forward, _backward, inputs, weights = (
+            tuple(size * own for own in times) for times in costs.of_actions
+        )
         pairs = list(itertools.pairwise(range(number)))
         problem = OrderProblem(
-            self.num_micro_batches // size,
-            of_kind(ActionKind.FORWARD),
-            of_kind(ActionKind.INPUT_GRADIENTS),
-            of_kind(ActionKind.WEIGHT_GRADIENTS),
-            self.device_mapping,
-            tuple(self.transfer(0, edge) for edge in pairs),
-            tuple(self.transfer(0, (after, before)) for before, after in pairs),
-            tuple(self.update(stage) for stage in range(number)),
+            num_micro_batches=self.num_micro_batches // size,
+            forward=forward,
+            input_gradients=inputs,
+            weight_gradients=weights,
+            device_mapping=self.device_mapping,
+            forward_transfers=tuple(self.transfer(0, edge) for edge in pairs),
+            backward_transfers=tuple(self.transfer(0, (after, before)) for before, after in pairs),
+            updates=tuple(self.update(stage) for stage in range(number)),
             is_fused=self.is_fused,
-            num_held_bytes=held,
-            num_between_bytes=between,
-            num_constant_bytes=constant,
+            num_held_bytes=tuple(size * own for own in memory.num_held_bytes),
+            num_between_bytes=tuple(size * own for own in memory.num_between_bytes),
+            num_constant_bytes=memory.num_constant_bytes,
             num_bytes_per_ipu=num_bytes_per_ipu,
         )
         for ipu, needed in enumerate(problem.num_least_bytes):
@@ -382,11 +375,7 @@ class Scenario:
             "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
             "memory": None
             if self.memory is None
-            else {
-                "num_constant_bytes": list(self.memory.num_constant_bytes),
-                "num_held_bytes": list(self.memory.num_held_bytes),
-                "num_between_bytes": list(self.memory.num_between_bytes),
-            },
+            else {name: list(sizes) for name, sizes in vars(self.memory).items()},
         }
 
     @classmethod

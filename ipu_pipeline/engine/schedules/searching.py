@@ -83,7 +83,7 @@ class _Known:
 
     step_time: float
     order: Order
-    name: str
+    name: str = "searched"
 
 
 def search(problem: OrderProblem) -> Searched:
@@ -104,15 +104,15 @@ def search(problem: OrderProblem) -> Searched:
     Returns:
       The order and its bound.
     """
-    bound = find_bound(problem)
-    enough = bound.time * (1 + _SAME)
+    bound, reason = find_bound(problem)
+    enough = bound * (1 + _SAME)
     # Of equal ones the first is the best: a name says more than a search. Sequential fits always.
     best = min(_follow_named(problem), key=_get_time)
     if best.step_time > enough:
-        best = min(best, _follow_rules(problem, bound.time, enough), key=_get_time)
-    time = best.step_time if best.step_time <= enough else bound.time
+        best = min(best, _follow_rules(problem, bound, enough), key=_get_time)
+    bound = best.step_time if best.step_time <= enough else bound
     peaks = find_peaks(problem, best.order)
-    return Searched(as_rows(best.order), best.step_time, time, bound.reason, best.name, peaks)
+    return Searched(as_rows(best.order), best.step_time, bound, reason, best.name, peaks)
 
 
 def _get_time(known: _Known) -> float:
@@ -172,11 +172,7 @@ def _make_simple(problem: OrderProblem, bound: float) -> Iterator[Rule]:
 
 def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Known:
     """Changes the best simple rule at random, and keeps what is better or little worse."""
-
-    def follow(rule: Rule) -> _Known:
-        return _Known(*dispatch(problem, rule), "searched")
-
-    tried = [(follow(rule), rule) for rule in _make_simple(problem, bound)]
+    tried = [(_Known(*dispatch(problem, rule)), rule) for rule in _make_simple(problem, bound)]
     best, rule = min(tried, key=lambda one: one[0].step_time)
     num_actions = 3 * problem.num_stages * problem.num_micro_batches
     num_left = min(_MOST_ORDERS, _MOST_ACTIONS // num_actions) - len(tried)
@@ -189,7 +185,7 @@ def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Known:
         changed = rule
         for _change in range(chance.choice((1, 1, 2, 3))):
             changed = _change_one(problem, changed, most, chance)
-        found = follow(changed)
+        found = _Known(*dispatch(problem, changed))
         if found.step_time < now + threshold * (1 - number / num_left) * chance.random():
             now, rule = found.step_time, changed
         best = min(best, found, key=_get_time)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
@@ -11,7 +12,6 @@ import torch.utils.data
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
-from ipu_pipeline.poptorch.data.partition import CombiningSampler, PartSampler, find_part
 from ipu_pipeline.poptorch.enums import DataLoaderMode
 from ipu_pipeline.poptorch.errors import Error
 
@@ -113,7 +113,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if batch_sampler is not None:
             size = getattr(batch_sampler, "batch_size", None)
             combined = None if size is None else size * number
-            sampler = CombiningSampler(batch_sampler, number, drop_last)
+            sampler = _CombiningSampler(batch_sampler, number, drop_last)
             arguments.update(batch_size=1, drop_last=False, batch_sampler=sampler)
         if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
             arguments.update(_partition(options, dataset, arguments))
@@ -194,7 +194,7 @@ def _partition(options: Options, dataset: Any, arguments: Mapping[str, Any]) -> 
             "all processes, for shuffle=True."
         )
     distributed = options.Distributed
-    part = find_part(
+    part = _find_part(
         len(dataset),
         arguments["batch_size"] or 1,
         arguments["drop_last"],
@@ -202,7 +202,7 @@ def _partition(options: Options, dataset: Any, arguments: Mapping[str, Any]) -> 
         distributed.numProcesses,
     )
     seed = options.random_seed if arguments["shuffle"] else None
-    return {"sampler": PartSampler(len(dataset), part, seed), "shuffle": None}
+    return {"sampler": _PartSampler(len(dataset), part, seed), "shuffle": None}
 
 
 def _check_worker_size(worker_size: int | None, combined: int | None) -> int:
@@ -262,3 +262,59 @@ def _warn(
             f"DataLoader: each of the {num_workers} workers iterates over the whole IterableDataset, whose "
             "elements come as often, unless it looks at torch.utils.data.get_worker_info()."
         )
+
+
+class _CombiningSampler(torch.utils.data.Sampler[list[int]]):
+    """Joins a sampler's batches, which are micro-batches, to the batches of calls."""
+
+    def __init__(self, batches: Iterable[list[int]], number: int, drop_last: bool) -> None:
+        """Takes the sampler."""
+        self._batches, self._number, self._drop_last = batches, number, drop_last
+
+    def __len__(self) -> int:
+        batches: Any = self._batches
+        whole, rest = divmod(len(batches), self._number)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = iter(self._batches)
+        while batches := list(itertools.islice(left, self._number)):
+            if len(batches) == self._number or not self._drop_last:
+                yield list(itertools.chain.from_iterable(batches))
+
+
+class _PartSampler(torch.utils.data.Sampler[int]):
+    """Samples one of several equal parts, each contiguous: of the data set, or of a permutation of it."""
+
+    def __init__(self, num_rows: int, part: range, seed: int | None) -> None:
+        """Takes arguments that are the same in all processes, and this process's part."""
+        self._num_rows = num_rows
+        self._part = part
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __iter__(self) -> Iterator[int]:
+        if self._generator is None:
+            return iter(self._part)
+        permutation = torch.randperm(self._num_rows, generator=self._generator)
+        return iter(permutation[self._part.start : self._part.stop].tolist())
+
+
+def _find_part(num_rows: int, combined_batch_size: int, drop_last: bool, index: int, count: int) -> range:
+    """Returns the positions of one part.
+
+    Raises:
+      AssertionError: no row may be dropped, and the parts would not be equal.
+    """
+    if drop_last:
+        size = num_rows // (combined_batch_size * count) * combined_batch_size
+    elif num_rows % count:
+        raise AssertionError(
+            f"The number of elements in the dataset ({num_rows}) is not divisible by the number of "
+            f"processes ({count}) and drop_last=False. Switch to drop_last=True."
+        )
+    else:
+        size = num_rows // count
+    return range(index * size, (index + 1) * size)

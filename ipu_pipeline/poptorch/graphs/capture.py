@@ -11,6 +11,7 @@ import contextlib
 import logging
 import operator
 import re
+import sys
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +22,16 @@ import torch
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs import refusals
-from ipu_pipeline.poptorch.graphs.caches import leave_out_caches
 from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
-from ipu_pipeline.poptorch.graphs.multi_convs import check_multi_convs
 from ipu_pipeline.poptorch.graphs.own_backwards import capture_own_backwards, keeping_own_backwards
 from ipu_pipeline.poptorch.graphs.tracebacks import Shortened
+from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.decompositions import decompose
 from ipu_pipeline.poptorch.lowering.substitutes import exportable
+from ipu_pipeline.poptorch.lowering.unsupported import describe_place
 from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
@@ -106,7 +108,7 @@ class _Flat(torch.nn.Module):
             result = self.model(*args, **kwargs)
             refusals.check_tensors(before, refusals.Held.of(self.model))
             refusals.check_shapes(self.arguments, given, tensors)
-        results, outputs = flatten(leave_out_caches(result, self.trains))
+        results, outputs = flatten(_leave_out_caches(result, self.trains))
         self.note(outputs)
         return tuple(results)
 
@@ -172,7 +174,7 @@ def capture(
         if trains:
             capture_own_backwards(model, capturing)
         refusals.check_functional(program)
-        check_multi_convs(program.graph)
+        _check_multi_convs(program.graph)
     _name_modules(program)
     held = _find_tensors(flat, program)
     if trains:
@@ -408,3 +410,49 @@ def _find_trainable(
         for node, spec in specs
         if spec.kind is InputKind.PARAMETER and tensors[str(spec.target)].requires_grad
     }
+
+
+def _leave_out_caches(result: Any, trains: bool) -> Any:
+    """Returns a model's results as transformers' models return them with `use_cache=False`."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or not isinstance(result, (dict, tuple)) or hasattr(result, "_fields"):
+        return result
+    kind = library.Cache
+    parts = result.values() if isinstance(result, dict) else result
+    if not any(isinstance(part, kind) for part in parts):
+        return result
+    if not trains:
+        warn_once(
+            "The model returns a cache of keys and values, which is left out, since what is "
+            "compiled has one length. `model.config.use_cache = False` makes none."
+        )
+    if isinstance(result, dict):
+        return type(result)(**{name: part for name, part in result.items() if not isinstance(part, kind)})
+    return type(result)(part for part in result if not isinstance(part, kind))
+
+
+def _check_multi_convs(graph: torch.fx.Graph) -> None:
+    """Counts the convolutions in each `MultiConv`.
+
+    Raises:
+      Error: one has none, or was given a list with another number of values.
+    """
+    opened: list[list[torch.fx.Node]] = []
+    for node in graph.nodes:
+        part = markers.read_multi_conv(node)
+        if node.target is torch.ops.aten.convolution.default:
+            for inside in opened:
+                inside.append(node)
+        elif part is not None and part.counts is None:
+            opened.append([])
+        elif part is not None and part.counts is not None:
+            found = opened.pop()
+            if not found:
+                raise Error(f"The MultiConv in {describe_place(node)} has no convolution in it.")
+            for name, number in part.counts.items():
+                if number != len(found):
+                    raise Error(
+                        f"MultiConv.{name} was given {number} values, but there are {len(found)} "
+                        f"convolutions in it: in {'; '.join(map(describe_place, found))}. Give one for "
+                        "each, or a single one for all."
+                    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import sys
 import threading
 import unittest.mock
@@ -17,10 +18,9 @@ from torch.export.graph_signature import OutputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_flow_error
 from ipu_pipeline.poptorch.graphs.tracebacks import innermost_user_line, without_proxy
 from ipu_pipeline.poptorch.logs import warn_once
-from ipu_pipeline.poptorch.lowering.unsupported import describe_place
+from ipu_pipeline.poptorch.lowering.unsupported import describe_place, find_users_frames
 from ipu_pipeline.poptorch.operations.custom_registry import find_custom_op
 from ipu_pipeline.poptorch.operations.host_functions import find
 from ipu_pipeline.poptorch.structures import Structure
@@ -32,6 +32,7 @@ __all__ = [
     "check_shapes",
     "check_tensors",
     "check_values",
+    "describe_control_flow_error",
     "explained",
     "refusing_gradient_hooks",
     "tell_of_generators",
@@ -39,6 +40,9 @@ __all__ = [
     "with_detached_data",
 ]
 
+_CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # torch's form of an exception's arguments
+_IPU = re.compile(r"for ipu devices|on device ipu")
+_OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Error)?")
 _WITHOUT_VALUES = (
     "The model is compiled once for all values, so it cannot ask for one while it runs: no `if` or loop "
     "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where or "
@@ -439,3 +443,47 @@ def _is_symbolic(value: Any) -> bool:
 
 def _without_prefix(target: str | None) -> str:
     return str(target).removeprefix("model.")
+
+
+def describe_control_flow_error(error: BaseException) -> str:
+    """Describes the error of the user's branch or body, and its line, in one line."""
+    return f"{_find_place(str(error))}: {_find_reason(error)}"
+
+
+def _find_place(text: str) -> str:
+    """Finds the innermost line that is neither torch's nor ours in a text with frames."""
+    users = find_users_frames(text)
+    if not users:
+        return "A branch or a body"
+    return f"{users[-1]['file']}:{users[-1]['line']} ({(users[-1]['text'] or '').strip()})"
+
+
+def _find_reason(error: BaseException) -> str:
+    """Returns the message of the first error in the chain that led to one."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    first = causes[-1]
+    if _IPU.search(str(first)):
+        return (
+            'The device "ipu" cannot be named within a branch or a body, where torch would look for it. '
+            "Leave `device=` and `.to(device)` out there, or use the device of an operand (device=x.device)"
+        )
+    if not isinstance(first, TorchDynamoException):
+        return f"{type(first).__name__}: {_first_line(str(first))}"
+    text = _first_line(str(first).rpartition("Got graph break/error:")[2])
+    if text.startswith("raised exception "):
+        return text.removeprefix("raised exception ")
+    explanation = re.search(r"^\s*Explanation: (.+)$", str(first), re.MULTILINE)
+    if explanation is not None:
+        return f"{text}. {explanation[1]}"
+    text = _CONSTANT.sub(r"\1", text)
+    observed = _OBSERVED.fullmatch(type(first).__name__)
+    return text if observed is None else f"{observed['name']}: {text}"
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if lines else "no text"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoints
@@ -24,7 +25,6 @@ from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.estimator.exporting import check_export, export_prediction
 from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData
-from ipu_pipeline.tf1.estimator.predictions import choose_entries, split_examples
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys, call_input_fn
 from ipu_pipeline.tf1.estimator.restoring import (
     CHECKPOINTS,
@@ -306,7 +306,7 @@ class Estimator(abc.ABC):
             number = 0
             with self._inferring(ModeKeys.PREDICT, input_fn, given, checkpoint_path) as (inference, _step):
                 for batch in inference.predictions(iterations):
-                    for prediction in split_examples(choose_entries(batch, keys), yield_single_examples):
+                    for prediction in _split_examples(_choose_entries(batch, keys), yield_single_examples):
                         yield prediction
                         number += 1
                         if number == num_predictions:
@@ -468,3 +468,43 @@ class Estimator(abc.ABC):
 def _check_number(name: str, value: Any) -> None:
     if value is not None and not is_int(value, 1):
         raise ValueError(f"Must specify {name} > 0, given: {value}")
+
+
+def _choose_entries(batch: Any, keys: Sequence[str] | None) -> Any:
+    """Chooses entries of a dict of predictions; None for all.
+
+    Raises:
+      ValueError: one is missing, or the predictions are not a dict.
+    """
+    if keys is None:
+        return batch
+    if not isinstance(batch, dict):
+        raise ValueError("predict_keys argument is not valid in case of non-dict predictions.")
+    missing = [key for key in keys if key not in batch]
+    if missing:
+        raise ValueError(f"Expected to run at least one output from {list(batch)}, provided {list(keys)}.")
+    return {key: batch[key] for key in keys}
+
+
+def _split_examples(batch: Any, into_examples: bool) -> Iterator[Any]:
+    """Yields the examples of a micro-batch, along the first axis, or the micro-batch as it is.
+
+    Raises:
+      ValueError: the predictions do not all have the same first axis.
+    """
+    if not into_examples:
+        yield batch
+        return
+    leaves = jax.tree.leaves(batch)
+    if leaves and all(leaf.ndim == 0 for leaf in leaves):  # the micro-batch is one example
+        yield batch
+        return
+    lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            "predict: what the last stage returns must have one first axis, over examples; the shapes are "
+            f"{', '.join(str(leaf.shape) for leaf in leaves)}. With yield_single_examples=False it "
+            "need not."
+        )
+    for number in range(lengths.pop()):
+        yield jax.tree.map(lambda array, n=number: array[n], batch)

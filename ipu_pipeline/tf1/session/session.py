@@ -8,7 +8,7 @@ import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep, read_outfeed
 from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
+from ipu_pipeline.graphcore import table
 from ipu_pipeline.processes import executable_cache, interrupts, selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
@@ -34,7 +35,6 @@ from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.program.registry import compiled_programs, find_trained
 from ipu_pipeline.tf1.session import entries, exporting
 from ipu_pipeline.tf1.session.agreeing import agree_on_run
-from ipu_pipeline.tf1.session.arguments import choose_seed
 from ipu_pipeline.tf1.session.fetches import concerns_devices, find_runs, give_results
 from ipu_pipeline.tf1.session.host_rows import check_registered
 from ipu_pipeline.tf1.session.missing import make_missing
@@ -44,6 +44,8 @@ from ipu_pipeline.tf1.session.store import Store
 from ipu_pipeline.tf1.session.turns import Turns
 
 __all__ = ["Session"]
+
+_OF_TENSORFLOW = {"config": "tf.ConfigProto", "graph": "tf.Graph"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,7 @@ class Session:
         Raises:
           TypeError, ValueError: the seed has a wrong value, or there are other arguments.
         """
-        seed = choose_seed(seed, of_tensorflow)
+        seed = _choose_seed(seed, of_tensorflow)
         executable_cache.enable_executable_cache_of_environment()
         start_automatic_report()
         self._store = Store(seed)
@@ -636,3 +638,21 @@ class Session:
             operation.queue.delete()
             self._infeeds.pop(operation.queue, None)
         return None
+
+
+def _choose_seed(seed: int | None, others: Collection[str]) -> int:
+    """Checks the arguments, and returns the seed of a session.
+
+    Raises:
+      TypeError: the seed is not an integer, or there are other arguments.
+      ValueError: the seed does not fit 64 bits.
+    """
+    for name in others:
+        text = f"Session() got an unexpected keyword argument {name!r}"
+        if name in _OF_TENSORFLOW:
+            text += f", which is TensorFlow's. {table.read_rows()[_OF_TENSORFLOW[name]].why}"
+        raise TypeError(text)
+    if seed is None:
+        return utils.current_seed()
+    utils.check_seed(seed, "Session")
+    return int(seed)

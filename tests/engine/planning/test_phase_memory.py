@@ -13,8 +13,8 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import placing
 from ipu_pipeline.engine.devices.underway import Underway
-from ipu_pipeline.reports.pipeline_memory import pipeline_memory_over_time
 from tests.support import watchers
+from tests.support.memory import pipeline_memory_over_time
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 

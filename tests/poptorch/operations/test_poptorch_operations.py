@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
-from ipu_pipeline.poptorch.graphs.control_flow_errors import describe_control_flow_error
+from ipu_pipeline.poptorch.graphs.refusals import describe_control_flow_error
 from ipu_pipeline.poptorch.operations.printing import Layout
 from tests.support import lowered
 from tests.support.poptorch_front import (

@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +31,6 @@ from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.kept import identify, jit_zeros, text_of
 from ipu_pipeline.engine.execution.single_device.micro_batches import MicroBatches
 from ipu_pipeline.engine.execution.single_device.program import BlockProgram
-from ipu_pipeline.engine.execution.single_device.sizes import BlockSizes, block_sizes
 from ipu_pipeline.engine.execution.single_device.state import BlockKind, Given, Left, Position, Totals
 from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
@@ -45,11 +44,21 @@ from ipu_pipeline.engine.watching import Launch, LaunchKind
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["BlockRunner", "PendingBlock"]
+__all__ = ["BlockRunner", "BlockSizes", "PendingBlock", "block_sizes"]
 
+_MAX_MICRO_BATCHES = 1024  # in a block, so that Ctrl-C does not wait long
+_MAX_FIXED = 64  # in a block of one size whatever the count, since it is allocated whole
 # Blocks that the host runs ahead; XLA's CPU client has no more in flight than the most.
 _LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 2, 32
 _IN_FLIGHT_BYTES = 64 * 2**20  # the most that the feeds of more than the least may take
+
+
+class BlockSizes(NamedTuple):
+    """The sizes of the blocks into which micro-batches are cut."""
+
+    unit: int  # micro-batches that stay together
+    capacity: int  # the most micro-batches in a block, a multiple of `unit`
+    room: int  # the size of a block's stack, at least the capacity; compiled once per size
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,6 +478,27 @@ class BlockRunner(Runner[PendingBlock]):
             enqueued=group.replicated,
             updated=group.replicated,
         )
+
+
+def block_sizes(
+    num_micro_batches: int,
+    unit: int,
+    bytes_each: int,
+    block_bytes: int,
+    group: int = 1,
+    is_fixed: bool = False,
+) -> BlockSizes:
+    """Cuts micro-batches into blocks of about equal size."""
+    limit = min(_MAX_FIXED if is_fixed else _MAX_MICRO_BATCHES, block_bytes // max(1, bytes_each))
+    limit = max(1, limit // group) * group
+    if unit > limit:
+        num_blocks = -(-unit // limit)
+        capacity, unit = -(-unit // group // num_blocks) * group, group
+    else:
+        num_units = max(1, -(-num_micro_batches // unit))
+        num_blocks = -(-num_units // (limit // unit))
+        capacity = -(-num_units // num_blocks) * unit
+    return BlockSizes(unit, capacity, limit if is_fixed else capacity)
 
 
 def _compile(lowered: Any) -> Any:
