@@ -78,7 +78,8 @@ def train(
       resources_per_process: Ray's resources for each, such as {"CPU": 4}; one CPU by default. A process
         computes on so many cores.
       use_gpu: whether processes have GPUs, each its own.
-      max_failures: how many failures there may be in all; -1 for any number.
+      max_failures: how many failures there may be in all; -1 for any number. Nodes that Ray says will be
+        taken away, and failures while processes start, do not count.
       memory_every: before every how many runs (or steps) the state is kept in memory, in /dev/shm of each
         node; None: never, so that training goes on from checkpoints on disk.
       death_timeout: after how many seconds a process that says nothing counts as dead.
@@ -90,8 +91,8 @@ def train(
 
     Raises:
       ImportError: Ray is not installed.
-      TypeError: an argument has another type.
-      ValueError: an argument has another value.
+      TypeError: `function` is not callable.
+      ValueError: another argument has a wrong value.
       TimeoutError: the cluster has not had the resources of the least number of processes for ten minutes;
         this machine does not have them, if the cluster was started here.
       ray.train.WorkerGroupError: a process has failed, and `max_failures` are exceeded;

@@ -204,7 +204,11 @@ def _time_kill(
         losses = Losses(Path(name) / "losses")
         with (Path(name) / "log").open("w") as log:
             job = subprocess.Popen(
-                command(name), cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "RAY_TMPDIR": name}
+                command(name),
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "RAY_TMPDIR": name, "RAY_ADDRESS": ""},
             )
         try:
             losses.await_more(20)

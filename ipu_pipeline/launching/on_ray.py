@@ -210,7 +210,7 @@ def _await_resources(least: int, resources: Mapping[str, float], seconds: float)
 
 
 def _warn_of_open_ports() -> None:
-    if len(_nodes()) > 1 and os.environ.get("RAY_AUTH_MODE") != "token":
+    if len(_nodes()) > 1 and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         warnings.warn(
             "The Ray cluster has several nodes and no token: whoever reaches one of its ports can run any "
             "program on all nodes, with your rights. Set RAY_AUTH_MODE=token on all nodes before `ray "
@@ -277,7 +277,7 @@ class _Job(BackendConfig):
     num_devices: int  # virtual ones, of all processes; 0 with GPUs
     has_memory: bool
     folder: str  # of the program that called `train`
-    variables: dict[str, str]
+    variables: dict[str, str] = dataclasses.field(repr=False)  # one is secret
 
     @property
     def backend_cls(self) -> type[Backend]:
