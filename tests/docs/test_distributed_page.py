@@ -68,7 +68,7 @@ def test_the_programs_in_two_processes(program, tmp_path):
 @pytest.mark.thorough
 def test_the_program_on_ray(tmp_path):
     (tmp_path / "train.py").write_text(JAX[0])
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # of Ray's sockets, whose paths must be short
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # of Ray's sockets: short
         variables = {"RAY_TMPDIR": folder, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled"}
         done = start("-c", ON_RAY_PROGRAM, folder=tmp_path, as_tests=True, **variables)
     assert done.returncode == 0, done.stderr

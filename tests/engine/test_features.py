@@ -365,11 +365,16 @@ def rich_models(feature, row):
     return possible[row % len(possible) :][:1] if feature in COMBINED else possible
 
 
+def sizes_of(feature):
+    """What the last stage returns is added up over micro-batches of one shape."""
+    return "same" if "sum_collected" in FEATURES[feature].options else "different"
+
+
 # Each model meets both dtypes and both sizes.
 OTHERS = [
     (
         *(feature, model, ("float32", "float64")[(number + row) % 2]),
-        "different" if (number + row // 3) % 3 == 0 else "same",
+        sizes_of(feature) if (number + row // 3) % 3 == 0 else "same",
     )
     for row, feature in enumerate(FEATURES)
     for number, model in rich_models(feature, row)

@@ -64,7 +64,9 @@ class Driver:
 
     def __init__(self, storage, *scenarios, **variables):
         self.log = storage / f"log of {scenarios[0]}"
-        self.folder = tempfile.mkdtemp(prefix="ray")  # of Ray's sockets, whose paths must be short
+        self.folder = tempfile.mkdtemp(
+            prefix="ray", dir="/tmp"
+        )  # of Ray's sockets, whose paths must be short
         own = {
             "PYTHONPATH": str(ROOT),
             "RAY_ADDRESS": "",
