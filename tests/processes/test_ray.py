@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -148,6 +149,11 @@ def test_processes_are_killed_and_stopped(tmp_path, undisturbed):
         log = driver.finish()
     assert_same(tmp_path / "memory", undisturbed(2, on_ray.STEPS), 2, most_again=3 * 2)
     assert_same(tmp_path / "disk", undisturbed(3, on_ray.STEPS), 3, most_again=5)
+    told = "The job has been started again 3 times. The last time, training has gone on with run"
+    assert [(tmp_path / "memory" / f"history {index}").read_text()[: len(told)] for index in (0, 1)] == [
+        told
+    ] * 2
+    assert re.search(r"goodput 0\.\d+: .* the job was started again 3 times", log)
     assert "wrong: {1: 'a mistake of the user'}" in log
     assert len(on_ray.read_notes(tmp_path / "wrong")) == 2  # it was tried once
     assert not find_memory(tmp_path / "memory")

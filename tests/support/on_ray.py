@@ -19,6 +19,7 @@ import ray
 
 from ipu_pipeline import engine
 from ipu_pipeline import ray as ipu_ray
+from ipu_pipeline.processes.job_history import JobHistory
 from tests.support import engine_resumer
 from tests.support.resumable import MICRO_BATCHES, Batches
 
@@ -88,6 +89,8 @@ def work(attempt, num_stages, steps, has_disk, held_at):
 
     state = train(num_stages, steps, report, attempt.directory if has_disk else None, PAUSE)
     engine.save(attempt.directory / "state", state)
+    if history := JobHistory.of_environment():
+        (attempt.directory / f"history {attempt.index}").write_text(history.describe())
     return state.update_count
 
 
