@@ -63,7 +63,7 @@ def train(
     failed, as under `ipu-pipeline launch --restarts`. Another node has a copy of what a lost node had in
     memory.
 
-    Ctrl-C ends all processes, and raises KeyboardInterrupt; SIGTERM likewise, with SystemExit.
+    Ctrl-C ends all processes and raises KeyboardInterrupt. SIGTERM ends them and raises SystemExit.
 
     Args:
       function: called in each process with its `Attempt`, as the last thing before which it may import JAX.

@@ -94,7 +94,10 @@ SLOW = {"jax", "jaxlib", "optax", "flax", "torch"}
 
 
 COMMANDS = [
-    *((arguments, {"numpy"}) for arguments in ("--help", "run --help", "profile --help", "devices --help")),
+    *(
+        (arguments, {"numpy"})
+        for arguments in ("--help", "run --help", "profile --help", "devices --help", "launch --help")
+    ),
     ("monitor", {"numpy"}),
     ("run script.py", {"numpy"}),
     ("schedule --stages 4 --micro-batches 8", {"plotly"}),

@@ -19,16 +19,8 @@ from pathlib import Path
 from ipu_pipeline.launching.causes import Cause, count_memory_kills
 from ipu_pipeline.launching.progress import Progress
 from ipu_pipeline.launching.shown import Output, say
-from ipu_pipeline.processes.addresses import hold_port
-from ipu_pipeline.processes.launched import (
-    CACHE_DIR_VARIABLE,
-    LAUNCHER_VARIABLE,
-    MEMORY_EVERY_VARIABLE,
-    MEMORY_VARIABLE,
-    RESTART_VARIABLE,
-    SECRET_VARIABLE,
-    describe_socket,
-)
+from ipu_pipeline.launching.variables import Start, hold_port
+from ipu_pipeline.processes.launched import LAUNCHER_VARIABLE, describe_socket
 
 __all__ = ["FORWARDED", "Group", "Settings"]
 
@@ -116,36 +108,32 @@ class Group:
         environment = {
             "PJRT_NPROC": str(max(1, num_cores // count)),  # else each takes all cores
             **os.environ,
-            "IPU_PIPELINE_COORDINATOR_ADDRESS": coordinator,
-            "JAX_COORDINATOR_BIND_ADDRESS": coordinator,
-            "IPU_PIPELINE_NUM_PROCESSES": str(count),
-            "IPU_PIPELINE_DEATH_TIMEOUT": f"{self._settings.death_timeout:g}",
-            RESTART_VARIABLE: str(restart),
-            SECRET_VARIABLE: secrets.token_hex(),
             "PYTHONUNBUFFERED": "1",
         }
-        environment.pop(MEMORY_VARIABLE, None)  # another launcher's
-        if self._settings.memory is not None:
-            environment[MEMORY_VARIABLE] = str(self._settings.memory)
-            environment[MEMORY_EVERY_VARIABLE] = str(self._settings.memory_every)
-            if "JAX_COMPILATION_CACHE_DIR" not in environment:
-                environment.setdefault(CACHE_DIR_VARIABLE, str(self._settings.memory / "programs"))
+        settings = self._settings
+        start = Start(
+            restart,
+            count,
+            coordinator,
+            settings.death_timeout,
+            settings.memory_every,
+            secrets.token_hex(),
+        )
+        memory = None if settings.memory is None else str(settings.memory)
         prepare = _make_preparation(os.getpid())
         for process in range(count):
             own, other = socket.socketpair()
             own.setblocking(False)
             self._sockets[process] = own
             self._selector.register(own, selectors.EVENT_READ, self._listener(process, own))
+            start.describe_to(environment, process, memory)
+            environment[LAUNCHER_VARIABLE] = describe_socket(other)
             started = subprocess.Popen(  # noqa: S603  # the user's own program
                 self._settings.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={
-                    **environment,
-                    "IPU_PIPELINE_PROCESS_ID": str(process),
-                    LAUNCHER_VARIABLE: describe_socket(other),
-                },
+                env=environment,
                 pass_fds=[other.fileno()],
                 process_group=0,  # a terminal's Ctrl-C comes here only, and is sent on once
                 preexec_fn=prepare,

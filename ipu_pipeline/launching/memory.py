@@ -51,7 +51,7 @@ def remove_left(parent: Path, label: str = "") -> bool:
 
     Args:
       parent: where they are.
-      label: only those of a job.
+      label: of the job whose directories are removed; by default those of all.
 
     Returns:
       Whether none is left.

@@ -30,23 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ipu_pipeline.launching.memory import DEFAULT_DIRECTORY, Memory, remove_left
 from ipu_pipeline.launching.progress import Progress
-from ipu_pipeline.processes.addresses import (
-    COORDINATOR_VARIABLE,
-    COUNT_VARIABLE,
-    INDEX_VARIABLE,
-    hold_port,
-)
+from ipu_pipeline.launching.variables import Start, hold_port
 from ipu_pipeline.processes.job_history import Failure, JobHistory
-from ipu_pipeline.processes.launched import (
-    CACHE_DIR_VARIABLE,
-    LAUNCHER_VARIABLE,
-    MEMORY_EVERY_VARIABLE,
-    MEMORY_VARIABLE,
-    RESTART_VARIABLE,
-    SECRET_VARIABLE,
-    describe_socket,
-    useful_seconds,
-)
+from ipu_pipeline.processes.launched import LAUNCHER_VARIABLE, describe_socket, useful_seconds
 
 __all__ = ["run"]
 
@@ -73,25 +59,13 @@ def run(
     num_processes: int | tuple[int, int],
     resources: Mapping[str, float],
     *,
-    num_devices: int,
+    num_devices: int,  # virtual ones of all processes; 0 with GPUs
     max_failures: int,
     memory_every: int | None,
     death_timeout: float,
     resize_every: float,
 ) -> Any:
-    """Runs a job; see `ipu_pipeline.ray.train`.
-
-    Args:
-      function: gets the number of the attempt, that of the process, how many there are, and the directory.
-      directory: where all nodes find checkpoints.
-      num_processes: how many, or the least and the most.
-      resources: Ray's of each.
-      num_devices: virtual devices of all processes; 0 with GPUs.
-      max_failures: as of `train`, like the rest.
-      memory_every: likewise.
-      death_timeout: likewise.
-      resize_every: likewise.
-    """
+    """Runs a job, by the arguments that `ipu_pipeline.ray.train` has checked."""
     least, most = num_processes if isinstance(num_processes, tuple) else (num_processes, num_processes)
     job = _Job(
         label=f"ray-{secrets.token_hex(8)}-",
@@ -99,18 +73,14 @@ def run(
         num_devices=num_devices,
         has_memory=memory_every is not None,
         folder=str(Path.cwd()),
-        variables={
-            "IPU_PIPELINE_DEATH_TIMEOUT": f"{death_timeout:g}",
-            MEMORY_EVERY_VARIABLE: str(memory_every or 1),
-            SECRET_VARIABLE: secrets.token_hex(),
-        },
+        start=Start(0, most, "", death_timeout, memory_every or 1, secrets.token_hex()),
     )
     of_processes = {
         "JAX_PLATFORMS": "cpu" if num_devices else "cuda,cpu",  # some of the library's computes on the CPU
-        "PJRT_NPROC": str(max(1, math.floor(resources["CPU"]))),
+        "PJRT_NPROC": os.environ.get("PJRT_NPROC", str(max(1, math.floor(resources["CPU"])))),
         "PYTHONUNBUFFERED": "1",
     }
-    with _settings(_SETTINGS), _cluster(math.ceil(most * resources["CPU"])) as is_own:
+    with _kept_signals(), _settings(_SETTINGS), _cluster(math.ceil(most * resources["CPU"])) as is_own:
         _await_resources(least, resources, 0.0 if is_own else _SECONDS_TO_COME)
         _warn_of_open_ports()
         trainer = _Trainer(
@@ -150,6 +120,17 @@ def _settings(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for variable in own:
             os.environ.pop(variable, None)
+
+
+@contextlib.contextmanager
+def _kept_signals() -> Iterator[None]:
+    """Gives signals back to their handlers: Ray has its own."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number in _ENDING if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, before[number])
 
 
 @contextlib.contextmanager
@@ -212,9 +193,9 @@ def _await_resources(least: int, resources: Mapping[str, float], seconds: float)
 def _warn_of_open_ports() -> None:
     if len(_nodes()) > 1 and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         warnings.warn(
-            "The Ray cluster has several nodes and no token: whoever reaches one of its ports can run any "
-            "program on all nodes, with your rights. Set RAY_AUTH_MODE=token on all nodes before `ray "
-            "start`, with the token of `ray get-auth-token --generate`, or close the ports to others.",
+            "The Ray cluster has several nodes and no token: anyone who can reach its ports can run "
+            "programs on all nodes as you. Set RAY_AUTH_MODE=token on all nodes before `ray start`, with "
+            "the token of `ray get-auth-token --generate`, or close the ports to others.",
             stacklevel=4,
         )
 
@@ -235,19 +216,15 @@ class _Trainer(DataParallelTrainer):
     def run(self, is_own_cluster: bool) -> Any:
         """Returns what `_run` returned in process 0."""
         self._is_own_cluster = is_own_cluster
-        is_main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.getsignal(number) for number in _ENDING}
         try:
-            return self.fit().return_value
+            with _kept_signals():
+                return self.fit().return_value
         except BaseException:
             if self._interrupted_by == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM) from None
             if self._interrupted_by:
                 raise KeyboardInterrupt from None
             raise
-        finally:
-            for number in _ENDING if is_main else ():
-                signal.signal(number, before[number])
 
     def _create_default_callbacks(self) -> list[Any]:
         found = super()._create_default_callbacks()
@@ -277,7 +254,7 @@ class _Job(BackendConfig):
     num_devices: int  # virtual ones, of all processes; 0 with GPUs
     has_memory: bool
     folder: str  # of the program that called `train`
-    variables: dict[str, str] = dataclasses.field(repr=False)  # one is secret
+    start: Start  # the first one, before it is known where
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -331,10 +308,12 @@ class _Processes(Backend):
         failure, _last_failure = _last_failure, None
         if failure is None and self._number:
             failure = (time.time(), _RESIZED)
-        count, prepared = len(nodes), []
+        start = dataclasses.replace(
+            job.start, restart=self._number, count=len(nodes), coordinator=coordinator
+        )
+        prepared = []
         for index, node in enumerate(nodes):
-            place, is_first = (self._number, index, count), nodes.index(node) == index
-            given = _Given(job, place, coordinator, paths.get(node), failure, is_first)
+            given = _Given(job, start, index, paths.get(node), failure, nodes.index(node) == index)
             prepared.append(worker_group.execute_single_async(index, _prepare, given))
         ray.get(prepared)
 
@@ -373,7 +352,7 @@ class _NodeMemory:
 
 
 def _remove_memory(label: str) -> None:
-    """Removes the directory of a job on this node, as soon as nobody holds it any more."""
+    """Removes the directory of a job on this node once nobody holds its lock."""
     deadline = time.monotonic() + _SECONDS_TO_REMOVE
     while not remove_left(DEFAULT_DIRECTORY, label) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -401,8 +380,8 @@ class _Given:
     """What a process is given before the function is called."""
 
     job: _Job
-    place: tuple[int, int, int]  # the attempt, which process it is, and of how many
-    coordinator: str
+    start: Start
+    index: int
     memory: str | None  # a directory in its node's memory
     failure: tuple[float, str] | None  # after which it is started: when, and what
     is_first: bool  # of its node
@@ -414,15 +393,7 @@ _given: _Given | None = None
 def _prepare(given: _Given) -> None:
     global _given
     _given = given
-    os.environ.update(given.job.variables)
-    os.environ[COORDINATOR_VARIABLE] = given.coordinator
-    variables = (RESTART_VARIABLE, INDEX_VARIABLE, COUNT_VARIABLE)
-    for variable, value in zip(variables, given.place, strict=True):
-        os.environ[variable] = str(value)
-    if given.memory is not None:
-        os.environ[MEMORY_VARIABLE] = given.memory
-        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-            os.environ.setdefault(CACHE_DIR_VARIABLE, f"{given.memory}/programs")
+    given.start.describe_to(os.environ, given.index, given.memory)
     logging.getLogger("jax").setLevel(logging.WARNING)  # Ray shows what JAX says of its service
     with contextlib.suppress(OSError):  # it is not on this node
         os.chdir(given.job.folder)
@@ -439,14 +410,15 @@ def _run(function: Callable[[int, int, int, Path], Any], directory: Path) -> tup
     if _given.job.num_devices:
         ipu.set_num_devices(_given.job.num_devices)
     directory.mkdir(parents=True, exist_ok=True)
-    value = function(*_given.place, directory)
-    return None if _given.place[1] else value, _given.place[0], useful_seconds()
+    start, index = _given.start, _given.index
+    value = function(start.restart, index, start.count, directory)
+    return None if index else value, start.restart, useful_seconds()
 
 
 def _keep_history(given: _Given, memory: Path) -> None:
     """Writes what becomes of the job for the processes of this node, as a launcher does."""
     known = JobHistory.of_environment() or JobHistory(given.job.begun)
-    history = dataclasses.replace(known, num_restarts=given.place[0])
+    history = dataclasses.replace(known, num_restarts=given.start.restart)
     history.write(memory)
     if given.failure is None:
         return

@@ -8,22 +8,16 @@ import socket
 from dataclasses import dataclass
 
 from ipu_pipeline.ground import jax_processes
+from ipu_pipeline.processes.launched import COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE
 
 __all__ = [
-    "COORDINATOR_VARIABLE",
-    "COUNT_VARIABLE",
-    "INDEX_VARIABLE",
     "Place",
     "address_towards",
     "find_place",
-    "hold_port",
     "is_in_environment",
     "split_address",
 ]
 
-COORDINATOR_VARIABLE = "IPU_PIPELINE_COORDINATOR_ADDRESS"
-COUNT_VARIABLE = "IPU_PIPELINE_NUM_PROCESSES"
-INDEX_VARIABLE = "IPU_PIPELINE_PROCESS_ID"
 _VARIABLES = (COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE)
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
 _OF_JAX = "JAX_COORDINATOR_ADDRESS"
@@ -37,16 +31,6 @@ class Place:
     count: int  # the number of processes
     index: int  # this process's number, from 0
     local_devices: list[int] | None  # the accelerators of its machine that it takes; None for all
-
-
-def hold_port(address: str = "127.0.0.1") -> socket.socket:
-    """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    held = socket.socket(family)
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        held.setsockopt(socket.SOL_SOCKET, option, 1)
-    held.bind((address, 0))
-    return held
 
 
 def is_in_environment() -> bool:

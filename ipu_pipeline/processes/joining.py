@@ -32,14 +32,12 @@ from ipu_pipeline.processes.addresses import (
     is_in_environment,
     split_address,
 )
-from ipu_pipeline.processes.launched import SECRET_VARIABLE, hear_failures
+from ipu_pipeline.processes.launched import BIND_VARIABLE, DEATH_VARIABLE, SECRET_VARIABLE, hear_failures
 from ipu_pipeline.processes.peer_watch import PeerWatch
 
-__all__ = ["DEATH_VARIABLE", "STALL_VARIABLE", "is_joined", "join", "join_by_environment"]
+__all__ = ["STALL_VARIABLE", "is_joined", "join", "join_by_environment"]
 
-DEATH_VARIABLE = "IPU_PIPELINE_DEATH_TIMEOUT"
 STALL_VARIABLE = "IPU_PIPELINE_STALL_TIMEOUT"
-_OF_JAX = "JAX_COORDINATOR_BIND_ADDRESS"
 _LEAST_SECONDS = 2.0
 _LOOK = 0.02  # seconds
 _MOST_SECONDS_TO_CONNECT = 5.0
@@ -109,7 +107,7 @@ def join(
         coordinator_address, num_processes, process_id, devices, math.ceil(min(patience, 3600))
     )
     host, port = split_address(place.coordinator)
-    bound = coordinator_bind_address or os.environ.get(_OF_JAX)
+    bound = coordinator_bind_address or os.environ.get(BIND_VARIABLE)
     if bound is not None:
         split_address(bound, "coordinator_bind_address")
     towards = _find_own_address(host, port, patience)

@@ -10,7 +10,12 @@ import threading
 import time
 
 __all__ = [
+    "BIND_VARIABLE",
     "CACHE_DIR_VARIABLE",
+    "COORDINATOR_VARIABLE",
+    "COUNT_VARIABLE",
+    "DEATH_VARIABLE",
+    "INDEX_VARIABLE",
     "LAUNCHER_VARIABLE",
     "MEMORY_EVERY_VARIABLE",
     "MEMORY_VARIABLE",
@@ -28,6 +33,11 @@ __all__ = [
     "useful_seconds",
 ]
 
+COORDINATOR_VARIABLE = "IPU_PIPELINE_COORDINATOR_ADDRESS"  # "host:port", where process 0 starts it
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # where it listens there
+COUNT_VARIABLE = "IPU_PIPELINE_NUM_PROCESSES"
+INDEX_VARIABLE = "IPU_PIPELINE_PROCESS_ID"
+DEATH_VARIABLE = "IPU_PIPELINE_DEATH_TIMEOUT"  # in how many seconds a death is noticed
 CACHE_DIR_VARIABLE = "IPU_PIPELINE_CACHE_DIR"  # where compiled programs are
 LAUNCHER_VARIABLE = "IPU_PIPELINE_LAUNCHER_FD"  # number and inode of a socket, for lines both ways
 MEMORY_VARIABLE = "IPU_PIPELINE_MEMORY_DIR"  # where in-memory checkpoints are

@@ -16,8 +16,9 @@ from ipu_pipeline.command_line.main import main
 from ipu_pipeline.launching.causes import Cause, Restarts
 from ipu_pipeline.launching.memory import Memory
 from ipu_pipeline.launching.shown import Output
+from ipu_pipeline.launching.variables import Start, hold_port
 from ipu_pipeline.processes import joining, launched
-from ipu_pipeline.processes.addresses import address_towards, hold_port
+from ipu_pipeline.processes.addresses import address_towards
 from tests.support.programs import Started, begin
 from tests.test_rooms import rooms
 
@@ -347,7 +348,6 @@ def test_the_coordinators_port_is_nobody_elses():
             pass
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_coordinator_is_no_child_of_process_0():
     """Ray kills the children of process 0 before the other processes, which JAX would then abort."""
     with hold_port() as held:
@@ -356,6 +356,19 @@ def test_the_coordinator_is_no_child_of_process_0():
         assert coordinator._process.returncode == 0
         socket.create_connection((host, port)).close()
         coordinator.shutdown()
+
+
+def test_a_process_has_the_memory_of_its_own_launcher():
+    start = Start(2, 3, "127.0.0.1:5", 6.0, 1, "known")
+    environment = {"IPU_PIPELINE_MEMORY_DIR": "another's", "IPU_PIPELINE_SECRET": "another's"}
+    start.describe_to(environment, 1, None)
+    assert "another's" not in environment.values()
+    start.describe_to(environment, 1, "own")
+    assert (environment["IPU_PIPELINE_MEMORY_DIR"], environment["IPU_PIPELINE_CACHE_DIR"]) == (
+        "own",
+        "own/programs",
+    )
+    assert "known" not in repr(start)
 
 
 NO_MEMORY = "nothing can be written to /nowhere/at/all: No such file or directory"

@@ -215,7 +215,7 @@ def make_node(**resources):
 def test_open_ports(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [make_node(), make_node()])
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.warns(UserWarning, match="no token: whoever reaches one of its ports can run any program"):
+    with pytest.warns(UserWarning, match="no token: anyone who can reach its ports can run programs"):
         launching._warn_of_open_ports()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     launching._warn_of_open_ports()

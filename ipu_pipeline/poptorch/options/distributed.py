@@ -8,7 +8,8 @@ from typing import Self
 from ipu_pipeline.engine import processes
 from ipu_pipeline.poptorch.operations import checks
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
-from ipu_pipeline.processes.addresses import COUNT_VARIABLE, INDEX_VARIABLE, is_in_environment
+from ipu_pipeline.processes.addresses import is_in_environment
+from ipu_pipeline.processes.launched import COUNT_VARIABLE, INDEX_VARIABLE
 
 __all__ = ["DistributedOptions"]
 
