@@ -26,7 +26,7 @@ from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
 from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
 from ipu_pipeline.engine.execution.program_times import time_shortest
-from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, make_options
@@ -710,9 +710,8 @@ class _Layers:
         """Measures a pipeline's stages, which take turns on the devices; `is_whole`: updates, too."""
         homes, number = self._homes, len(pipeline.device_mapping)
         runner = pipeline.prepare([device for n in range(number) for device in homes[n % len(homes)]])
-        assert isinstance(runner, ColumnRunner)
-        dtypes = pipeline.built.accumulator_dtypes
-        measured = runner.measure(dtypes, HOST_SECONDS, with_updates=is_whole, with_skips=is_whole)
+        assert isinstance(runner, PlanRunner)
+        measured = runner.measure(HOST_SECONDS, with_updates=is_whole, with_skips=is_whole)
         return measured, runner.placement.groups[0]
 
     def _measure_pairs(self, groups: Sequence[Sequence[int]], pipeline: Pipeline) -> list[FusedPair]:

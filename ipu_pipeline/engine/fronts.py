@@ -9,7 +9,7 @@ from __future__ import annotations
 from ipu_pipeline.engine.devices.feeds import Element, Take, take_nothing
 from ipu_pipeline.engine.devices.placing import keep
 from ipu_pipeline.engine.execution.kept import KeptPrograms
-from ipu_pipeline.engine.execution.replicas import Dealt
+from ipu_pipeline.engine.plan.feeding import Dealt
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
 from ipu_pipeline.engine.jaxprs.slicing import split_results
 from ipu_pipeline.engine.loop import Loop

@@ -13,12 +13,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ipu_pipeline.engine import peers, progress
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.execution.starting import Starting
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.faults import find_line_of
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -38,16 +37,18 @@ class StepOnItsWay:
       is_told: whether it has been told of.
     """
 
-    def __init__(self, starting: Starting, traced: TracedPipeline, take: Take) -> None:
+    def __init__(
+        self, describe_start: Callable[[Sequence[str]], str], traced: TracedPipeline, take: Take
+    ) -> None:
         """Begins it.
 
         Args:
-          starting: says which program the host starts.
+          describe_start: says which program the host starts.
           traced: the stages.
           take: takes micro-batches.
         """
         self.begun, self.is_told = time.monotonic(), False
-        self._starting, self._traced, self._take = starting, traced, take
+        self._describe_start, self._traced, self._take = describe_start, traced, take
         self._num_taken, self._is_taking = 0, False
         self._made: tuple[weakref.ref[PipelineState], weakref.ref[StepOutputs]] | None = None
         self._has_failed = False
@@ -83,7 +84,7 @@ class StepOnItsWay:
         if self._is_taking:
             lines.append(f"The host waits for micro-batch {self._num_taken} of the data.")
         elif self._made is None:
-            program = self._starting.describe(places) or f"the program of {', '.join(places)}"
+            program = self._describe_start(places) or f"the program of {', '.join(places)}"
             lines.append(f"The host has not started all of it; the last it came to is {program}.")
         elif state is not None:
             losses = [] if outputs is None else [part.loss for part in outputs.collected]

@@ -47,7 +47,7 @@ from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
-from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
 from ipu_pipeline.engine.hanging import StepOnItsWay, watch
@@ -464,7 +464,7 @@ class Pipeline:
         runner = self.prepare()
         if self.options.execution_phases is None:
             return None
-        assert isinstance(runner, ColumnRunner)
+        assert isinstance(runner, PlanRunner)
         if self._num_replicas > 1:
             raise ValueError(
                 "plan_host_memory goes with one replica, as steps of replicas in phases are not simulated; "
@@ -513,21 +513,19 @@ class Pipeline:
         """
         return self._measure_stages("Pipeline.measure_costs")[1].costs
 
-    def _measure_stages(self, caller: str) -> tuple[ColumnRunner, Measured]:
+    def _measure_stages(self, caller: str) -> tuple[PlanRunner, Measured]:
         runner = self.prepare()
         reasons = {
-            "all stages are on one device, in one program": not isinstance(runner, ColumnRunner),
+            "all stages are on one device, in one program": not isinstance(runner, PlanRunner),
             "there are execution phases": self.options.execution_phases is not None,
             "there are several processes": runner.placement.has_peers,
             why_not_timed(self._programs): bool(why_not_timed(self._programs)),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), ""):
             raise ValueError(f"{caller} runs the stages on zeros, one at a time; here {reason}.")
-        assert isinstance(runner, ColumnRunner)
+        assert isinstance(runner, PlanRunner)
         is_searched = isinstance(self.options.schedule, schedules.SearchedSchedule)
-        measured = runner.measure(
-            self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True, with_skips=not is_searched
-        )
+        measured = runner.measure(HOST_SECONDS, with_updates=True, with_skips=not is_searched)
         last = self.facts().stages[-1]
         costs = dataclasses.replace(measured.costs, is_fused=last.is_fused)
         if last.is_fused:
@@ -799,7 +797,7 @@ class Pipeline:
           ValueError: the number is not usable.
         """
         self._has_identical_keys = identical_keys
-        if isinstance(self._runner, ColumnRunner):
+        if isinstance(self._runner, PlanRunner):
             for runner in self._runner.of_shapes:
                 runner.replicas.has_identical_keys = identical_keys
                 runner.make_single().replicas.has_identical_keys = identical_keys
@@ -903,7 +901,7 @@ class Pipeline:
         placement = other._place_state(lead.placement.groups)
         if isinstance(lead, BlockRunner):
             return other._make_block_runner(placement, lead, number)
-        assert isinstance(lead, ColumnRunner)
+        assert isinstance(lead, PlanRunner)
         assert self._devices is not None
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
         runner = other._make_column_runner(self._devices, placement, lead, number)
@@ -942,20 +940,22 @@ class Pipeline:
         self,
         devices: Sequence[Any],
         placement: StatePlacement,
-        lead: ColumnRunner | None = None,
+        lead: PlanRunner | None = None,
         number_of_shapes: int = 0,
-    ) -> ColumnRunner:
+    ) -> PlanRunner:
         """Makes the runner for several devices, once the dispatch plan is known."""
         size, number, each = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
         homes = [placement]
         if number > 1:
             starts = range(0, size * number, size)
             own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
-            homes = list(map(self._place_state, own))
+            # Groups tell where values are, so all runners of a pipeline have the same ones.
+            groups = own if lead is None else [home.groups for home in lead.homes]
+            homes = list(map(self._place_state, groups))
 
         # Without the pipeline itself, which the runner is not to hold; see `_follow`.
         make_runner = functools.partial(
-            ColumnRunner,
+            PlanRunner,
             placement,
             homes,
             self._programs,
@@ -963,16 +963,20 @@ class Pipeline:
             self.options.donate,
             self.collecting,
             self._compiler_options,
+            self.built.accumulator_dtypes,
             iterated=self._iterated,
             phases=self.options.execution_phases,
             shapes=number_of_shapes,
+            joins_assigned=self.options.joins_assigned,
+            has_identical_keys=self._has_identical_keys,
         )
+        first: list[PlanRunner] = []
 
         @functools.cache
-        def make(chunk_size: int) -> ColumnRunner:
-            made = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead)
-            made.replicas.joins_assigned = self.options.joins_assigned
-            made.replicas.has_identical_keys = self._has_identical_keys
+        def make(chunk_size: int) -> PlanRunner:
+            other = first[0] if first else lead
+            made = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead, other=other)
+            first.append(made)
             made.kept = self._kept
             made.note = "" if lead is None else self._tell_shapes(number_of_shapes)
             if number > 1 and not self.options.gathers_outputs:
@@ -994,13 +998,13 @@ class Pipeline:
 
         runner = make(plan.chunk_size)
         if plan.chunk_size > 1:
-            first = runner if lead is None else lead
+            leading = runner if lead is None else lead
             runner.make_single = functools.cache(
-                lambda: make_runner(dispatch_plan=ONE_BY_ONE, lead=first).like(runner)
+                lambda: make_runner(dispatch_plan=ONE_BY_ONE, lead=leading, other=leading).like(runner)
             )
         return runner
 
-    def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
+    def _measure(self, runner: PlanRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
         """Measures the stages, and what they hold, for a search."""
         return measure_scenario(
             runner,
@@ -1328,7 +1332,7 @@ class Pipeline:
         _check_targets(self.traced, self.updates)
         state = self.place(state)
         input_leaves = self.check_inputs(inputs)
-        step = StepOnItsWay(self.prepare().starting, self.traced, take)
+        step = StepOnItsWay(self.prepare().describe_start, self.traced, take)
         watch(step)
         try:
             progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)

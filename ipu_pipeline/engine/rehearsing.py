@@ -25,7 +25,7 @@ from ipu_pipeline.engine.execution.kept_measurements import (
     keep,
     read,
 )
-from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.planning.choosing import ChunkedStep, choose_dispatch_plan
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.state import PipelineState, RunState
@@ -77,7 +77,7 @@ def time_in_turns(
 class StepTimes:
     """Times steps of a pipeline on zeros with several plans. What they return is dropped."""
 
-    def __init__(self, make: Callable[[int], ColumnRunner], built: Built, every: int, number: int) -> None:
+    def __init__(self, make: Callable[[int], PlanRunner], built: Built, every: int, number: int) -> None:
         """Compiles nothing yet.
 
         Args:
@@ -90,7 +90,6 @@ class StepTimes:
         self._make, self._built, self._number = make, built, number
         zeros = list(map(_zeros, jax.tree.leaves(built.traced.inputs)))
         self._request = Request(zeros, every, limit=every, total=every)
-        self._first: ColumnRunner | None = None
         self._state: RunState | None = None
         self._steps: dict[int, Callable[[], Any]] = {}
 
@@ -99,15 +98,12 @@ class StepTimes:
         for size in chunk_sizes:
             if size not in self._steps:
                 runner = self._make(size)
-                if self._first is None:
-                    self._first = runner
-                runner.weight_update = self._first.weight_update
                 self._steps[size] = self._prepare(runner)
                 jax.block_until_ready(self._steps[size]())  # the first one takes longer
         most = _ROUNDS_ALONE if len(chunk_sizes) == 1 else _MOST_ROUNDS
         return time_in_turns({size: self._steps[size] for size in chunk_sizes}, most=most)
 
-    def _prepare(self, runner: ColumnRunner) -> Callable[[], Any]:
+    def _prepare(self, runner: PlanRunner) -> Callable[[], Any]:
         """Compiles the programs of a plan. Returns its step, which takes the state of the last one."""
         if self._state is None:
             self._state = self._make_state(runner)
@@ -130,7 +126,7 @@ class StepTimes:
 
         return step
 
-    def _make_state(self, runner: ColumnRunner) -> RunState:
+    def _make_state(self, runner: PlanRunner) -> RunState:
         updates = self._built.updates
         variables = {name: _zeros(spec) for name, spec in self._built.traced.variables.items()}
         optimizer_state = None
@@ -156,7 +152,7 @@ def _zeros(aval: Any) -> Any:
 
 def choose_by_steps(
     step: ChunkedStep,
-    make: Callable[[int], ColumnRunner],
+    make: Callable[[int], PlanRunner],
     device: Any,
     built: Built,
     number: int,

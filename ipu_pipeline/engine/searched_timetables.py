@@ -13,7 +13,7 @@ from ipu_pipeline.engine.building import Built
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.measured_costs import CALLBACKS, why_not_timed
-from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.inspect.facts import LayerFacts
 from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
@@ -74,7 +74,7 @@ def check_one_process(groups: Sequence[DeviceGroup]) -> None:
 
 
 def measure_scenario(
-    runner: ColumnRunner,
+    runner: PlanRunner,
     make_state: Callable[[], PipelineState],
     built: Built,
     schedule: SearchedSchedule,
@@ -101,12 +101,12 @@ def measure_scenario(
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
     state = RunState(make_state(), runner.make_accumulators(dtypes))
     runner.compile(state, Request(zeros, size, limit=size, total=size))
-    costs = runner.measure(dtypes).costs
+    costs = runner.measure().costs
     return make_scenario(runner, built, costs, plan_memory(), schedule, size)
 
 
 def make_scenario(
-    runner: ColumnRunner,
+    runner: PlanRunner,
     built: Built,
     costs: Costs,
     stages: Sequence[StageMemory],

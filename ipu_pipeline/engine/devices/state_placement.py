@@ -137,7 +137,7 @@ class StatePlacement:
                 ]
                 arrays = [variables[name] for name in names]
                 tag = self.tag(f"variables of stage {index} ({is_offloaded})")
-                shardings = [self._sharding_of_variable(name) for name in names]
+                shardings = [self.sharding_of_variable(name) for name in names]
                 arrays = self._place_as(arrays, group, shardings, is_offloaded, tag)
                 placed.update(zip(names, arrays, strict=True))
         return placed
@@ -180,7 +180,8 @@ class StatePlacement:
             self.groups[0].processes
         )
 
-    def _sharding_of_variable(self, name: str) -> NamedSharding:
+    def sharding_of_variable(self, name: str) -> NamedSharding:
+        """How a variable lies on its group while no program uses it."""
         group = self.groups[self.traced.owners[name]]
         if name not in self.sharded:
             return self.sharding_in_program(name, group)
@@ -206,7 +207,12 @@ class StatePlacement:
             return WHOLE
         return self.partitions[name]
 
-    def _sharding_of_leaf(self, number: int) -> NamedSharding:
+    def partition_of_leaf(self, number: int) -> PartitionSpec:
+        """How a leaf of the optimizer's state is divided within a replica."""
+        return self._leaf_partitions[number]
+
+    def sharding_of_leaf(self, number: int) -> NamedSharding:
+        """How a leaf of the optimizer's state lies on its group."""
         assert self.updates is not None
         leaf, partition = self.updates.state_leaves[number], self._leaf_partitions[number]
         group = self.groups[leaf.stage]
@@ -219,14 +225,14 @@ class StatePlacement:
     def part_of_variable(self, name: str) -> jax.ShapeDtypeStruct:
         """Shape and dtype of each replica's part of a variable."""
         spec = self.traced.variables[name]
-        shape = self._sharding_of_variable(name).shard_shape(spec.shape)
+        shape = self.sharding_of_variable(name).shard_shape(spec.shape)
         return jax.ShapeDtypeStruct(shape, spec.dtype)
 
     def part_of_leaf(self, number: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of each replica's part of a leaf of the optimizer's state."""
         assert self.updates is not None
         aval = self.updates.state_leaves[number].aval
-        return jax.ShapeDtypeStruct(self._sharding_of_leaf(number).shard_shape(aval.shape), aval.dtype)
+        return jax.ShapeDtypeStruct(self.sharding_of_leaf(number).shard_shape(aval.shape), aval.dtype)
 
     def part_of_gradient(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Shape and dtype of each device's part of an accumulator of a variable's gradients."""
@@ -244,10 +250,10 @@ class StatePlacement:
         if value.kind == UpdateKind.GRADIENT:
             return self.sharding_in_program(value.key, group)
         if value.kind == UpdateKind.PARAMETER:
-            own = self._sharding_of_variable(value.key)
+            own = self.sharding_of_variable(value.key)
             partition = self.partitions.get(value.key, WHOLE)
         elif value.kind == UpdateKind.STATE:
-            own, partition = self._sharding_of_leaf(value.key), self._leaf_partitions[value.key]
+            own, partition = self.sharding_of_leaf(value.key), self._leaf_partitions[value.key]
         else:
             return group.replicated
         return own if own.mesh == group.replicated.mesh else group.divided(partition)
@@ -306,7 +312,7 @@ class StatePlacement:
             self._place_as(
                 [leaf],
                 self.groups[known.stage],
-                [self._sharding_of_leaf(number)],
+                [self.sharding_of_leaf(number)],
                 self.offloads_state,
                 self.tag("optimizer state", number),
             )[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.kept import KeptPrograms
-from ipu_pipeline.engine.execution.starting import Starting
+from ipu_pipeline.engine.plan.first_state import FirstState
+from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.planning.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
@@ -93,7 +95,6 @@ class Runner(abc.ABC, Generic[PendingT]):
       needs_outputs: whether the optimizer's state at the start depends on the last stage's outputs.
       has_callbacks: whether a program calls back into Python.
       has_run: whether `run` has been called.
-      starting: the program that it starts, or started last; none where there is one program only.
       waits_for_python: whether `run` may wait for Python that its programs call back into. Then it leaves
         the memory of variables and optimizer state alone.
       kept: has compiled programs of earlier pipelines; None if they are not kept.
@@ -124,7 +125,6 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}
         self.has_run = False
-        self.starting = Starting()
         self.of_shapes: list[Any] = [self]
         stages, updates = placement.traced.stages, placement.updates
         self.assigned = frozenset(spec.name for stage in stages for spec in stage.assigned)
@@ -134,6 +134,11 @@ class Runner(abc.ABC, Generic[PendingT]):
             updates is not None and updates.has_callbacks
         )
         self.waits_for_python = self.has_callbacks
+
+    def describe_start(self, places: Sequence[str]) -> str:
+        """The program that the host starts, or started last; "" where all stages are one program."""
+        del places
+        return ""
 
     @property
     def takes_elements(self) -> bool:
@@ -289,17 +294,21 @@ class Runner(abc.ABC, Generic[PendingT]):
             optimizer_state=optimizer_state,
         )
 
-    def with_optimizer(self, state: RunState, outputs: Sequence[Any] | None) -> RunState:
+    @functools.cached_property
+    def _first_state(self) -> FirstState:
+        return FirstState(Layout(self.placement, self.homes))
+
+    def with_optimizer(self, state: RunState, outputs: Mapping[int, Any]) -> RunState:
         """Adds the optimizer's state to a state.
 
         Args:
           state: placed.
-          outputs: the leaves of the last stage's outputs for the first micro-batch, if they are needed.
+          outputs: leaves of the last stage's outputs for the first micro-batch, by place, if they are needed.
         """
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:
             return state
-        leaves = self.placement.init_optimizer_state(pipeline.variables, outputs)
+        leaves = self._first_state.make(pipeline.variables, outputs)
         pipeline = dataclasses.replace(pipeline, optimizer_state=updates.state_tree.unflatten(leaves))
         return dataclasses.replace(state, pipeline=pipeline)
 

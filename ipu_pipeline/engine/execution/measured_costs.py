@@ -6,24 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
-import numpy as np
-
-from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution.compiling import update_arguments
-from ipu_pipeline.engine.execution.plans import Plan
 from ipu_pipeline.engine.execution.program_times import ProgramTime, TimedProgram, time_copy, time_programs
-from ipu_pipeline.engine.execution.weight_updates import WeightUpdate
+from ipu_pipeline.engine.plan.plan import ALL, Op, Plan, Value
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
-from ipu_pipeline.engine.programs.chunks import ChunkForm
-from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
-from ipu_pipeline.engine.tracing.keys import key_aval
-from ipu_pipeline.engine.tracing.traced import TracedPipeline
-from ipu_pipeline.engine.updates.accumulators import variable_of
+from ipu_pipeline.engine.updates.cutting import Updates
 
 __all__ = [
     "CALLBACKS",
@@ -32,7 +22,6 @@ __all__ = [
     "divide_last",
     "join_times",
     "make_measured",
-    "program_of",
     "time_stages",
     "time_transfers",
     "time_updates",
@@ -41,7 +30,6 @@ __all__ = [
 
 CALLBACKS = "functions that print or call back into Python would notice"
 _NOTHING = ProgramTime(0.0, 1.0, 0)  # of what is no program
-_LIKE_VARIABLES = (BindingKind.VARIABLE, BindingKind.ACCUMULATOR)
 
 StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind and stage
 
@@ -60,170 +48,90 @@ def why_not_timed(programs: Sequence[StagePrograms]) -> str:
     return ""
 
 
-def program_of(own: StagePrograms, kind: ActionKind) -> StageProgram:
-    """A stage's program for a kind of action, which it has."""
-    if kind is ActionKind.FORWARD:
-        return own.forward
-    found = own.weights if kind is ActionKind.WEIGHT_GRADIENTS else own.backward
-    assert found is not None
-    return found
-
-
-def time_stages(
-    placement: StatePlacement,
-    programs: Sequence[StagePrograms],
-    chunked: Sequence[StagePrograms],
-    plan: Plan,
-    chunk: ChunkForm,
-    dtypes: Mapping[str, Any],
-) -> StageTimes:
-    """Times the programs of a plan, each alone, on zeros.
-
-    Args:
-      placement: where the stages live; of several replicas, the first one's.
-      programs: the pipeline's programs for one micro-batch.
-      chunked: the programs of the plan, for the micro-batches of a chunk.
-      plan: the programs, jitted.
-      chunk: how many of a stage's micro-batches they handle.
-      dtypes: dtype of each trained variable's accumulators.
-    """
-    timed = []
-    for (kind, stage), template in plan.templates.items():
-        group = template.group
-        shapes = _argument_shapes(
-            placement.traced, stage, programs[stage], program_of(chunked[stage], kind), dtypes, chunk.axes
-        )
-
-        def place(
-            shape: jax.ShapeDtypeStruct, binding: Binding, group: DeviceGroup = group
-        ) -> jax.ShapeDtypeStruct:
-            name = variable_of(binding.key) if binding.kind in _LIKE_VARIABLES else None
-            sharding = group.replicated if name is None else placement.sharding_in_program(name, group)
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-        structs = list(map(place, shapes, template.arguments))
-        carried = {place: place for place in range(len(template.accumulators))}
-        timed.append(TimedProgram(template.jitted, structs, carried, group.devices[0], template.options))
-    return dict(zip(plan.templates, time_programs(timed), strict=True))
-
-
-def _argument_shapes(
-    traced: TracedPipeline,
-    index: int,
-    own: StagePrograms,
-    program: StageProgram,
-    dtypes: Mapping[str, Any],
-    axes: tuple[int, ...],
-) -> list[jax.ShapeDtypeStruct]:
-    """Finds the shapes and dtypes of a program's arguments.
-
-    Args:
-      traced: the pipeline.
-      index: the stage that the program belongs to.
-      own: the stage's programs, for one micro-batch.
-      program: one of these, or what `chunk_programs` made of it.
-      dtypes: dtype of each trained variable's accumulators, by full name.
-      axes: the leading axes that a chunk adds to a micro-batch's values, see `ChunkForm`.
-    """
-    stage = traced.stages[index]
-
-    def of_micro_batch(aval: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*axes, *aval.shape), aval.dtype)
-
-    def find(value: Value) -> jax.ShapeDtypeStruct:
-        kind = value.kind
-        if kind in (ValueKind.VARIABLE, ValueKind.ACCUMULATOR):
-            spec = stage.variables[value.index]
-            dtype = dtypes[spec.name] if kind is ValueKind.ACCUMULATOR else spec.dtype
-            return jax.ShapeDtypeStruct(spec.shape, dtype)
-        if kind is ValueKind.INPUT:
-            source = stage.inputs[value.index]
-            aval = traced.aval(source)
-            return of_micro_batch(aval) if source.is_of_micro_batch else aval
-        if kind is ValueKind.RESIDUAL:
-            return of_micro_batch(own.residuals[value.index])
-        if kind is ValueKind.COTANGENT:
-            return of_micro_batch(stage.output_avals[value.index])
-        if kind is ValueKind.KEY_NUMBER:
-            return jax.ShapeDtypeStruct((), np.uint32)
-        if kind is ValueKind.KEY:
-            return jax.ShapeDtypeStruct((), key_aval().dtype)
-        return jax.ShapeDtypeStruct((), np.float32 if kind is ValueKind.LOSS_SCALE else np.int32)
-
-    return [find(value) for value in program.arguments]
+def time_stages(plan: Plan, structs: Mapping[Value, Any]) -> StageTimes:
+    """Times the programs of the first replica's stages, each alone, on zeros; `structs` are of all values."""
+    found = {
+        (one.program.kind, one.program.stage): _timed(one, structs)
+        for one in _runs(plan)
+        if one.program.kind is not None and one.replica in (0, ALL)
+    }
+    return dict(zip(found, time_programs(list(found.values())), strict=True))
 
 
 def time_updates(
-    weight_update: WeightUpdate, dtypes: Mapping[str, Any], options: Options
+    plan: Plan, updates: Updates | None, structs: Mapping[Value, Any]
 ) -> dict[int, ProgramTime]:
     """Times the programs of a weight update, each alone, on zeros.
-
-    Args:
-      weight_update: the programs.
-      dtypes: dtype of each trained variable's accumulators.
-      options: XLA's options for them.
 
     Returns:
       What those of each stage's place take together, by stage; nothing if they call back into Python, or
       have a loop that may not end on zeros.
     """
-    placement = weight_update.placement
-    updates, traced = placement.updates, placement.traced
     if updates is None or updates.has_callbacks or any(own.loops_by_data for own in updates.updates):
         return {}
-    accumulators = {
-        name: jax.ShapeDtypeStruct(traced.variables[name].shape, dtype) for name, dtype in dtypes.items()
-    }
-    timed = []
-    calls = update_arguments(accumulators, weight_update, traced.output_avals)
-    for program, jitted, (group, structs) in zip(updates.updates, weight_update.jitted, calls, strict=True):
-        carried = {
-            place: program.results.index(value)
-            for place, value in enumerate(program.arguments)
-            if value in program.results
-        }
-        timed.append(TimedProgram(jitted, structs, carried, group.devices[0], options))
+    timed = [one for one in _runs(plan) if one.program.kind is None and one.program.binds]
     found: dict[int, ProgramTime] = {}
-    for program, own in zip(updates.updates, time_programs(timed), strict=True):
-        before = [found[program.stage]] if program.stage in found else []
-        found[program.stage] = join_times([*before, own])
+    times = time_programs([_timed(one, structs) for one in timed])
+    for stage, own in zip((one.program.stage for one in timed), times, strict=True):
+        found[stage] = join_times([found[stage], own] if stage in found else [own])
     return found
 
 
+def _runs(plan: Plan) -> list[Any]:
+    """The instructions that start programs, over values."""
+    blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
+    return [one for block in blocks for one in block.code if one.op is Op.RUN]
+
+
+def _timed(one: Any, structs: Mapping[Value, Any]) -> TimedProgram:
+    program, arguments = one.program, [structs[value] for value in one.reads]
+    carried = {
+        place: result
+        for place, bind in enumerate(program.binds)
+        for result, bound in enumerate(program.results)
+        if _is_new(bind, bound)
+    }
+    return TimedProgram(program.jitted, arguments, carried, program.group.devices[0], program.options)
+
+
+def _is_new(argument: Any, result: Any) -> bool:
+    """Whether a result is what an argument becomes."""
+    if isinstance(argument, Binding):
+        return argument.kind is BindingKind.ACCUMULATOR and argument in result
+    return bool(argument == result)
+
+
 def time_transfers(
-    placement: StatePlacement, plan: Plan, chunk: ChunkForm, *, with_skips: bool
+    plan: Plan, groups: Sequence[DeviceGroup], structs: Mapping[Value, Any], *, with_skips: bool
 ) -> dict[Edge, float]:
     """Times what goes from stage to stage, in seconds, each transfer alone.
 
     Args:
-      placement: where the stages live; of several replicas, the first one's.
-      plan: the programs.
-      chunk: how many of a stage's micro-batches they handle.
+      plan: a step.
+      groups: where the stages of the first replica live.
+      structs: the shapes of all values.
       with_skips: whether transfers that skip stages count. Where the order of a step is asked, they do not:
         they are there before what goes through the stages, but for stages so short that their times are
         noise.
     """
-    groups, traced = placement.groups, placement.traced
     last = len(groups) - 1
     found: dict[Edge, float] = {}
-    for (kind, stage), template in plan.templates.items():
+    blocks = [block for block in dict.fromkeys(own.block for own in plan.blocks) if isinstance(block.name, tuple)]
+    for block, one in ((block, one) for block in blocks for one in block.code if one.op is Op.SEND):
+        if one.replica != 0:
+            continue
+        kind, stage = block.name
         goes_back = kind is not ActionKind.FORWARD or stage == last
         way = range(stage - 1, -1, -1) if goes_back else range(stage + 1, last + 1)
-        for send in template.sends:
-            reader = next((other for other in way if groups[other] is send.target), None)
-            if reader is None or (abs(reader - stage) > 1 and not with_skips):
-                continue
-            avals = []
-            for slot in send.sources:
-                binding = plan.slot_values[slot]
-                aval = traced.aval(binding.key if binding.kind is BindingKind.VALUE else binding.key[0])
-                avals.append(jax.ShapeDtypeStruct((*chunk.axes, *aval.shape), aval.dtype))
-            # Stages of one device stand for stages of others where layers are measured on two devices.
-            away = (group for group in groups if group.devices != template.group.devices)
-            is_away = send.target.devices != template.group.devices
-            target = send.target if is_away else next(away, send.target)
-            taken = time_copy(avals, template.group, target)
-            found[stage, reader] = found.get((stage, reader), 0.0) + taken
+        reader = next((other for other in way if groups[other] is one.group), None)
+        if reader is None or (abs(reader - stage) > 1 and not with_skips):
+            continue
+        # Stages of one device stand for stages of others where layers are measured on two devices.
+        own = groups[stage]
+        away = (group for group in groups if group.devices != own.devices)
+        target = one.group if one.group.devices != own.devices else next(away, one.group)
+        taken = time_copy([structs[value] for value in one.reads], own, target)
+        found[stage, reader] = found.get((stage, reader), 0.0) + taken
     return found
 
 

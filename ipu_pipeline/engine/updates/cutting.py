@@ -39,6 +39,7 @@ __all__ = [
     "UpdateProgram",
     "Updates",
     "cut_updates",
+    "find_read",
 ]
 
 
@@ -102,6 +103,11 @@ class Updates:
     def enqueued_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the leaves that a weight update enqueues."""
         return tuple(aval for entry in self.enqueued for aval in entry.avals)
+
+
+def find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
+    """Places of the last stage's outputs that some programs read."""
+    return {v.key for program in programs for v in program.arguments if v.kind == UpdateKind.OUTPUT}
 
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ class Begun:
     enqueued: list[Handed]  # what stages enqueued
     count: int = 0  # the number of micro-batches that ran
     # what the last stage returns for the first micro-batch, if that is needed
-    first_outputs: list[Any] | None = None
+    first_outputs: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,7 +300,7 @@ class BlockRunner(Runner[PendingBlock]):
             return block
         carried, given = self._place_carried(request), self._make_given(state, {}, block, NO_LOSS_SCALE)
         outputs: list[Any] = self._peek(dict(pipeline.variables), carried, given)
-        return dataclasses.replace(block, begun=dataclasses.replace(begun, first_outputs=outputs))
+        return dataclasses.replace(block, begun=dataclasses.replace(begun, first_outputs=dict(enumerate(outputs))))
 
     def check_groups(self, elements: Sequence[Any], number: int) -> None:
         """Raises if micro-batches that stages handle together have different shapes."""

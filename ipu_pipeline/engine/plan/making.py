@@ -1,0 +1,452 @@
+"""Makes the plan of a step: lowers it, applies the passes of the features it uses, lays it along a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.jaxprs import has_shard_map
+from ipu_pipeline.engine.plan import passes
+from ipu_pipeline.engine.plan import programs as functions
+from ipu_pipeline.engine.plan.lowering import (
+    COUNTED,
+    Code,
+    Key,
+    Layout,
+    accumulator,
+    assigned,
+    list_programs,
+    lower_micro_batch,
+    lower_update,
+    source_at,
+    state_leaf,
+    update_results,
+)
+from ipu_pipeline.engine.plan.plan import ALL, Block, Instruction, Op, Plan, Program, Results, Value
+from ipu_pipeline.engine.plan.programs import Programs
+from ipu_pipeline.engine.plan.registers import Laid, Registers
+from ipu_pipeline.engine.programs.bindings import BindingKind, Bindings
+from ipu_pipeline.engine.programs.chunks import ChunkForm, chunk_programs
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
+
+__all__ = ["FEED", "FIRST", "NUMBERS", "Maker", "Recipe"]
+
+FEED, NUMBERS = ("feed",), ("numbers",)  # what registers hold that FEED and COUNT read
+FIRST, LAST = "first output", "last output"  # with a place: outputs that stay beyond their micro-batch
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What the plans of a pipeline or loop are made of, whatever the shapes of micro-batches."""
+
+    stage_programs: Sequence[StagePrograms]  # for one micro-batch
+    collecting: Collecting
+    carried: Sequence[int]  # in a loop, the places of the outputs that the next iteration takes
+    dtypes: Mapping[str, Any]  # of the accumulators of trained variables, by full name
+    donates: bool  # whether an update takes the memory of the state before
+    may_raise: bool  # whether programs of stages call back into Python
+    update_may_raise: bool
+    phases: ExecutionPhases | None
+
+
+class _Ending(NamedTuple):
+    """What follows the micro-batches of a step."""
+
+    joins: Mapping[DeviceGroup, Block]  # of the replicas' values
+    means: Mapping[str, Value]  # of what they accumulated, by key
+    waits: Block | None  # for programs in which Python may raise
+    update: Block | None
+    variables: Mapping[str, Value]  # see `Results`
+    leaves: Sequence[Value]
+    accumulators: Mapping[str, tuple[Value, ...]]
+    updated: tuple[Value, ...]
+
+
+class Maker:
+    """Makes the plans for micro-batches of some shapes.
+
+    Attributes:
+      layout: where a step runs.
+      programs: the programs of the pipeline, for all shapes.
+      registers: those of the pipeline.
+      chunk: how many micro-batches a program handles.
+      dtypes: of the accumulators of trained variables, by full name.
+      fed: by replica, the leaves that FEED brings.
+      reads: the outputs' places that the optimizer's first state reads, and that the update does.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        recipe: Recipe,
+        programs: Programs,
+        registers: Registers,
+        chunk: ChunkForm,
+        shapes: int,
+        lead: Maker | None = None,
+    ) -> None:
+        """Lowers a micro-batch, and applies the passes of the features that are used.
+
+        Args:
+          layout: where a step runs.
+          recipe: what it is made of.
+          programs: takes the programs.
+          registers: gives numbers.
+          chunk: how many micro-batches a program handles.
+          shapes: the number of the shapes.
+          lead: makes what follows the micro-batches; None: this one.
+
+        Raises:
+          ValueError: a stage computes with other replicas, and is divided over several devices.
+        """
+        self.layout, self.programs, self.registers, self.chunk = layout, programs, registers, chunk
+        self.dtypes = recipe.dtypes
+        self._recipe, self._scope, self._lead = recipe, (shapes, chunk.size), lead or self
+        traced, updates = layout.whole.traced, layout.whole.updates
+        self._last: Key = ActionKind.FORWARD, len(traced.stages) - 1
+        inits, steps = ((), ()) if updates is None else (updates.inits, updates.updates)
+        self.reads = tuple(
+            sorted(
+                {v.key for one in some for v in one.arguments if v.kind == UpdateKind.OUTPUT}
+            )
+            for some in (inits, steps)
+        )
+        chunked = chunk_programs(traced, recipe.stage_programs, chunk.size)
+        joint = self._find_joint(chunked)
+        replicas = range(layout.num_replicas)
+        self.collected: list[tuple[Value, ...]] = []
+        self.enqueued: list[list[Value]] = []
+        self.code = passes.run_together(layout, [self._lower(chunked, r) for r in replicas], joint)
+        if self._limits_phases:
+            self.code = passes.wait_for_phases(self.code, self.phase_of)
+        self._blocks = {key: Block(key, tuple(code), self._scope) for key, code in self.code.items()}
+        firsts = [one for r in replicas for one in self._pick(r, FIRST, self.reads[0], 0)]
+        lasts = [one for r in replicas for one in self._pick(r, LAST, self._last_places, -1)]
+        self._first_block, self._last_block = (
+            Block(name, tuple(code), self._scope) if code else None
+            for name, code in ((FIRST, firsts), (LAST, lasts))
+        )
+        code = [one for block in self.code.values() for one in block]
+        self._feed = self._make_feed([*code, *firsts, *lasts])
+        parts = passes.replica_parts(layout, [*code, *firsts, *lasts])
+        self._before = Block("state of replicas", tuple(parts), self._scope)
+        self._endings: dict[bool, _Ending] = {}
+
+    # A micro-batch.
+
+    def _lower(self, chunked: Sequence[StagePrograms], replica: int) -> Code:
+        layout, recipe, whole = self.layout, self._recipe, self.layout.whole
+        find_program = functools.partial(
+            self.programs.of_stage, self._scope, placement=layout.homes[replica]
+        )
+        code = lower_micro_batch(layout, replica, chunked, find_program)
+        group = self._last_group(replica)
+        wanted = [source_at(source, group, replica) for source in recipe.collecting.sources]
+        outputs = [self._output(replica, place) for place in (*self.reads[0], *self._last_places)]
+        code = passes.send_results(code, [*wanted, *outputs])
+        size, is_summed = self.chunk.num_stacked, recipe.collecting.is_summed
+        code, kept, lists = passes.collect(code, wanted, is_summed, size, self.programs, self._last)
+        self.collected.append(kept)
+        self.enqueued.append([lists[leaf] for leaf in sorted(lists)])
+        home = passes.at_home(layout)
+        if recipe.phases is not None:
+            empties = not recipe.phases.keeps_values
+            if not (empties or whole.offloads_in_micro_batches):
+                home = _itself
+            return passes.in_phases(code, self.phase_of, empties, whole.offloads_activations, home)
+        if whole.offloads_activations:
+            code = passes.leave_activations(code)
+        if whole.offloads_in_micro_batches:
+            code = {
+                key: passes.load_and_store(own, home, number)
+                for number, (key, own) in enumerate(code.items(), 1)
+            }
+        return code
+
+    @property
+    def _limits_phases(self) -> bool:
+        """Whether the host waits for execution phases."""
+        return self._recipe.phases is not None and self._recipe.phases.num_ahead is not None
+
+    def phase_of(self, key: Key) -> Any:
+        """The execution phase of a program."""
+        assert self._recipe.phases is not None
+        return self._recipe.phases.find(key[0], self.layout.whole.traced.levels[key[1]])
+
+    def _find_joint(self, chunked: Sequence[StagePrograms]) -> dict[Key, Program]:
+        """The programs that compute with other replicas' values, for the devices of all replicas."""
+        whole, found = self.layout.whole, dict[Key, Program]()
+        bindings = Bindings(whole.traced, whole.accumulator_plan.keys)
+        for key, source in list_programs(chunked) if self.layout.num_replicas > 1 else ():
+            stage = whole.traced.stages[key[1]]
+            if not uses_replicas(stage.flat):
+                continue
+            told = (
+                f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
+                "synchronized batch normalization)"
+            )
+            if whole.groups[key[1]].is_divided:
+                raise ValueError(
+                    f"{told}, which does not go with tensor_parallel and num_replicas both above 1. Leave "
+                    "one of the three out."
+                )
+            if has_shard_map(stage.flat.equations):
+                raise ValueError(
+                    f"{told}, and with jax.shard_map, which do not go together with num_replicas above 1. "
+                    "Put them into stages of their own."
+                )
+            arguments, results = (find(key[1], source) for find in (bindings.arguments, bindings.results))
+            found[key] = self.programs.of_stage(
+                self._scope, *key, source, arguments, results, placement=whole, is_joint=True
+            )
+        return found
+
+    def _last_group(self, replica: int) -> DeviceGroup:
+        return self.layout.homes[replica].groups[-1]
+
+    @property
+    def _last_places(self) -> list[int]:
+        """The places of the outputs of the last micro-batch that are read behind it."""
+        return list(dict.fromkeys((*self.reads[1], *self._recipe.carried)))
+
+    def _output(self, replica: int, place: int) -> Value:
+        outputs = self.layout.whole.traced.outputs
+        return source_at(outputs[place], self._last_group(replica), replica)
+
+    def _pick(self, replica: int, name: str, places: Sequence[int], number: int) -> Iterator[Instruction]:
+        """Keeps outputs of the first or last micro-batch beyond it; of a chunk, of one of its micro-batches."""
+        group, stacks = self._last_group(replica), list[tuple[Value, Value]]()
+        for place in places:
+            pair = self._output(replica, place), Value((name, place), group, replica)
+            if self.chunk.size == 1 or pair[0].micro_batch == ALL:
+                yield Instruction(Op.SAME, pair[:1], pair[1:], group, None, replica, 0)
+            else:
+                stacks.append(pair)
+        if stacks:
+            program = self.programs.between(group, functions.pick(number), "pick")
+            reads, writes = zip(*stacks, strict=True)
+            yield Instruction(Op.RUN, reads, writes, group, program, replica, 0)
+
+    def _make_feed(self, code: Sequence[Instruction]) -> Block:
+        """What brings a micro-batch of each replica: its leaves and its number, on each group that reads them."""
+        replicas = range(self.layout.num_replicas)
+        fed: list[dict[Value, None]] = [{} for _replica in replicas]
+        counted: list[dict[Value, None]] = [{} for _replica in replicas]
+        for value in (value for one in code for value in one.reads):
+            kind = passes.kind_of(value)
+            if kind is BindingKind.VALUE and value.what.key.kind == "element":
+                if not value.is_away and not value.copy:
+                    fed[value.replica][value] = None
+            elif kind is BindingKind.SCALAR and value.what.key in COUNTED:
+                counted[value.replica][value] = None
+        self.fed = [list(values) for values in fed]
+        found = []
+        for replica in replicas:
+            group = self._last_group(replica)
+            for op, what, values in ((Op.FEED, FEED, fed), (Op.COUNT, NUMBERS, counted)):
+                if op is Op.FEED or any(counted):
+                    source, writes = Value(what, group, replica), tuple(values[replica])
+                    found.append(Instruction(op, (source,), writes, None, None, replica, 0, self.chunk.size))
+        found.sort(key=lambda one: one.op)  # what has other shapes is noticed before anything is counted
+        return Block("feed", tuple(found), self._scope)
+
+    # The whole step.
+
+    def make(
+        self,
+        order: Sequence[Action],
+        count: int,
+        is_full: bool = True,
+        makers: Sequence[Maker] | None = None,
+        first: int = 0,
+    ) -> Plan:
+        """The plan of a step.
+
+        Args:
+          order: the schedule.
+          count: the micro-batches of the step, or chunks of them.
+          is_full: whether a weight update follows, or would in training; False in a loop that has not
+            accumulated enough.
+          makers: by micro-batch, who has the code for its shapes; None: all have those of this one.
+          first: the number of the first micro-batch; those before are complete.
+        """
+        makers = [self] * count if makers is None else makers
+        ending = self._lead._find_ending(is_full)
+        laid: list[Laid] = [(maker._before, ALL) for maker in dict.fromkeys(makers[first:])]
+        fed = set[int]()
+        for kind, stage, micro_batch in order:
+            maker = makers[micro_batch]
+            block = maker._blocks.get((kind, stage))
+            if block is None or micro_batch < first:
+                continue  # there is nothing to compute
+            if micro_batch not in fed:
+                fed.add(micro_batch)
+                laid.append((maker._feed, micro_batch))
+            laid.append((block, micro_batch))
+            if block.name == maker._last:
+                if micro_batch == 0 and maker._first_block is not None:
+                    laid.append((maker._first_block, 0))
+                if micro_batch == count - 1 and maker._last_block is not None:
+                    laid.append((maker._last_block, micro_batch))
+        laid = self._add_joins(laid, ending)
+        num_kept = len(laid)
+        if ending.update is not None:
+            laid.append((ending.update, ALL))
+        replicas = range(self.layout.num_replicas)
+        results = Results(
+            ending.variables,
+            ending.leaves,
+            ending.accumulators,
+            self.collected,
+            self.enqueued,
+            [{place: self._kept(FIRST, r, place) for place in self.reads[0]} for r in replicas],
+            [tuple(self._kept(LAST, r, place) for place in self._recipe.carried) for r in replicas],
+            ending.updated,
+        )
+        return self.registers.number(laid, num_kept, results)
+
+    def _kept(self, name: str, replica: int, place: int) -> Value:
+        return Value((name, place), self._last_group(replica), replica)
+
+    def _add_joins(self, laid: list[Laid], ending: _Ending) -> list[Laid]:
+        """Puts what joins replicas behind the last block that it waits for.
+
+        At the end, if programs may raise before memory is taken, or several processes join their values.
+        """
+        recipe = self._recipe
+        is_late = recipe.may_raise or recipe.phases is not None
+        last = [] if ending.waits is None else [(ending.waits, ALL)]
+        waiting: dict[Block, set[Value]] = {}  # -> what it reads
+        for group, block in ending.joins.items():
+            if is_late or group.is_joined:
+                last.append((block, ALL))
+            else:
+                waiting[block] = {v for one in block.code if one.op in (Op.JOIN, Op.LOAD) for v in one.reads}
+        behind: dict[int, list[Laid]] = {}
+        known: dict[Block, set[Value]] = {}  # -> what it writes
+        for place in reversed(range(len(laid) if waiting else 0)):
+            block = laid[place][0]
+            if block not in known:
+                known[block] = {value for one in block.code for value in one.writes}
+            for join in [join for join, reads in waiting.items() if reads & known[block]]:
+                behind.setdefault(place, []).append((join, ALL))
+                del waiting[join]
+            if not waiting:
+                break
+        found: list[Laid] = [] if behind else laid
+        for place, pair in enumerate(laid if behind else ()):
+            found.append(pair)
+            found += behind.get(place, ())
+        return [*found, *((join, ALL) for join in waiting), *last]
+
+    def make_joins(self) -> Plan:
+        """The plan that joins what replicas have accumulated and assigned; it leaves the means of both."""
+        ending = self._find_ending(True)
+        means = {key: (ending.means[key],) for key in self.accumulator_keys}
+        variables = {name: ending.variables[name] for name in self.assigned_names}
+        laid = [(block, ALL) for block in ending.joins.values()]
+        return self.registers.number(laid, len(laid), Results(variables, (), means, (), (), (), (), ()))
+
+    @property
+    def assigned_names(self) -> list[str]:
+        """The full names of variables that stages assign."""
+        return sorted({spec.name for stage in self.layout.whole.traced.stages for spec in stage.assigned})
+
+    def _find_ending(self, is_full: bool) -> _Ending:
+        if is_full not in self._endings:
+            self._endings[is_full] = self._make_ending(is_full)
+        return self._endings[is_full]
+
+    @property
+    def accumulator_keys(self) -> list[str]:
+        """The keys of all accumulators; none without training."""
+        if self.layout.whole.updates is None:
+            return []
+        return [*self._recipe.dtypes, *self.layout.whole.accumulator_plan.extra]
+
+    def _make_ending(self, is_full: bool) -> _Ending:
+        layout, recipe, whole, programs = self.layout, self._recipe, self.layout.whole, self.programs
+        home, replicas, keys = passes.at_home(layout), range(layout.num_replicas), self.accumulator_keys
+        names = self.assigned_names
+        gradients = {key: accumulator(layout, key, 0) for key in keys}
+        variables = {name: assigned(layout, name, 0) for name in names}
+        joins: dict[DeviceGroup, Block] = {}
+        if layout.num_replicas > 1:
+            own = layout if is_full else dataclasses.replace(layout, joins_assigned=False)
+            joined, gradients, variables = passes.reduce(own, programs, keys if is_full else [], names)
+            joins = {
+                group: Block("join", tuple(passes.load_and_store(code, home, 2)))
+                for group, code in joined.items()
+            }
+        kept = {key: tuple(home(accumulator(layout, key, r)) for r in replicas) for key in keys}
+        read = [passes.UNDERWAY] * self._limits_phases
+        if recipe.may_raise:
+            read += [v for own in kept.values() for v in own]
+            read += [assigned(layout, name, r) for name in names for r in replicas]
+            read += [v for r in replicas for v in (*self.collected[r], *self.enqueued[r])]
+            read += [self._kept(LAST, r, place) for r in replicas for place in self._last_places]
+        waits = Block("wait", (Instruction(Op.WAIT, tuple(read), (), None),)) if read else None
+        leaves: list[Value] = []
+        updated: tuple[Value, ...] = ()
+        update: list[Instruction] = []
+        if whole.updates is not None:
+            leaves = [home(state_leaf(layout, n)) for n in range(len(whole.updates.state_leaves))]
+        if whole.updates is not None and is_full:
+            update, outputs = self._read_outputs()
+            find_program = functools.partial(
+                programs.of_update,
+                placement=whole,
+                donate=recipe.donates,
+                may_raise=recipe.update_may_raise,
+            )
+            update += lower_update(
+                layout, whole.updates.updates, find_program, programs, gradients, outputs
+            )
+            made = update_results(update)
+            update = passes.place_update(layout, update)
+            update = passes.load_and_store(update, home, 3, ({}, 3, lambda _value: True))
+            if self._limits_phases:
+                update = passes.wait_for_updates(update)
+            enqueued: dict[int, Value] = {}
+            for what, value in made.items():
+                if isinstance(what, str):
+                    kept[what] = (home(value),)
+                elif what.kind == UpdateKind.PARAMETER:
+                    variables[what.key] = home(value)
+                elif what.kind == UpdateKind.STATE:
+                    leaves[what.key] = home(value)
+                elif what.kind == UpdateKind.ENQUEUED:
+                    enqueued[what.key] = value
+                elif what.kind == UpdateKind.GRADIENT and layout.num_replicas == 1:
+                    kept[what.key] = (home(value),)
+            updated = tuple(enqueued[number] for number in sorted(enqueued))
+        block = Block("update", tuple(update)) if update else None
+        return _Ending(joins, gradients, waits, block, variables, leaves, kept, updated)
+
+    def _read_outputs(self) -> tuple[list[Instruction], dict[int, Value]]:
+        """Code that makes the outputs which an update reads the first replica's, and where they are."""
+        layout, group, places = self.layout, self.layout.whole.groups[-1], self.reads[1]
+        replicas = range(layout.num_replicas)
+        if len(replicas) == 1 or not places:
+            return [], {place: self._kept(LAST, 0, place) for place in places}
+        parts = tuple(self._kept(LAST, replica, place) for place in places for replica in replicas)
+        joined = tuple(Value(("outputs of replicas", place), group) for place in places)
+        found = {place: Value(("output", place), group) for place in places}
+        program = self.programs.between(
+            group, functions.first_replica(group.replicated.mesh), "first_replica"
+        )
+        run = Instruction(Op.RUN, joined, tuple(found.values()), group, program)
+        return [Instruction(Op.JOIN, parts, joined, group), run], found
+
+
+def _itself(value: Value) -> Value:
+    return value

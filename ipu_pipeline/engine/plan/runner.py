@@ -1,0 +1,719 @@
+"""Runs a pipeline or loop over several devices by plans, one for each number of micro-batches.
+
+Micro-batch k of replica r is element k * R + r of the data. Dispatch is asynchronous: the host runs ahead
+of the devices, which wait only for data. A weight update ends the step, on the groups of all replicas.
+
+A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
+variables that its stages assign, stay its own until the next weight update, or the end of the run.
+
+Where micro-batches have several shapes, there is a runner for each of them. The first one leads: it is
+given all micro-batches, and does the weight updates. A step runs micro-batches of the same shapes by their
+runner's plan, up to the first one with others; then another plan goes on with the same registers. Once a
+step has had several shapes, plans are made for the shapes of each step. Execution phases stay those of one
+of the shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from ipu_pipeline.engine import peers, watching
+from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
+from ipu_pipeline.engine.devices.device_groups import join, split
+from ipu_pipeline.engine.devices.feeds import OtherShapes, Supply, Take, gather, shapes_of
+from ipu_pipeline.engine.devices.placing import put, put_host_copies
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
+from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
+from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.execution.kept import jit_zeros
+from ipu_pipeline.engine.execution.measured_costs import (
+    Measured,
+    make_measured,
+    time_stages,
+    time_transfers,
+    time_updates,
+)
+from ipu_pipeline.engine.plan.feeding import Dealer, FeedSlot, ReplicaFeed
+from ipu_pipeline.engine.plan.lowering import Layout
+from ipu_pipeline.engine.plan.making import FEED, NUMBERS, Maker, Recipe
+from ipu_pipeline.engine.plan.outputs import Left, gather_outputs, join_collected, join_handed
+from ipu_pipeline.engine.plan.passes import UNDERWAY
+from ipu_pipeline.engine.plan.plan import ALL, Numbered, Plan, Value
+from ipu_pipeline.engine.plan.programs import Programs, first_replica
+from ipu_pipeline.engine.plan.readers.compile import compile_ahead
+from ipu_pipeline.engine.plan.readers.run import Cursor, Linked, Linker, Numbers, Underway, run
+from ipu_pipeline.engine.plan.readers.shapes import find_shapes
+from ipu_pipeline.engine.plan.readers.watched import watched
+from ipu_pipeline.engine.plan.registers import Registers
+from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
+from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
+from ipu_pipeline.engine.programs.chunks import ChunkForm
+from ipu_pipeline.engine.programs.collecting import Collecting
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
+from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
+from ipu_pipeline.engine.tracing.keys import as_int32, key_aval
+from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
+
+__all__ = ["PlanRunner"]
+
+_MAX_PLANS = 8  # that are kept, where the number of micro-batches is only known when the pipeline runs
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A plan, ready to be run."""
+
+    plan: Plan
+    blocks: list[list[Linked]]
+
+
+@dataclass(eq=False)
+class PendingPlan:
+    """Micro-batches that have run, or in a loop are about to, and whose weight update has not."""
+
+    request: Request
+    count: int  # micro-batches per replica
+    ready: Ready | None  # whose weight update is left; None in a loop
+    registers: list[Any]
+    elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
+
+
+class PlanRunner(Runner[PendingPlan]):
+    """Runs a pipeline or loop over several devices.
+
+    Attributes:
+      maker: makes the plans.
+      feeds: puts the micro-batches of each replica on its devices.
+      dealer: deals out micro-batches to the replicas.
+      make_single: returns the runner for the same shapes whose programs handle one micro-batch each.
+      joins_assigned: whether variables that stages assign are the same in all replicas after an update.
+      has_identical_keys: whether all replicas draw the same random numbers as a single one would.
+    """
+
+    def __init__(
+        self,
+        placement: StatePlacement,
+        homes: Sequence[StatePlacement],
+        programs: Sequence[StagePrograms],
+        make_timetable: Callable[[int], Timetable],
+        donate: bool,
+        collecting: Collecting,
+        options: CompilerOptions,
+        accumulator_dtypes: Mapping[str, Any],
+        dispatch_plan: Chunking = ONE_BY_ONE,
+        iterated: Iterated | None = None,
+        phases: ExecutionPhases | None = None,
+        lead: PlanRunner | None = None,
+        other: PlanRunner | None = None,
+        shapes: int = 0,
+        joins_assigned: bool = True,
+        has_identical_keys: bool = False,
+    ) -> None:
+        """Jits the programs; XLA compiles each at its first call.
+
+        `lead` is the runner that leads; None: this one. `other` is any other runner of the pipeline, whose
+        programs and registers it shares. `shapes` is the number of the shapes.
+        """
+        super().__init__(placement, programs, iterated, homes)
+        traced, updates = placement.traced, placement.updates
+        if iterated is None:  # in a pipeline, `fetch` waits for what stages call
+            self.waits_for_python = updates is not None and updates.has_callbacks
+        self.of_shapes: list[PlanRunner] = self.of_shapes if lead is None else lead.of_shapes
+        self.make_single: Callable[[], PlanRunner] = lambda: self
+        self.shapes, self._lead, self._make_timetable = shapes, lead or self, make_timetable
+        self._cursor: Cursor | None = None
+        self._mixes = False  # whether plans are made for the shapes of each step
+        self._chunk, self._collecting = ChunkForm(dispatch_plan.chunk_size), collecting
+        self._has_identical_keys = has_identical_keys
+        carried = [] if iterated is None else [traced.outputs.index(one) for one in iterated.carried]
+        recipe = Recipe(
+            self.programs,
+            collecting,
+            carried,
+            accumulator_dtypes if updates is not None else {},
+            donate and not self.waits_for_python,
+            self.has_callbacks,
+            self.waits_for_python,
+            phases,
+        )
+        self.maker = Maker(
+            Layout(placement, homes, joins_assigned),
+            recipe,
+            Programs(options, not self.has_callbacks) if other is None else other.maker.programs,
+            Registers() if other is None else other.maker.registers,
+            self._chunk,
+            shapes,
+            None if lead is None else lead.maker,
+        )
+        self._phases = phases
+        self.feeds = [
+            ReplicaFeed(
+                home,
+                [FeedSlot(value.what.key.index, value.group) for value in fed],
+                self._chunk,
+                len(carried),
+                shapes,
+            )
+            for home, fed in zip(homes, self.maker.fed, strict=True)
+        ]
+        self.dealer = Dealer(placement, self.feeds, self._chunk.size)
+        alone = len(homes) == 1
+        self._place_element = self.feeds[0].feed.add if alone else self.dealer.place_element
+        self._linker = Linker(self.maker.layout, collecting.collect) if other is None else other._linker
+        last = [home.groups[-1] for home in homes if collecting.is_summed]
+        self._make_sums = [group.program(jit_zeros(collecting.avals, group.replicated)) for group in last]
+        self._ready: dict[Any, Ready] = {}
+        self._compiled_for: Any = None  # the kind of random key; None before
+        self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
+        self._gathers_outputs = True
+        self._key: tuple[Any, list[Any]] | None = None  # the last random key, and the replicas' keys
+        self.structs: dict[Value, Any] = {}  # what each value is, once it has been compiled
+        if len(homes) > 1:
+            warn_unless_one_is_free(placement.groups)
+
+    @property
+    def chunk_size(self) -> int:
+        """The number of micro-batches that a program handles."""
+        return self._chunk.size
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas."""
+        return len(self.homes)
+
+    def follow(self, make_timetable: Callable[[int], Timetable]) -> None:
+        """Follows other timetables from the next step on."""
+        self._make_timetable = make_timetable
+        self._ready.clear()
+
+    def like(self, other: PlanRunner) -> Self:
+        """Takes over what was set in a runner for the same shapes. Returns itself."""
+        self.kept, self.note = other.kept, other.note
+        return self
+
+    def keep_outputs(self) -> None:
+        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
+
+        Raises:
+          ValueError: a replica is in several processes.
+        """
+        groups = [home.groups[0] for home in self.homes]
+        for replica, group in enumerate(groups):
+            if processes := group.processes[1:]:
+                raise ValueError(
+                    f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
+                    f"{1 + len(processes)}. Give each process the devices of whole replicas."
+                )
+        self._told = [replica for replica, group in enumerate(groups) if group.is_here] or self._told
+        self._gathers_outputs = False
+
+    # Micro-batches.
+
+    @property
+    def takes_elements(self) -> bool:
+        """Whether a replica reads micro-batches in this process."""
+        return any(feed.takes_elements for feed in self.feeds)
+
+    def place_element(self, leaves: Sequence[Any]) -> Any:
+        """Places a micro-batch for the replica whose turn it seems to be; `fetch` decides."""
+        return self._place_element(leaves)
+
+    def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
+        """Puts the micro-batches of one update, of all replicas, on the devices that read them."""
+        shapes = set(map(shapes_of, elements))
+        if len(shapes) > 1:
+            return list(elements)  # each is there already
+        return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
+
+    def check_other(self, other: PlanRunner) -> None:
+        """Checks the runner for other shapes, which this one is to lead.
+
+        Raises:
+          ValueError: other stages have something to compute for these shapes.
+        """
+        if self.maker.code.keys() != other.maker.code.keys():
+            raise ValueError(
+                f"Stages have other programs {other.note} than for the first micro-batch: a stage whose "
+                "inputs have no gradient has no backward. Let all shapes go the same way."
+            )
+
+    def num_waiting(self, total: int, every: int) -> int:
+        """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
+
+        Where a replica is in several processes, it is all of a step's, which are there before it begins
+        (`agreeing`).
+        """
+        del total
+        if self.iterated is not None:
+            return 1
+        return max(4 * self._chunk.size, every if self.homes[0].has_peers else 0)
+
+    def num_fetched(self, total: int, every: int) -> int:
+        """The number of waiting micro-batches of all replicas."""
+        return self.num_replicas * self.num_waiting(total, every)
+
+    # Plans.
+
+    def find_plan(self, num_chunks: int, is_full: bool = True) -> Plan:
+        """The plan of a step of some chunks, or of an iteration of a loop."""
+        return self.maker.make(self._make_timetable(num_chunks).order, num_chunks, is_full)
+
+    def _find(self, num_chunks: int, is_full: bool = True) -> Ready:
+        key = num_chunks, is_full
+        if key not in self._ready:
+            if len(self._ready) == _MAX_PLANS:
+                del self._ready[next(iter(self._ready))]
+            plan = self.find_plan(num_chunks, is_full)
+            self._ready[key] = Ready(plan, self._linker.link(plan))
+        return self._ready[key]
+
+    def compile(self, state: RunState, request: Request) -> None:
+        """Compiles the programs of a step, and of its weight update."""
+        kind = state.pipeline.key.dtype
+        if self._compiled_for == kind:
+            return
+        programs = self.maker.programs
+        if self._compiled_for is not None and self._lead is self:
+            for program in programs:
+                programs.forget_compiled(program)
+        compiled, self.structs = compile_ahead(
+            self.find_plan(1),
+            self.maker.layout,
+            functools.partial(self._find_struct, state.pipeline.key),
+            self._chunk.size,
+            not self.has_callbacks,
+            self.kept,
+            self.note,
+        )
+        self.temporary_bytes, self.residual_bytes = compiled
+        self._compiled_for = kind
+        self._linker.forget()  # programs have other functions
+        for runner in self.of_shapes:
+            runner._ready.clear()
+            runner.make_single()._ready.clear()
+
+    def _find_struct(self, key: Any, value: Value) -> Any:
+        """The shape, dtype and sharding of what is given, or comes from the feed. `key`: a random key."""
+        placement, what, group = self.placement, value.what, value.group
+        shape: tuple[int, ...] = ()
+        dtype: Any = np.int32
+        sharding = group.replicated
+        if isinstance(what, UpdateValue):
+            if what.kind == UpdateKind.STATE:
+                assert placement.updates is not None
+                aval = placement.updates.state_leaves[what.key].aval
+                shape, dtype, sharding = aval.shape, aval.dtype, placement.sharding_of_leaf(what.key)
+        elif type(what) is tuple:
+            aval = self._collecting.avals[what[1]]  # a sum
+            shape, dtype = aval.shape, aval.dtype
+        elif what.kind is BindingKind.VARIABLE:
+            spec = placement.traced.variables[what.key]
+            shape, dtype, sharding = spec.shape, spec.dtype, placement.sharding_of_variable(what.key)
+        elif what.kind is BindingKind.ACCUMULATOR:
+            name = self.maker.layout.variable_of(what.key)
+            shape, dtype = placement.traced.variables[name].shape, self.maker.dtypes[name]
+            sharding = placement.sharding_in_program(name, group)
+        elif what.kind is BindingKind.INPUT:
+            aval = placement.traced.aval(Source("input", what.key))
+            shape, dtype = aval.shape, aval.dtype
+        elif what.kind is BindingKind.KEY_NUMBER:
+            dtype = np.uint32
+        elif what.kind is BindingKind.SCALAR:
+            if what.key is ValueKind.KEY:
+                shape, dtype = key.shape, key.dtype
+            elif what.key is ValueKind.LOSS_SCALE:
+                dtype = np.float32
+        else:
+            aval = placement.traced.aval(what.key)
+            shape, dtype = (*self._chunk.axes, *aval.shape), aval.dtype
+        if value.is_away:
+            sharding = sharding.with_memory_kind(group.host.memory_kind)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def measure(
+        self, host: float = 0.0, *, with_updates: bool = False, with_skips: bool = False
+    ) -> Measured:
+        """Measures what programs, transfers and updates take, each alone, on zeros.
+
+        Args:
+          host: how long the host takes to start a program.
+          with_updates: whether the programs of a weight update are measured, too; else they take no time.
+          with_skips: whether transfers that skip stages are.
+        """
+        plan, layout = self.find_plan(1), self.maker.layout
+        structs = find_shapes(plan, layout, functools.partial(self._find_struct, key_aval()))
+        return make_measured(
+            len(self.programs),
+            time_stages(plan, structs),
+            time_transfers(plan, layout.homes[0].groups, structs, with_skips=with_skips),
+            time_updates(plan, self.placement.updates, structs) if with_updates else {},
+            self._chunk.size,
+            host,
+        )
+
+    # What registers hold before a step.
+
+    def _fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
+        """Fills the registers that are given, but for those that are filled already."""
+        registers += [None] * (len(plan.names) - len(registers))
+        if self.placement.has_peers:
+            self.placement.begin_step()
+        keys = self._fold(state.pipeline.key)
+        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        sums: dict[int, list[Any]] = {}
+        for register, value in plan.given.items():
+            what = value.what
+            if registers[register] is not None:
+                continue
+            if isinstance(what, Binding):
+                registers[register] = self._find_given(value, state, request, keys)
+            elif isinstance(what, UpdateValue):
+                if what.kind == UpdateKind.STATE:
+                    registers[register] = leaves[what.key] if leaves else None
+                else:
+                    is_every = what.kind == UpdateKind.COUNT
+                    count = request.every if is_every else int(as_int32(state.pipeline.update_count))
+                    registers[register] = self.placement.constants.scalar(count, value.group)
+            elif what[0] == "sum":
+                if value.replica not in sums:
+                    sums[value.replica] = self._make_sums[value.replica]()
+                registers[register] = sums[value.replica][what[1]]
+            elif value == UNDERWAY:
+                assert self._phases is not None
+                registers[register] = Underway(self._phases.num_ahead)
+            elif what == ("collected",):
+                registers[register] = []
+            elif what == NUMBERS:
+                registers[register] = Numbers(request.iteration, state.num_accumulated)
+            elif what != FEED and what[0] != "first output":
+                raise AssertionError(f"Nothing has written {value}.")
+
+    def _find_given(self, value: Value, state: RunState, request: Request, keys: Sequence[Any]) -> Any:
+        """What is there before a step."""
+        (kind, key), group, replica = value.what, value.group, value.replica
+        pipeline, placement = state.pipeline, self.placement
+        if kind is BindingKind.VARIABLE:
+            return pipeline.variables[key]
+        if kind is BindingKind.ACCUMULATOR:
+            parts = state.accumulators[key]
+            return parts[replica] if self.num_replicas > 1 else parts
+        if kind is BindingKind.ASSIGNED:
+            return self._split(pipeline.variables[key])[replica]
+        if kind is BindingKind.ENQUEUED:
+            return []
+        constants = self.homes[replica].constants
+        if kind is BindingKind.KEY_NUMBER:
+            return constants.key_number(key, group)
+        if kind is BindingKind.INPUT:
+            tag = placement.tag(f"input {key} to {group.ipu} of replica {replica}")
+            given = request.of_replica(replica).inputs[key]
+            return put_host_copies([given], group, tag=tag)[0]
+        if key is ValueKind.KEY:
+            return constants.key(keys[replica], group)
+        if key is ValueKind.LOSS_SCALE:
+            scale = placement.loss_scale(pipeline.optimizer_state)
+            if self.num_replicas > 1 and isinstance(scale, jax.Array):
+                scale = self._split(scale)[replica]
+            tag = placement.tag(f"loss scale to {group.ipu} of replica {replica}")
+            return put([scale], group, tag=tag)[0]
+        count = pipeline.execution_count if key is ValueKind.EXECUTION_COUNT else pipeline.update_count
+        return put([as_int32(count)], group)[0]
+
+    def _fold(self, key: Any) -> list[Any]:
+        """The key of each replica. The last ones are remembered: steps use the same."""
+        if self.num_replicas == 1 or self._has_identical_keys:
+            return [key] * self.num_replicas
+        if self._key is None or self._key[0] is not key:
+            folded = [jax.random.fold_in(key, np.uint32(number)) for number in range(self.num_replicas)]
+            self._key = key, folded
+        return self._key[1]
+
+    def _split(self, array: Any) -> list[Any]:
+        """Each replica's part of an array."""
+        groups = {group.devices[0]: group for home in self.homes for group in home.groups}
+        return split(array, [groups[device] for device in array.sharding.mesh.devices[:, 0]])
+
+    # Running.
+
+    def describe_start(self, places: Sequence[str]) -> str:
+        """The program that the host starts, or started last, in words; `places` are those of the stages."""
+        return "" if self._cursor is None else self._cursor.describe(places)
+
+    def fetch(self, state: RunState, request: Request, take: Take) -> PendingPlan:
+        """Runs the micro-batches of an update. In a loop it only takes an iteration's micro-batches."""
+        self.compile(state, request)
+        if self.iterated is not None:
+            # Processes without a device of the loop hear how it ends.
+            takes = self.dealer.take_everywhere(take, 1, tells_outsiders=False)
+            taken = _of_each(ReplicaFeed.take_iteration, self.feeds, takes)
+            return PendingPlan(request, 1, None, [], taken)
+        supply = take if isinstance(take, Supply) else Supply(take)
+        registers: list[Any] = []
+        done, ready = 0, None
+        while done < request.every:
+            mixes = self._mixes and self._phases is None
+            if mixes:
+                ready, number = self._run_mixed(state, request, supply, registers, done), request.every
+            else:
+                runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
+                runner = runner.make_single() if self._mixes else runner
+                ready, number = runner._run_alike(state, request, supply, registers, done)
+                if number < request.every:
+                    changes_within_chunk = number == done and supply.next_shapes() == runner.shapes
+                    self._mixes |= changes_within_chunk or (number > done and self._phases is None)
+                    if self._phases is not None:
+                        supply.give_back(_take_alike(supply, number, self.num_replicas))
+            done = number
+        assert ready is not None
+        return PendingPlan(request, request.every, ready, registers)
+
+    def _run_alike(
+        self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
+    ) -> tuple[Ready, int]:
+        """Runs micro-batches of a step up to the first one with other shapes.
+
+        Args:
+          state: before the step.
+          request: what is run.
+          supply: gives the micro-batches.
+          registers: of the micro-batches that are complete.
+          done: the number of these.
+
+        Returns:
+          The plan, and the number of micro-batches that are complete then.
+        """
+        self.compile(state, request)
+        size, count = self._chunk.size, request.every
+        takes = self.dealer.take_everywhere(supply.alike(self.shapes), count)
+        nexts = _of_each(ReplicaFeed.feed_from, self.feeds, takes)
+        if done == 0:
+            ready = self._find(count // size)
+        else:
+            assert done % size == 0
+            order = self._make_timetable(count // size).order
+            plan = self.maker.make(order, count // size, first=done // size)
+            ready = Ready(plan, self._linker.link(plan))
+        cursor = self._begin(ready, state, request, nexts, registers)
+        try:
+            self._run_kept(ready, state, registers, cursor)
+        except OtherShapes:
+            place = cursor.place
+            end = ready.plan.micro_batches[place]
+            # Those that have begun are completed.
+            for number in range(place, ready.plan.num_kept):
+                if 0 <= ready.plan.micro_batches[number] < end:
+                    run(cursor.over(ready.blocks, number, number + 1), registers)
+            return ready, end * size
+        return ready, count
+
+    def _run_mixed(
+        self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
+    ) -> Ready:
+        """Runs the micro-batches of a step that are left, whose shapes may differ."""
+        count, number = request.every, self.num_replicas
+        groups = [_take_alike(supply, place, number) for place in range(done, count)]
+        runners = [self.of_shapes[shapes_of(elements[0])].make_single() for elements in groups]
+        for runner in dict.fromkeys(runners):
+            runner.compile(state, request)
+        own = self.make_single()
+        makers = [own.maker] * done + [runner.maker for runner in runners]
+        order = self._make_timetable(count).order
+        plan = own.maker.make(order, count, makers=makers, first=done)
+        ready = Ready(plan, self._linker.link(plan))
+        placed: dict[int, list[Sequence[Any]]] = {}
+        counts = [0] * number
+
+        def take(replica: int) -> Sequence[Any]:
+            place = counts[replica]
+            counts[replica] += 1
+            if place not in placed:
+                placed[place] = runners[place].dealer.place_alone(groups[place])
+            return placed[place][replica]
+
+        nexts = [functools.partial(take, replica) for replica in range(number)]
+        cursor = own._begin(ready, state, request, nexts, registers)
+        own._run_kept(ready, state, registers, cursor)
+        return ready
+
+    def _begin(
+        self,
+        ready: Ready,
+        state: RunState,
+        request: Request,
+        nexts: Sequence[Callable[[], Sequence[Any]]],
+        registers: list[Any],
+    ) -> Cursor:
+        """Fills registers. `nexts` give the micro-batches of each replica, on its devices."""
+        self._fill(ready.plan, registers, state, request)
+        for register, value in ready.plan.given.items():
+            if value.what == FEED:
+                registers[register] = nexts[value.replica]
+        step = int(as_int32(state.pipeline.execution_count))
+        cursor = Cursor(ready.plan, step, request.iteration, self._chunk.size)
+        self._lead._cursor = self._linker.cursor = cursor
+        return cursor
+
+    def _run_kept(self, ready: Ready, state: RunState, registers: list[Any], cursor: Cursor) -> None:
+        """Runs what leaves the state as it is."""
+        blocks, end = self._watched(ready, cursor), ready.plan.num_kept
+        run(cursor.over(blocks, 0, end), registers)
+
+    def _watched(self, ready: Ready, cursor: Cursor) -> list[list[Linked]]:
+        """The blocks of a plan, of which a watcher hears, if there is one."""
+        watcher = watching.current()
+        if watcher is None:
+            return ready.blocks
+        return watched(ready.plan, ready.blocks, watcher, self._lead, cursor)
+
+    def run(self, state: RunState, pending: PendingPlan) -> Progress:
+        """Runs the weight update on the replicas' results. In a loop it runs the iteration first."""
+        request, registers, ready = pending.request, pending.registers, pending.ready
+        is_full = state.num_accumulated + pending.count == request.every
+        if ready is None:
+            ready = self._find(1, is_full)
+            nexts = [
+                feed.feed_iteration(elements, request.of_replica(replica))
+                for replica, (feed, elements) in enumerate(zip(self.feeds, pending.elements, strict=True))
+            ]
+            self._run_kept(ready, state, registers, self._begin(ready, state, request, nexts, registers))
+        plan, size = ready.plan, self._chunk.size
+        state = self._with_first_state(state, plan, registers)
+        if self.placement.has_peers:
+            self.placement.begin_step()
+        step = int(as_int32(state.pipeline.execution_count))
+        cursor = Cursor(plan, step, request.iteration, size)
+        self._linker.cursor = cursor
+        run(cursor.over(self._watched(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
+        results, get = plan.results, registers.__getitem__
+        if self.waits_for_python:
+            jax.block_until_ready([value for value in registers if isinstance(value, jax.Array)])
+        parts = {key: tuple(map(get, own)) for key, own in results.accumulators.items()}
+        left = [self._left(plan, replica, registers) for replica in range(self.num_replicas)]
+        if self.placement.has_peers and self.num_replicas > 1 and self._gathers_outputs:
+            left = gather_outputs(self.placement, left)
+        told = [left[replica] for replica in self._told]
+        carried = [list(map(get, own)) for own in results.carried]
+        return Progress(
+            self.advance(
+                state,
+                {name: get(register) for name, register in results.variables.items()},
+                list(map(get, results.leaves)),
+                parts if self.num_replicas > 1 else {key: own[0] for key, own in parts.items()},
+                pending.count,
+                request.every,
+            ),
+            carried[0] if len(carried) == 1 else [OfReplicas(own) for own in zip(*carried, strict=True)],
+            [join_collected(some) for some in zip(*(one.collected for one in told), strict=True)],
+            pending.count * (1 if self.iterated is not None else self.num_replicas),
+            [join_handed(some) for some in zip(*(one.enqueued for one in told), strict=True)],
+            [Handed(list(map(get, results.updated)), None)] if results.updated else [],
+        )
+
+    def _left(self, plan: Plan, replica: int, registers: Sequence[Any]) -> Left:
+        """What a replica has collected and enqueued."""
+        kept = [registers[register] for register in plan.results.collected[replica]]
+        collected = kept[0] if kept and not self._collecting.is_summed else []
+        if self._collecting.is_summed:
+            collected = [self._collecting.collect(kept, None)]
+        lists = [registers[register] for register in plan.results.enqueued[replica]]
+        enqueued = [
+            Handed([one.value for one in leaves], leaves[0].size) for leaves in zip(*lists, strict=True)
+        ]
+        return Left(collected, enqueued)
+
+    def _with_first_state(self, state: RunState, plan: Plan, registers: list[Any]) -> RunState:
+        """Makes the optimizer's state, if there is none, from the first micro-batch's outputs."""
+        if self.placement.updates is None or state.pipeline.optimizer_state is not None:
+            return state
+        firsts = plan.results.first
+        outputs = {place: registers[register] for place, register in firsts[0].items()}
+        if self.num_replicas > 1 and outputs:
+            outputs = self._first_of(firsts, registers)
+        state = self.with_optimizer(state, outputs)
+        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        for register, value in plan.given.items():
+            if isinstance(value.what, UpdateValue) and value.what.kind == UpdateKind.STATE:
+                registers[register] = leaves[value.what.key]
+        return state
+
+    def _first_of(self, firsts: Sequence[Mapping[int, int]], registers: Sequence[Any]) -> dict[int, Any]:
+        """The first replica's outputs, in all replicas."""
+        group = self.placement.groups[-1]
+        program = self.maker.programs.between(group, first_replica(group.replicated.mesh), "first_replica")
+        joined = [join([registers[own[place]] for own in firsts], group) for place in firsts[0]]
+        with peers.waiting("the weight update") if group.is_joined else contextlib.nullcontext():
+            return dict(zip(firsts[0], program.function(*joined), strict=True))
+
+    # State.
+
+    def settle(self, state: RunState) -> RunState:
+        """The state at the end of a loop's run: the same for all replicas, as after a weight update.
+
+        Accumulators become their means over the replicas, from which each replica goes on: since they are
+        linear in the gradients, the mean at the weight update is the same.
+        """
+        if self.num_replicas == 1:
+            return state
+        plan, registers, pipeline = self.maker.make_joins(), list[Any](), state.pipeline
+        self._fill(plan, registers, state, Request((), 1, 1, 1))
+        cursor = Cursor(plan, int(as_int32(pipeline.execution_count)), 0, 1)
+        self._linker.cursor = cursor
+        run(cursor.over(self._linker.link(plan), 0, len(plan.blocks)), registers)
+        joined = {name: registers[register] for name, register in plan.results.variables.items()}
+        means = {key: registers[register] for key, (register,) in plan.results.accumulators.items()}
+        pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **joined})
+        return RunState(pipeline, means, state.num_accumulated)
+
+    def make_accumulators(
+        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Makes accumulators, per replica: zeros, or what `settle` left."""
+        if self.num_replicas == 1:
+            return super().make_accumulators(dtypes, known)
+        if known:
+            placed = self.placement.make_accumulators(dtypes, known)
+            return {key: tuple(self._split(value)) for key, value in placed.items()}
+        made = [home.make_accumulators(dtypes) for home in self.homes]
+        return {key: tuple(own[key] for own in made) for key in made[0]}
+
+
+def _take_alike(take: Take, number: int, num_replicas: int) -> Sequence[Any]:
+    """Takes a micro-batch of each replica, which must have the same shapes; `number`: its number."""
+    elements = gather(take, num_replicas, num_replicas)
+    if len(set(map(shapes_of, elements))) > 1:
+        raise ValueError(
+            f"Micro-batches {number * num_replicas} to {(number + 1) * num_replicas - 1} of a step go to "
+            f"the {num_replicas} replicas at the same time, so they must have the same shapes; they have "
+            f"different ones. Group the data so that {num_replicas} in a row are alike "
+            f"(datasets.Buckets does, with in_a_row={num_replicas})."
+        )
+    return elements
+
+
+def _of_each(
+    function: Callable[[ReplicaFeed, Take], Any], feeds: Sequence[ReplicaFeed], takes: Sequence[Take]
+) -> list[Any]:
+    """Calls a function for each replica's feed and take. Returns the results.
+
+    Raises the first error once all were tried, since other processes wait for each of them.
+    """
+    found, errors = [], []
+    for feed, take in zip(feeds, takes, strict=True):
+        try:
+            found.append(function(feed, take))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found
