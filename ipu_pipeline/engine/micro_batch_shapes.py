@@ -15,9 +15,9 @@ import jax
 from ipu_pipeline.engine.building import Built
 from ipu_pipeline.engine.devices.feeds import NEW_SHAPES, Element, copy_leaves
 from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.updates.cutting import find_read
 from ipu_pipeline.engine.tracing.metrics import metric_names
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan
+from ipu_pipeline.engine.updates.cutting import find_read
 from ipu_pipeline.ground.shapes import describe, describe_structures
 
 __all__ = ["MicroBatchShapes", "ShapesKey", "check_alike", "check_number", "describe_shapes", "find_key"]

@@ -47,7 +47,6 @@ from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
-from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
 from ipu_pipeline.engine.hanging import StepOnItsWay, watch
@@ -65,6 +64,7 @@ from ipu_pipeline.engine.micro_batch_shapes import (
 )
 from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
+from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     ChunkedStep,
@@ -799,8 +799,8 @@ class Pipeline:
         self._has_identical_keys = identical_keys
         if isinstance(self._runner, PlanRunner):
             for runner in self._runner.of_shapes:
-                runner.replicas.has_identical_keys = identical_keys
-                runner.make_single().replicas.has_identical_keys = identical_keys
+                runner.has_identical_keys = identical_keys
+                runner.make_single().has_identical_keys = identical_keys
         if num_replicas == self._num_replicas:
             return
         self.options.check_replicas(num_replicas)
@@ -1084,7 +1084,7 @@ class Pipeline:
         variables = self._make_variables(runner.placement, self.traced.variables, key)
         return PipelineState(
             variables=variables,
-            optimizer_state=self._init_optimizer_state(runner.placement, variables, None),
+            optimizer_state=self._init_optimizer_state(runner, variables, None),
             update_count=0,
             execution_count=0,
             key=key,
@@ -1115,16 +1115,16 @@ class Pipeline:
         Returns:
           The state; None without training, or if it depends on outputs that are not given.
         """
-        return self._init_optimizer_state(self.prepare().placement, variables, outputs)
+        return self._init_optimizer_state(self.prepare(), variables, outputs)
 
     def _init_optimizer_state(
-        self, placement: StatePlacement, variables: Mapping[str, Any], outputs: Sequence[Any] | None
+        self, runner: Runner[Any], variables: Mapping[str, Any], outputs: Sequence[Any] | None
     ) -> Any:
         updates = self.updates
         if updates is None or (updates.init_needs_outputs and outputs is None):
             return None
-        placed = placement.place_variables(variables)
-        return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
+        placed = runner.placement.place_variables(variables)
+        return runner.init_optimizer_state(placed, dict(enumerate(outputs or ())))
 
     @apart
     def parameters(self, state: PipelineState) -> Any:
@@ -1196,7 +1196,8 @@ class Pipeline:
         """
         check_state("Pipeline.adopt", state)
         adoption = compare(state.variables, self.variables)
-        placement = self.prepare().placement
+        runner = self.prepare()
+        placement = runner.placement
         taken = {name: state.variables[name] for name in adoption.taken}
         variables = {
             **placement.place_variables(taken),
@@ -1208,7 +1209,7 @@ class Pipeline:
                 state.optimizer_state,
                 self.updates,
                 adoption.new,
-                lambda: self._init_optimizer_state(placement, variables, None),
+                lambda: self._init_optimizer_state(runner, variables, None),
             )
             adoption = dataclasses.replace(adoption, takes_optimizer_state=is_taken)
         new = dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)

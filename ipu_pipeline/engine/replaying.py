@@ -267,7 +267,7 @@ class Replay:
         leaves: list[Any] = []
         updated: list[Handed] = []
         if updates is not None:
-            state = runner.with_optimizer(state, first.outputs[0])
+            state = runner.with_optimizer(state, dict(enumerate(first.outputs[0])))
             leaves = jax.tree.leaves(state.pipeline.optimizer_state)
             environment = self._update(state.pipeline, leaves, accumulators, first.outputs[-1], every)
             variables |= environment.variables

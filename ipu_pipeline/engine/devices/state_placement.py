@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,28 +12,23 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.engine.devices.constants import Constants
 from ipu_pipeline.engine.devices.crossing import group_sharding
 from ipu_pipeline.engine.devices.device_groups import WHOLE, DeviceGroup, divided_in_replica
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.offloading import Offload
-from ipu_pipeline.engine.devices.placing import put, put_host_copies
+from ipu_pipeline.engine.devices.placing import put_host_copies
 from ipu_pipeline.engine.devices.remote import absent
 from ipu_pipeline.engine.devices.sharding import (
     Shard,
-    gather_replicas,
-    is_apart,
     sharding_of,
     share_out,
 )
-from ipu_pipeline.engine.devices.underway import Underway
 from ipu_pipeline.engine.tracing.tensor_parallel import Partitions
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import Accumulator, AccumulatorPlan, variable_of
 from ipu_pipeline.engine.updates.cutting import StateLeaf, UpdateProgram, Updates
-from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
 __all__ = ["NO_LOSS_SCALE", "StatePlacement"]
@@ -81,15 +76,9 @@ class StatePlacement:
         self.updates = updates
         self.groups = tuple(groups)
         self.constants = Constants()
-        self._init_functions: list[Callable[..., list[Any]]] = []
         self._leaf_partitions: tuple[PartitionSpec, ...] = ()
         if updates is not None:
             self._leaf_partitions = tuple(map(self._partition_of_leaf, updates.state_leaves))
-            for program in updates.inits:
-                results = self.results_of(program)
-                jitted = jax.jit(program.function, **results)
-                group = self.groups[program.stage]
-                self._init_functions.append(group.program(jitted, results.get("out_shardings")))
         self.has_peers = any(group.has_peers for group in self.groups)
         self._name = (
             f"pipeline {next(_numbers[self.groups[0].processes])} of processes {self.groups[0].processes}"
@@ -258,14 +247,6 @@ class StatePlacement:
             return group.replicated
         return own if own.mesh == group.replicated.mesh else group.divided(partition)
 
-    def _partitions_in_update(
-        self, values: Sequence[UpdateValue], group: DeviceGroup
-    ) -> list[PartitionSpec] | None:
-        """How values are divided over the devices of a replica while an update's program uses them."""
-        if not group.is_divided:
-            return None
-        return [divided_in_replica(self.sharding_in_update(value, group)) for value in values]
-
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
         """Places accumulators, each on its group; returns them by key."""
         placed = {}
@@ -328,120 +309,12 @@ class StatePlacement:
             return np.float32(known.initial)
         return jax.tree.leaves(optimizer_state)[known.leaf]
 
-    def init_optimizer_state(
-        self, variables: Mapping[str, Any], outputs: Sequence[Any] | None
-    ) -> list[Any]:
-        """The leaves of the optimizer's state at the start."""
-        updates = self.updates
-        assert updates is not None
-        avals = [leaf.aval for leaf in updates.state_leaves]
-        known = [  # made without XLA, which would compile zeros of each shape
-            _fill(aval, updates.initial[number]) if number in updates.initial else None
-            for number, aval in enumerate(avals)
-        ]
-        environment = UpdateEnvironment(variables, {}, known, outputs or (), UpdateCounts(0, 0))
-        self.run_update(updates.inits, self._init_functions, environment)
-        return self.place_optimizer_state(environment.state_leaves)
-
-    def run_update(
-        self,
-        programs: Sequence[UpdateProgram],
-        functions: Sequence[Callable[..., list[Any]]],
-        environment: UpdateEnvironment,
-    ) -> None:
-        """Runs the programs of an update, each on the group of its stage."""
-        copies: dict[tuple[UpdateValue, int], Any] = {}  # copies of values on other devices than their own
-        last_read = {
-            value: number for number, program in enumerate(programs) for value in program.arguments
-        }
-        underway = Underway(self.num_ahead)
-        if self.has_peers:
-            self.begin_step()
-        for number, (program, function) in enumerate(zip(programs, functions, strict=True)):
-            made = self._run_update_program(program, function, environment, copies)
-            # Copies from host memory are released after their last use.
-            copies = {key: copy for key, copy in copies.items() if last_read[key[0]] > number}
-            underway.add(made)
-            underway.wait()
-
-    def _run_update_program(
-        self,
-        program: UpdateProgram,
-        function: Callable[..., list[Any]],
-        environment: UpdateEnvironment,
-        copies: dict[tuple[UpdateValue, int], Any],
-    ) -> list[Any]:
-        """Runs one of an update's programs. Returns its results, placed."""
-        group = self.groups[program.stage]
-        found = [
-            self.constants.scalar(environment[value], group)
-            if value.kind in (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
-            else copies.get((value, group.ipu), environment[value])
-            for value in program.arguments
-        ]
-        if self.shards_anything:
-            found, arguments = self._find_shared_out(program, found, group)
-        else:
-            partitions = self._partitions_in_update(program.arguments, group)
-            arguments = put(found, group, tag=self.tag(program.name), partitions=partitions)
-        for value, before, after in zip(program.arguments, found, arguments, strict=True):
-            if after is not before:
-                copies[value, group.ipu] = after
-        results = function(*arguments)
-        log = action_log.current() if self.has_peers else None
-        if log is not None and group.is_here:
-            action = action_log.Started("weight update", program.stage, int(environment.updates))
-            awaited = [array for array, old in zip(arguments, found, strict=True) if array is not old]
-            log.note(action, results, awaited)
-        leaving = [place for place, value in enumerate(program.results) if self.is_offloaded(value)]
-        stored = [results[place] for place in leaving]
-        if stored and self.shards_anything and group.is_here:
-            kind = group.host.memory_kind
-            stored = jax.device_put(stored, [array.sharding.with_memory_kind(kind) for array in stored])
-        elif stored:
-            stored = put(stored, group, offloaded=True)
-        left = dict(zip(leaving, stored, strict=True))
-        made = [left.get(place, result) for place, result in enumerate(results)]
-        for value, array in zip(program.results, made, strict=True):
-            environment[value] = array
-        return made
-
     def results_of(self, program: UpdateProgram) -> dict[str, Any]:
         """Arguments of `jax.jit` that say where the results of an update's program lie."""
         group = self.groups[program.stage]
         if not self.shards_anything and not group.is_divided:
             return group.results
         return {"out_shardings": [self.sharding_in_update(value, group) for value in program.results]}
-
-    def _find_shared_out(
-        self, program: UpdateProgram, found: Sequence[Any], group: DeviceGroup
-    ) -> tuple[list[Any], list[Any]]:
-        """A program's inputs, gathered where they lie on another group; then as the program takes them."""
-        whole = [
-            gather_replicas([array], self._group_of(array))[0]
-            if is_apart(array) and array.sharding.mesh != group.replicated.mesh
-            else array
-            for array in found
-        ]
-        apart = [place for place, array in enumerate(whole) if is_apart(array)]
-        rest = [place for place in range(len(whole)) if place not in apart]
-        arguments = list(whole)
-        partitions = self._partitions_in_update([program.arguments[place] for place in rest], group)
-        placed = put(
-            [whole[place] for place in rest], group, tag=self.tag(program.name), partitions=partitions
-        )
-        for place, array in zip(rest, placed, strict=True):
-            arguments[place] = array
-        kind = group.replicated.memory_kind
-        for place in apart:
-            if whole[place].sharding.memory_kind != kind and group.is_here:
-                wanted = whole[place].sharding.with_memory_kind(kind)
-                arguments[place] = jax.device_put(whole[place], wanted)
-        return whole, arguments
-
-    def _group_of(self, array: Any) -> DeviceGroup:
-        mesh = array.sharding.mesh
-        return next(group for group in self.groups if group.replicated.mesh == mesh)
 
     @property
     def offloads_in_micro_batches(self) -> bool:
@@ -460,11 +333,3 @@ class StatePlacement:
         if value.kind == UpdateKind.GRADIENT:
             return self.offloads_accumulators
         return value.kind == UpdateKind.STATE and self.offloads_state
-
-
-def _fill(aval: jax.ShapeDtypeStruct, number: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """An array with the same number everywhere. Zeros take no memory before they are read."""
-    zeros = np.zeros(aval.shape, aval.dtype)
-    if any(number.tobytes()):  # which -0.0 has
-        zeros[...] = number
-    return zeros

@@ -294,6 +294,12 @@ class Runner(abc.ABC, Generic[PendingT]):
             optimizer_state=optimizer_state,
         )
 
+    def init_optimizer_state(self, variables: Mapping[str, Any], outputs: Mapping[int, Any]) -> Any:
+        """Makes the optimizer's state at the start, of placed variables; `outputs` as in `with_optimizer`."""
+        assert self.placement.updates is not None
+        leaves = self._first_state.make(variables, outputs)
+        return self.placement.updates.state_tree.unflatten(leaves)
+
     @functools.cached_property
     def _first_state(self) -> FirstState:
         return FirstState(Layout(self.placement, self.homes))
@@ -308,8 +314,8 @@ class Runner(abc.ABC, Generic[PendingT]):
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:
             return state
-        leaves = self._first_state.make(pipeline.variables, outputs)
-        pipeline = dataclasses.replace(pipeline, optimizer_state=updates.state_tree.unflatten(leaves))
+        made = self.init_optimizer_state(pipeline.variables, outputs)
+        pipeline = dataclasses.replace(pipeline, optimizer_state=made)
         return dataclasses.replace(state, pipeline=pipeline)
 
     def advance(

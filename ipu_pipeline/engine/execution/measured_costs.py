@@ -116,7 +116,9 @@ def time_transfers(
     """
     last = len(groups) - 1
     found: dict[Edge, float] = {}
-    blocks = [block for block in dict.fromkeys(own.block for own in plan.blocks) if isinstance(block.name, tuple)]
+    blocks = [
+        block for block in dict.fromkeys(own.block for own in plan.blocks) if isinstance(block.name, tuple)
+    ]
     for block, one in ((block, one) for block in blocks for one in block.code if one.op is Op.SEND):
         if one.replica != 0:
             continue

@@ -117,9 +117,7 @@ def lower_micro_batch(
         group = placement.groups[stage]
         own = {spec.name for spec in placement.traced.stages[stage].assigned}
         arguments, results = bindings.arguments(stage, source), bindings.results(stage, source)
-        reads = [
-            value_at(_as_it_is_now(binding, own), group, replica) for binding in arguments
-        ]
+        reads = [value_at(_as_it_is_now(binding, own), group, replica) for binding in arguments]
         named = [[value_at(binding, group, replica) for binding in bound] for bound in results]
         program = find_program(kind, stage, source, arguments, results)
         run = Instruction(

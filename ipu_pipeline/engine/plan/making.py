@@ -115,9 +115,7 @@ class Maker:
         self._last: Key = ActionKind.FORWARD, len(traced.stages) - 1
         inits, steps = ((), ()) if updates is None else (updates.inits, updates.updates)
         self.reads = tuple(
-            sorted(
-                {v.key for one in some for v in one.arguments if v.kind == UpdateKind.OUTPUT}
-            )
+            sorted({v.key for one in some for v in one.arguments if v.kind == UpdateKind.OUTPUT})
             for some in (inits, steps)
         )
         chunked = chunk_programs(traced, recipe.stage_programs, chunk.size)
@@ -126,8 +124,6 @@ class Maker:
         self.collected: list[tuple[Value, ...]] = []
         self.enqueued: list[list[Value]] = []
         self.code = passes.run_together(layout, [self._lower(chunked, r) for r in replicas], joint)
-        if self._limits_phases:
-            self.code = passes.wait_for_phases(self.code, self.phase_of)
         self._blocks = {key: Block(key, tuple(code), self._scope) for key, code in self.code.items()}
         firsts = [one for r in replicas for one in self._pick(r, FIRST, self.reads[0], 0)]
         lasts = [one for r in replicas for one in self._pick(r, LAST, self._last_places, -1)]
@@ -140,6 +136,7 @@ class Maker:
         parts = passes.replica_parts(layout, [*code, *firsts, *lasts])
         self._before = Block("state of replicas", tuple(parts), self._scope)
         self._endings: dict[bool, _Ending] = {}
+        self._phase_ends: dict[tuple[Key, ...], Block] = {}
 
     # A micro-batch.
 
@@ -255,7 +252,9 @@ class Maker:
             for op, what, values in ((Op.FEED, FEED, fed), (Op.COUNT, NUMBERS, counted)):
                 if op is Op.FEED or any(counted):
                     source, writes = Value(what, group, replica), tuple(values[replica])
-                    found.append(Instruction(op, (source,), writes, None, None, replica, 0, self.chunk.size))
+                    found.append(
+                        Instruction(op, (source,), writes, None, None, replica, 0, self.chunk.size)
+                    )
         found.sort(key=lambda one: one.op)  # what has other shapes is noticed before anything is counted
         return Block("feed", tuple(found), self._scope)
 
@@ -282,21 +281,30 @@ class Maker:
         makers = [self] * count if makers is None else makers
         ending = self._lead._find_ending(is_full)
         laid: list[Laid] = [(maker._before, ALL) for maker in dict.fromkeys(makers[first:])]
-        fed = set[int]()
+        fed, now = set[int](), None
+        done: list[Key] = []  # the programs of the execution phase that runs now
         for kind, stage, micro_batch in order:
-            maker = makers[micro_batch]
-            block = maker._blocks.get((kind, stage))
+            key, maker = (kind, stage), makers[micro_batch]
+            block = maker._blocks.get(key)
             if block is None or micro_batch < first:
                 continue  # there is nothing to compute
-            if micro_batch not in fed:
+            if micro_batch not in fed:  # while the previous phase still runs
                 fed.add(micro_batch)
                 laid.append((maker._feed, micro_batch))
+            if self._limits_phases:
+                if done and now != (micro_batch, maker.phase_of(key)):
+                    laid.append((self._end_phase(tuple(done)), now[0]))
+                    done = []
+                now = micro_batch, maker.phase_of(key)
+                done.append(key)
             laid.append((block, micro_batch))
-            if block.name == maker._last:
+            if key == maker._last:
                 if micro_batch == 0 and maker._first_block is not None:
                     laid.append((maker._first_block, 0))
                 if micro_batch == count - 1 and maker._last_block is not None:
                     laid.append((maker._last_block, micro_batch))
+        if done:
+            laid.append((self._end_phase(tuple(done)), now[0]))
         laid = self._add_joins(laid, ending)
         num_kept = len(laid)
         if ending.update is not None:
@@ -314,6 +322,13 @@ class Maker:
         )
         return self.registers.number(laid, num_kept, results)
 
+    def _end_phase(self, keys: tuple[Key, ...]) -> Block:
+        """What ends an execution phase that has run these programs."""
+        if keys not in self._phase_ends:
+            code = passes.end_phase(one for key in keys for one in self.code[key])
+            self._phase_ends[keys] = Block("end of phase", tuple(code), self._scope)
+        return self._phase_ends[keys]
+
     def _kept(self, name: str, replica: int, place: int) -> Value:
         return Value((name, place), self._last_group(replica), replica)
 
@@ -330,7 +345,9 @@ class Maker:
             if is_late or group.is_joined:
                 last.append((block, ALL))
             else:
-                waiting[block] = {v for one in block.code if one.op in (Op.JOIN, Op.LOAD) for v in one.reads}
+                waiting[block] = {
+                    v for one in block.code if one.op in (Op.JOIN, Op.LOAD) for v in one.reads
+                }
         behind: dict[int, list[Laid]] = {}
         known: dict[Block, set[Value]] = {}  # -> what it writes
         for place in reversed(range(len(laid) if waiting else 0)):
@@ -388,7 +405,7 @@ class Maker:
                 for group, code in joined.items()
             }
         kept = {key: tuple(home(accumulator(layout, key, r)) for r in replicas) for key in keys}
-        read = [passes.UNDERWAY] * self._limits_phases
+        read: list[Value] = []
         if recipe.may_raise:
             read += [v for own in kept.values() for v in own]
             read += [assigned(layout, name, r) for name in names for r in replicas]

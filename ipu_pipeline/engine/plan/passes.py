@@ -5,7 +5,7 @@
 | `send_results` | stages on several IPUs |
 | `collect` | what is collected of the last stage, and what stages enqueue |
 | `leave_activations`, `load_and_store` | offloading |
-| `in_phases`, `wait_for_phases`, `wait_for_updates` | execution phases |
+| `in_phases`, `end_phase`, `wait_for_updates` | execution phases |
 | `run_together` | replicas, weights that they share out, programs that compute with other replicas |
 | `reduce` | joining what replicas accumulated and assigned |
 | `place_update` | a weight update over several IPUs; state that is offloaded or shared out |
@@ -31,6 +31,7 @@ __all__ = [
     "UNDERWAY",
     "at_home",
     "collect",
+    "end_phase",
     "in_phases",
     "kind_of",
     "leave_activations",
@@ -40,7 +41,6 @@ __all__ = [
     "replica_parts",
     "run_together",
     "send_results",
-    "wait_for_phases",
     "wait_for_updates",
 ]
 
@@ -255,7 +255,11 @@ def at_home(layout: Layout) -> Callable[[Value], Value]:
 
 
 def in_phases(
-    code: Code, phase_of: Callable[[Key], Any], empties: bool, offloads: bool, home: Callable[[Value], Value]
+    code: Code,
+    phase_of: Callable[[Key], Any],
+    empties: bool,
+    offloads: bool,
+    home: Callable[[Value], Value],
 ) -> Code:
     """What a later phase reads waits in host memory, and weights are brought once a phase.
 
@@ -295,22 +299,10 @@ def in_phases(
     return found
 
 
-def wait_for_phases(code: Code, phase_of: Callable[[Key], Any]) -> Code:
-    """Notes what each phase makes, and waits before the next one until few enough are on the devices."""
-    found: Code = {}
-    phases = [phase_of(key) for key in code]
-    made: list[Instruction] = []
-    for place, (key, block) in enumerate(code.items()):
-        found[key] = list(block)
-        made += block
-        if place and phases[place] != phases[place - 1]:
-            found[key].insert(0, Instruction(Op.WAIT, (UNDERWAY,), (), None, micro_batch=0))
-        if phases[place : place + 2] != phases[place : place + 1] * 2:
-            found[key].append(_note(made, 0))
-            made = []
-    first = next(iter(found))
-    found[first].insert(0, Instruction(Op.WAIT, (UNDERWAY,), (), None, micro_batch=0))
-    return found
+def end_phase(code: Iterable[Instruction]) -> list[Instruction]:
+    """Notes what a phase has made, and waits until another one may begin."""
+    wait = Instruction(Op.WAIT, (UNDERWAY,), (), None, micro_batch=0)
+    return [_note(code, 0), wait]
 
 
 def wait_for_updates(code: Sequence[Instruction]) -> list[Instruction]:
@@ -325,7 +317,7 @@ def wait_for_updates(code: Sequence[Instruction]) -> list[Instruction]:
     return [*found, _note(made, ALL), Instruction(Op.WAIT, (UNDERWAY,), (), None)]
 
 
-def _note(code: Sequence[Instruction], micro_batch: int) -> Instruction:
+def _note(code: Iterable[Instruction], micro_batch: int) -> Instruction:
     """Notes the last program on each IPU, and what goes to host memory: devices work in order."""
     made: dict[Any, tuple[Value, ...]] = {}
     for one in code:

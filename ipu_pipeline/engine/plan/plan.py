@@ -111,6 +111,7 @@ class Numbered:
     """A block over numbers of registers. Micro-batches that have the same registers share it."""
 
     block: Block
+    frame: Any  # of its micro-batch; ALL
     instructions: tuple[Instruction, ...]
 
 
@@ -122,7 +123,9 @@ class Results(NamedTuple):
     accumulators: Mapping[str, tuple[int, ...]]  # by key, one per replica
     collected: Sequence[Any]  # by replica, what is wanted of the last stage: a list, or registers of sums
     enqueued: Sequence[Sequence[int]]  # by replica and leaf, lists of what stages enqueue
-    first: Sequence[Mapping[int, int]]  # by replica and place, outputs that the optimizer's state begins with
+    first: Sequence[
+        Mapping[int, int]
+    ]  # by replica and place, outputs that the optimizer's state begins with
     carried: Sequence[tuple[int, ...]]  # in a loop, by replica, what the next iteration takes
     updated: tuple[int, ...]  # what the weight update enqueues
 

@@ -48,7 +48,9 @@ class Registers:
         """Makes a plan of blocks along a schedule; for `num_kept` see `Plan`. `results` has values."""
         blocks: list[Any] = [None] * len(laid)
         used = self._number_micro_batches(laid, blocks)
-        shared = dict.fromkeys(value for block in used for value in _used(block) if value.micro_batch == ALL)
+        shared = dict.fromkeys(
+            value for block in used for value in _used(block) if value.micro_batch == ALL
+        )
         left = set(values_of(results))
         for place in reversed(range(len(laid))):
             if place == num_kept - 1:  # what micro-batches use stays until all of them are complete
@@ -123,7 +125,7 @@ class Registers:
                     for some in (one.reads, one.writes, values)
                 )
                 numbered.append(one._replace(reads=reads, writes=writes, frees=own))
-            found = self._numbered[key] = Numbered(block, tuple(numbered))
+            found = self._numbered[key] = Numbered(block, frame, tuple(numbered))
         return found
 
     def _find_given(self, blocks: Sequence[Numbered], results: Results) -> dict[int, Value]:

@@ -46,20 +46,25 @@ from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.making import FEED, NUMBERS, Maker, Recipe
 from ipu_pipeline.engine.plan.outputs import Left, gather_outputs, join_collected, join_handed
 from ipu_pipeline.engine.plan.passes import UNDERWAY
-from ipu_pipeline.engine.plan.plan import ALL, Numbered, Plan, Value
+from ipu_pipeline.engine.plan.plan import ALL, Plan, Value
 from ipu_pipeline.engine.plan.programs import Programs, first_replica
 from ipu_pipeline.engine.plan.readers.compile import compile_ahead
+from ipu_pipeline.engine.plan.readers.held import Held, observed
+from ipu_pipeline.engine.plan.readers.memory import Sizes, Step, find_brought, find_host_memory
 from ipu_pipeline.engine.plan.readers.run import Cursor, Linked, Linker, Numbers, Underway, run
 from ipu_pipeline.engine.plan.readers.shapes import find_shapes
 from ipu_pipeline.engine.plan.readers.watched import watched
 from ipu_pipeline.engine.plan.registers import Registers
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
+from ipu_pipeline.engine.planning.memory_plans import Brought
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
 from ipu_pipeline.engine.schedules.checking import Timetable
+from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
+from ipu_pipeline.engine.schedules.host_memory import HostMemory
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
 from ipu_pipeline.engine.tracing.keys import as_int32, key_aval
 from ipu_pipeline.engine.tracing.traced import Source
@@ -133,9 +138,10 @@ class PlanRunner(Runner[PendingPlan]):
         self.make_single: Callable[[], PlanRunner] = lambda: self
         self.shapes, self._lead, self._make_timetable = shapes, lead or self, make_timetable
         self._cursor: Cursor | None = None
+        self._held: list[Held] = []
         self._mixes = False  # whether plans are made for the shapes of each step
         self._chunk, self._collecting = ChunkForm(dispatch_plan.chunk_size), collecting
-        self._has_identical_keys = has_identical_keys
+        self.has_identical_keys = has_identical_keys
         carried = [] if iterated is None else [traced.outputs.index(one) for one in iterated.carried]
         recipe = Recipe(
             self.programs,
@@ -201,6 +207,11 @@ class PlanRunner(Runner[PendingPlan]):
         """Takes over what was set in a runner for the same shapes. Returns itself."""
         self.kept, self.note = other.kept, other.note
         return self
+
+    def observe_held(self) -> Sequence[list[int]]:
+        """Begins to measure what stages hold, per replica and stage."""
+        self._held = [Held(replica, len(self.programs)) for replica in range(self.num_replicas)]
+        return [one.peaks for one in self._held]
 
     def keep_outputs(self) -> None:
         """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
@@ -432,7 +443,7 @@ class PlanRunner(Runner[PendingPlan]):
 
     def _fold(self, key: Any) -> list[Any]:
         """The key of each replica. The last ones are remembered: steps use the same."""
-        if self.num_replicas == 1 or self._has_identical_keys:
+        if self.num_replicas == 1 or self.has_identical_keys:
             return [key] * self.num_replicas
         if self._key is None or self._key[0] is not key:
             folded = [jax.random.fold_in(key, np.uint32(number)) for number in range(self.num_replicas)]
@@ -506,7 +517,7 @@ class PlanRunner(Runner[PendingPlan]):
             ready = Ready(plan, self._linker.link(plan))
         cursor = self._begin(ready, state, request, nexts, registers)
         try:
-            self._run_kept(ready, state, registers, cursor)
+            self._run_kept(ready, registers, cursor, is_begun=done > 0)
         except OtherShapes:
             place = cursor.place
             end = ready.plan.micro_batches[place]
@@ -543,7 +554,7 @@ class PlanRunner(Runner[PendingPlan]):
 
         nexts = [functools.partial(take, replica) for replica in range(number)]
         cursor = own._begin(ready, state, request, nexts, registers)
-        own._run_kept(ready, state, registers, cursor)
+        own._run_kept(ready, registers, cursor, is_begun=done > 0)
         return ready
 
     def _begin(
@@ -564,10 +575,18 @@ class PlanRunner(Runner[PendingPlan]):
         self._lead._cursor = self._linker.cursor = cursor
         return cursor
 
-    def _run_kept(self, ready: Ready, state: RunState, registers: list[Any], cursor: Cursor) -> None:
-        """Runs what leaves the state as it is."""
-        blocks, end = self._watched(ready, cursor), ready.plan.num_kept
-        run(cursor.over(blocks, 0, end), registers)
+    def _run_kept(self, ready: Ready, registers: list[Any], cursor: Cursor, is_begun: bool = False) -> None:
+        """Runs what leaves the state as it is. `is_begun`: another plan has run a part of it."""
+        blocks, begin, plan = self._watched(ready, cursor), 0, ready.plan
+        if self._lead._held:
+            blocks = observed(plan, blocks, self._lead._held, self.maker.registers, registers)
+        while (
+            is_begun and plan.micro_batches[begin] == ALL
+        ):  # what comes first is there, or for other shapes
+            left = [one for one in blocks[begin] if any(registers[number] is None for number in one[2])]
+            run(iter([left]), registers)
+            begin += 1
+        run(cursor.over(blocks, begin, plan.num_kept), registers)
 
     def _watched(self, ready: Ready, cursor: Cursor) -> list[list[Linked]]:
         """The blocks of a plan, of which a watcher hears, if there is one."""
@@ -586,7 +605,7 @@ class PlanRunner(Runner[PendingPlan]):
                 feed.feed_iteration(elements, request.of_replica(replica))
                 for replica, (feed, elements) in enumerate(zip(self.feeds, pending.elements, strict=True))
             ]
-            self._run_kept(ready, state, registers, self._begin(ready, state, request, nexts, registers))
+            self._run_kept(ready, registers, self._begin(ready, state, request, nexts, registers))
         plan, size = ready.plan, self._chunk.size
         state = self._with_first_state(state, plan, registers)
         if self.placement.has_peers:
@@ -686,6 +705,29 @@ class PlanRunner(Runner[PendingPlan]):
             return {key: tuple(self._split(value)) for key, value in placed.items()}
         made = [home.make_accumulators(dtypes) for home in self.homes]
         return {key: tuple(own[key] for own in made) for key in made[0]}
+
+    # Memory.
+
+    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, by device, in each replica; arguments as for `plan_memory`."""
+        del accumulator_dtypes
+        if self._phases is None:
+            return {}
+        count, ahead = every // self.chunk_size, self._phases.num_ahead
+        if ahead is not None:
+            count = min(count, 2 + ahead)  # more micro-batches have no other moments
+        return find_brought(self._step(count))
+
+    def find_host_memory(self, accumulator_dtypes: Mapping[str, Any], link: LinkSpeed) -> HostMemory | None:
+        """What execution phases bring and take away, for the simulator; None if nothing."""
+        del accumulator_dtypes
+        return None if self._phases is None else find_host_memory(self._step(2), link)
+
+    def _step(self, count: int) -> Step:
+        assert self._phases is not None
+        layout, maker = self.maker.layout, self.maker
+        sizes = Sizes(layout, self.programs, self.chunk_size, self.residual_bytes, dict(maker.dtypes))
+        return Step(self.find_plan(count), layout, self._phases, sizes)
 
 
 def _take_alike(take: Take, number: int, num_replicas: int) -> Sequence[Any]:

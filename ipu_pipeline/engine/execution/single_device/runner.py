@@ -300,7 +300,9 @@ class BlockRunner(Runner[PendingBlock]):
             return block
         carried, given = self._place_carried(request), self._make_given(state, {}, block, NO_LOSS_SCALE)
         outputs: list[Any] = self._peek(dict(pipeline.variables), carried, given)
-        return dataclasses.replace(block, begun=dataclasses.replace(begun, first_outputs=dict(enumerate(outputs))))
+        return dataclasses.replace(
+            block, begun=dataclasses.replace(begun, first_outputs=dict(enumerate(outputs)))
+        )
 
     def check_groups(self, elements: Sequence[Any], number: int) -> None:
         """Raises if micro-batches that stages handle together have different shapes."""

@@ -61,14 +61,14 @@ def compile_ahead(
                 )
             is_chosen = program.kind is not None and isinstance(program.shardings, list)
             if is_chosen and (compiled := started.get(program)) is not None:
-                for place, sharding in enumerate(program.shardings):
-                    if sharding is None:
-                        results[place] = Divided(results[place], compiled, place)
                 residuals = [
-                    results[place]
+                    Divided(results[place], compiled, place)
                     for place, bound in enumerate(program.results)
                     if any(binding.kind is BindingKind.RESIDUAL for binding in bound)
                 ]
+                for place, sharding in enumerate(program.shardings):
+                    if sharding is None:
+                        results[place] = Divided(results[place], compiled, place)
                 if residuals:
                     compiler.divided[program.stage, program.kind.name] = residuals
             return results

@@ -162,16 +162,16 @@ class Linker:
 
     def _link(self, numbered: Numbered) -> list[Linked]:
         found = []
-        for number, (one, own) in enumerate(
-            zip(numbered.block.code, numbered.instructions, strict=True)
-        ):
+        for number, (one, own) in enumerate(zip(numbered.block.code, numbered.instructions, strict=True)):
             function = self._find(one, f"{numbered.block.scope} {numbered.block.name} {number}")
             if self._has_peers and one.op is Op.RUN:
                 function = self._told(function, one)
             found.append((function, own.reads, own.writes, own.frees))
         return found
 
-    def _told(self, function: Callable[..., Sequence[Any]], one: Instruction) -> Callable[..., Sequence[Any]]:
+    def _told(
+        self, function: Callable[..., Sequence[Any]], one: Instruction
+    ) -> Callable[..., Sequence[Any]]:
         """A program, which other processes may wait for: what this one has started is logged."""
         program, placement = one.program, self._layout.whole
         assert program is not None
@@ -195,9 +195,7 @@ class Linker:
                     action = action_log.Started("weight update", stage, cursor.step)
                 else:
                     words = program.kind.words
-                    action = action_log.Started(
-                        words, stage, cursor.step, cursor.micro_batch, cursor.count
-                    )
+                    action = action_log.Started(words, stage, cursor.step, cursor.micro_batch, cursor.count)
                 log.note(action, made, made if is_join else [arguments[place] for place in came])
             return made
 
