@@ -401,7 +401,7 @@ class Maker:
             own = layout if is_full else dataclasses.replace(layout, joins_assigned=False)
             joined, gradients, variables = passes.reduce(own, programs, keys if is_full else [], names)
             joins = {
-                group: Block("join", tuple(passes.load_and_store(code, home, 2)))
+                group: Block(f"join {group.ipu}", tuple(passes.load_and_store(code, home, 2)))
                 for group, code in joined.items()
             }
         kept = {key: tuple(home(accumulator(layout, key, r)) for r in replicas) for key in keys}

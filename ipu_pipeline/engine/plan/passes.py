@@ -127,7 +127,7 @@ def collect(
     lists: dict[int, Value] = {}
     for block in found.values():
         for one in list(block):
-            for value in one.writes if one.op is Op.RUN else ():
+            for value in one.writes if one.op in (Op.RUN, Op.SAME) else ():
                 if kind_of(value) is BindingKind.ENQUEUED:
                     own = lists[value.what.key] = value._replace(micro_batch=ALL)
                     block.append(

@@ -52,13 +52,17 @@ class Registers:
             value for block in used for value in _used(block) if value.micro_batch == ALL
         )
         left = set(values_of(results))
-        for place in reversed(range(len(laid))):
-            if place == num_kept - 1:  # what micro-batches use stays until all of them are complete
-                end = self._number(_END, ALL, (tuple(value for value in shared if value not in left),))
-                left.update(shared)
-            block, micro_batch = laid[place]
-            if micro_batch == ALL:
-                blocks[place] = self._number(block, ALL, _find_frees(block, left))
+
+        def number_once(begin: int, stop: int) -> None:
+            for place in reversed(range(begin, stop)):
+                if laid[place][1] == ALL:
+                    blocks[place] = self._number(laid[place][0], ALL, _find_frees(laid[place][0], left))
+
+        number_once(num_kept, len(laid))
+        # What micro-batches use stays until all of them are complete.
+        end = self._number(_END, ALL, (tuple(value for value in shared if value not in left),))
+        left.update(shared)
+        number_once(0, num_kept)
         blocks.insert(num_kept, end)
         micro_batches = [number for _block, number in laid]
         micro_batches.insert(num_kept, ALL)

@@ -61,6 +61,7 @@ from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
 from ipu_pipeline.engine.programs.chunks import ChunkForm
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
+from ipu_pipeline.engine.schedules.actions import Action
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
@@ -280,6 +281,10 @@ class PlanRunner(Runner[PendingPlan]):
         """The plan of a step of some chunks, or of an iteration of a loop."""
         return self.maker.make(self._make_timetable(num_chunks).order, num_chunks, is_full)
 
+    def find_micro_batch(self) -> Plan:
+        """The plan of one micro-batch or chunk, in the order of its programs, and of an update behind it."""
+        return self.maker.make([Action(kind, stage, 0) for kind, stage in self.maker.code], 1)
+
     def _find(self, num_chunks: int, is_full: bool = True) -> Ready:
         key = num_chunks, is_full
         if key not in self._ready:
@@ -299,7 +304,7 @@ class PlanRunner(Runner[PendingPlan]):
             for program in programs:
                 programs.forget_compiled(program)
         compiled, self.structs = compile_ahead(
-            self.find_plan(1),
+            self.find_micro_batch(),
             self.maker.layout,
             functools.partial(self._find_struct, state.pipeline.key),
             self._chunk.size,
@@ -362,7 +367,7 @@ class PlanRunner(Runner[PendingPlan]):
           with_updates: whether the programs of a weight update are measured, too; else they take no time.
           with_skips: whether transfers that skip stages are.
         """
-        plan, layout = self.find_plan(1), self.maker.layout
+        plan, layout = self.find_micro_batch(), self.maker.layout
         structs = find_shapes(plan, layout, functools.partial(self._find_struct, key_aval()))
         return make_measured(
             len(self.programs),

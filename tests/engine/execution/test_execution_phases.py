@@ -12,8 +12,8 @@ import pytest
 from benchmarks.emulation import stages as emulated
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
-from ipu_pipeline.engine.devices.underway import Underway
-from ipu_pipeline.engine.execution import steps
+from ipu_pipeline.engine.plan import runner
+from ipu_pipeline.engine.plan.readers.run import Underway
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from tests.support import models, watchers
 
@@ -115,7 +115,7 @@ def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
             events.append((launch.kind, launch.stage))
             return super().run(launch, function, arguments)
 
-    monkeypatch.setattr(steps, "Underway", Told)
+    monkeypatch.setattr(runner, "Underway", Told)
     found = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
     pipeline = make(found, stages=models.mlp_stages(2), mapping=(0, 0))
     step = models.elements_of(2)
@@ -123,7 +123,7 @@ def test_a_phase_begins_when_those_before_have_ended(monkeypatch):
     with watching.watching(Started()):
         pipeline.step(state, step)
     of_each = [("forward", 0), "wait", ("forward", 1), "wait", ("backward", 0), "wait"]
-    assert events == [*of_each * 2, ("update", 0), ("update", 1)]
+    assert events == [*of_each * 2, ("update", 0), "wait", ("update", 1), "wait"]
 
 
 @pytest.mark.soak  # it compares what steps took

@@ -1,4 +1,4 @@
-"""A step as a list of actions, and running several steps."""
+"""A step as a list of blocks, and running several steps."""
 
 import contextlib
 import itertools
@@ -10,13 +10,9 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.execution import steps
-from ipu_pipeline.engine.schedules import ActionKind
+from ipu_pipeline.engine.plan.readers.describe import describe
 from ipu_pipeline.ground.errors import OutOfRangeError
 from tests.support import beside, models, watchers
-
-NAMES = {steps.feed: "feed", steps.end_phase: "end of a phase", steps.wait: "wait"}
-
 
 def make(stages=2, num_micro_batches=2, **options):
     """A pipeline of its own stages, or of so many."""
@@ -26,40 +22,30 @@ def make(stages=2, num_micro_batches=2, **options):
 
 
 def lower(pipeline, num_micro_batches=2):
-    """The actions of a step, as text."""
+    """The blocks of a step's micro-batches, each with what it moves and waits for."""
     pipeline.trace(models.elements_of(1)[0])
-    return [describe(action, chunk) for action, chunk in pipeline.prepare().order(num_micro_batches)]
+    found = []
+    for line in describe(pipeline.prepare().find_plan(num_micro_batches)).splitlines():
+        name, parts = line.split(": ")
+        shown = [part for part in parts.split(", ") if part.split()[0] in ("gather", "send", "store", "wait")]
+        found.append(": ".join([name, ", ".join(shown)] if shown else [name]))
+    return found[found.index("feed 0") : found.index("end of micro-batches")]
 
 
-def describe(action, chunk):
-    if action in NAMES:
-        return f"{NAMES[action]} {chunk}"
-    if isinstance(action, steps.Compute):
-        template = action.template
-        return f"{'F' if template.kind is ActionKind.FORWARD else 'B'}{template.stage}.{chunk}"
-    if isinstance(action, steps.SendOn):
-        return f"send to {action.sends[0].target.ipu}"
-    if isinstance(action, steps.Gather):
-        return f"gather {len(action.names)}"
-    if isinstance(action, steps.Reduce):
-        return f"reduce {action.group.ipu}"
-    return type(action).__name__
-
-
-def test_what_a_pipeline_uses_has_actions():
+def test_what_a_pipeline_uses_has_instructions():
     """Weights are gathered before each program; a group is joined when its last program is started."""
     replicated = lower(make(2, schedule="sequential", num_replicas=2, shard=["weights"]))
     assert replicated == [
-        *["feed 0", "gather 4", "F0.0", "send to 1", "gather 4", "F1.0", "send to 0", "gather 1", "B0.0"],
-        *["feed 1", "gather 4", "F0.1", "send to 1", "gather 4", "F1.1", "send to 0", "reduce 1"],
-        *["gather 1", "B0.1", "reduce 0"],
+        *["feed 0", "F0.0: gather 4, send 1 to 1, send 1 to 1", "F1.0: gather 4, send 1 to 0, send 1 to 0"],
+        *["B0.0: gather 1", "feed 1", "F0.1: gather 4, send 1 to 1, send 1 to 1"],
+        *["F1.1: gather 4, send 1 to 0, send 1 to 0", "join 1", "B0.1: gather 1", "join 0"],
     ]
     offloaded = lower(make(2, schedule="sequential", offload=["activations"]), 1)
-    assert offloaded == ["feed 0", "F0.0", "send to 1", "Store", "F1.0", "send to 0", "Store", "B0.0"]
+    assert offloaded == ["feed 0", "F0.0: send 1 to 1, store 4", "F1.0: send 1 to 0, store 1", "B0.0"]
     phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
     phased = lower(make(2, schedule="sequential", execution_phases=phases), 1)
-    ended = "end of a phase 0"
-    assert phased == ["feed 0", "F0.0", "send to 1", ended, "F1.0", "send to 0", ended, "B0.0", ended]
+    ended = "end of phase 0: wait 1"
+    assert phased == ["feed 0", "F0.0: send 1 to 1", ended, "F1.0: send 1 to 0", ended, "B0.0", ended]
 
 
 def last_stage(x, labels):
@@ -71,17 +57,17 @@ def test_programs_that_call_python_are_waited_for_before_anything_is_joined():
         jax.debug.callback(lambda _value: None, x[0, 0])
         return last_stage(x, labels)
 
-    assert lower(make([stage], 1, num_replicas=2), 1)[-2:] == ["wait -1", "reduce 0"]
+    assert lower(make([stage], 1, num_replicas=2), 1)[-2:] == ["wait: wait 6", "join 0"]
 
 
 def test_where_rows_are_joined_last(monkeypatch):
     """Behind the last phase, and where starting may be to wait for other processes."""
     phases = engine.ExecutionPhases(of_levels=(0, 1), num_ahead=1)
     phased = lower(make(2, schedule="sequential", execution_phases=phases, num_replicas=2), 1)
-    assert phased[-3:] == ["end of a phase 0", "reduce 0", "reduce 1"]
+    assert phased[-3:] == ["end of phase 0: wait 1", "join 0", "join 1"]
     monkeypatch.setattr(DeviceGroup, "is_joined", True)
     monkeypatch.setenv("PJRT_NPROC", "9")
-    assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "reduce 0", "reduce 1"]
+    assert lower(make(2, schedule="sequential", num_replicas=2), 1)[-3:] == ["B0.0", "join 0", "join 1"]
 
 
 @pytest.mark.thorough

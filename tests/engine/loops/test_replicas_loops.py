@@ -11,7 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops, optimizers
-from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
@@ -454,7 +454,7 @@ def test_an_interrupted_run_goes_on(monkeypatch):
     """What was done stands, and the elements of the iteration that was not come again."""
     elements = models.elements_of(12)
     model = Model(elements, 4, 3, "adam")
-    run, calls = ColumnRunner.run, []
+    run, calls = PlanRunner.run, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -463,7 +463,7 @@ def test_an_interrupted_run_goes_on(monkeypatch):
         return run(*arguments)
 
     with started(model, 2) as (session, start):
-        monkeypatch.setattr(ColumnRunner, "run", interrupted)
+        monkeypatch.setattr(PlanRunner, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.run(model.program)
         losses = model.run(session)

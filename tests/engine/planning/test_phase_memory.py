@@ -12,7 +12,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import placing
-from ipu_pipeline.engine.devices.underway import Underway
+from ipu_pipeline.engine.plan.readers.run import Underway
 from tests.support import watchers
 from tests.support.memory import pipeline_memory_over_time
 

@@ -253,7 +253,7 @@ def _find_pieces(step: Step) -> list[_Piece]:
         if moment.one.op is Op.WAIT:
             pieces.append(_Piece(moment.ended - before, +moment.held))
             before = moment.ended.copy()
-    if moment is not None:
+    if moment is not None and not pieces:  # nothing is waited for
         pieces.append(_Piece(moment.ended - before, +moment.held))
     return pieces
 

@@ -29,18 +29,23 @@ __all__ = ["Cursor", "Gathered", "Linked", "Linker", "Numbers", "Underway", "run
 Linked: TypeAlias = "tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
 
 
-class Underway(collections.deque[tuple[Any, ...]]):
+class Underway:
     """Pieces of work that devices may not have done yet, each known by arrays that it makes."""
 
     def __init__(self, limit: int | None) -> None:
         """Begins without any; of pieces, at most `limit` may be unfinished."""
-        super().__init__()
         self._limit = limit
+        self._pieces: collections.deque[Sequence[Any]] = collections.deque()
+
+    def add(self, arrays: Sequence[Any]) -> None:
+        """Adds a piece of work."""
+        self._pieces.append(arrays)
 
     def wait(self) -> None:
         """Waits until there are no more pieces than allowed."""
-        while self._limit is not None and len(self) > self._limit:
-            jax.block_until_ready([array for array in self.popleft() if not array.is_deleted()])
+        while self._limit is not None and len(self._pieces) > self._limit:
+            arrays = self._pieces.popleft()
+            jax.block_until_ready([array for array in arrays if not array.is_deleted()])
 
 
 class Numbers:
@@ -272,7 +277,7 @@ class Linker:
     def _collecting(self, one: Instruction) -> Callable[..., Sequence[Any]]:
         size = one.size
         if one.reads[0].what == ("underway",):
-            return lambda pieces, *values: pieces.append(values) or ()
+            return lambda pieces, *values: pieces.add(values) or ()
         if one.reads[0].what == ("collected",):
             collect = self._collect
             assert collect is not None
