@@ -14,7 +14,7 @@ from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.schedules.costs import Costs
-from ipu_pipeline.engine.schedules.lock_step import interleaved
+from ipu_pipeline.engine.schedules.rows import interleaved
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.tracing.specs import VariableSpec

@@ -2,7 +2,7 @@
 
 from ipu_pipeline.engine.inspect import Edge, IpuMemory, LayerFacts, PipelineFacts, StageFacts
 from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.engine.schedules.named import timetable
 from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.profile import DeviceFacts, Profile
 

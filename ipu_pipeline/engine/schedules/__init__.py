@@ -10,38 +10,44 @@ from ipu_pipeline.engine.schedules.actions import (
     format_rows,
 )
 from ipu_pipeline.engine.schedules.advice import Advice, advise
-from ipu_pipeline.engine.schedules.all_forwards import all_forwards
-from ipu_pipeline.engine.schedules.building_blocks import v_half, v_min
 from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
 from ipu_pipeline.engine.schedules.costs import Costs, Memory
-from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
 from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, load_schedule, read_csv, write_csv
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
-from ipu_pipeline.engine.schedules.looped import looped
-from ipu_pipeline.engine.schedules.looped_zero_bubble import looped_zero_bubble
 from ipu_pipeline.engine.schedules.named import (
-    SCHEDULES,
-    NamedSchedule,
+    MAX_ACTIONS,
     Schedule,
-    ScheduleName,
     SearchedSchedule,
     check_schedule,
     find_schedule,
     named_schedules,
     schedule_name,
+    timetable,
+)
+from ipu_pipeline.engine.schedules.rows import (
+    SCHEDULES,
+    NamedSchedule,
+    ScheduleName,
+    all_forwards,
+    dual_pipe_v,
+    grouped,
+    interleaved,
+    looped,
+    looped_zero_bubble,
+    sequential,
+    v_half,
+    v_min,
+    zero_bubble,
+    zero_bubble_h2,
+    zero_bubble_v,
 )
 from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
 from ipu_pipeline.engine.schedules.searching import Searched, search
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
-from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS, timetable
 from ipu_pipeline.engine.schedules.variants import Variant, make_even, what_if
-from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
-from ipu_pipeline.engine.schedules.zero_bubble_h2 import zero_bubble_h2
-from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = [
     "MAX_ACTIONS",

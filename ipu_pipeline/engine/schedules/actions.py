@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "ScheduleError",
     "ScheduleFunction",
     "format_rows",
+    "number_actions",
+    "split_backward",
 ]
 
 
@@ -73,6 +77,13 @@ class Action(NamedTuple):
         return f"{ActionKind(self.kind).words} of stage {self.stage}, micro-batch {self.micro_batch}"
 
 
+def split_backward(action: Action) -> tuple[Action, ...]:
+    """Returns a whole backward as both halves, another action as it is."""
+    if action.kind is not ActionKind.BACKWARD:
+        return (action,)
+    return tuple(action._replace(kind=kind) for kind in HALVES)
+
+
 Row: TypeAlias = "tuple[Action | None, ...]"
 Rows: TypeAlias = "tuple[Row, ...]"
 ScheduleFunction: TypeAlias = Callable[..., Sequence[Sequence[Action | None]]]
@@ -80,6 +91,19 @@ ScheduleFunction: TypeAlias = Callable[..., Sequence[Sequence[Action | None]]]
 
 class ScheduleError(ValueError):
     """A schedule that is incomplete, out of order or deadlocked."""
+
+
+def number_actions(steps: Iterable[tuple[int, int]], num_micro_batches: int | None = None) -> Row:
+    """Makes a row of kinds and stages: each takes its micro-batches in order, at most so many."""
+    following: dict[tuple[int, int], Iterator[Action]] = {}
+    row: list[Action] = []
+    for step in steps:
+        if step not in following:
+            kind, stage = step
+            numbers = itertools.islice(itertools.count(), num_micro_batches)
+            following[step] = map(Action, repeat(ActionKind(kind)), repeat(stage), numbers)
+        row += itertools.islice(following[step], 1)
+    return tuple(row)
 
 
 def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:

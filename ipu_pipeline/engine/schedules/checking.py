@@ -23,6 +23,7 @@ from ipu_pipeline.engine.schedules.actions import (
     Rows,
     ScheduleError,
     format_rows,
+    split_backward,
 )
 
 __all__ = ["Timetable", "check"]
@@ -224,9 +225,7 @@ def _in_halves(rows: Rows, halved: frozenset[int]) -> Rows:
     """Puts both halves in the place of whole backwards of halved stages."""
 
     def find(action: Action | None) -> Row:
-        if action is None or action.kind is not ActionKind.BACKWARD or action.stage not in halved:
-            return (action,)
-        return tuple(action._replace(kind=kind) for kind in HALVES)
+        return (action,) if action is None or action.stage not in halved else split_backward(action)
 
     return tuple(tuple(itertools.chain.from_iterable(map(find, row))) for row in rows)
 

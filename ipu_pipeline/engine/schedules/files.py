@@ -22,12 +22,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, ScheduleError
+from ipu_pipeline.engine.schedules.actions import (
+    HALVES,
+    Action,
+    ActionKind,
+    Rows,
+    ScheduleError,
+    split_backward,
+)
 from ipu_pipeline.engine.schedules.checking import check
 
 __all__ = ["FileSchedule", "is_path", "load_schedule", "read_csv", "write_csv"]
 
-_HALVES = (ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS)
 _KINDS = {kind.letter: kind for kind in ActionKind}
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
 _LEFT_OUT = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
@@ -251,7 +257,7 @@ def _check_cells(
     num_forwards: dict[int, int] = collections.defaultdict(int)
     done: set[Action] = set()  # with whole backwards as both halves
     for rank, column, action in found:
-        fault, parts = None, _find_parts(action)
+        fault, parts = None, split_backward(action)
         needed = _find_needed(parts[0])
         if ranks.setdefault(action.stage, rank) != rank:
             fault = f"stage {action.stage} is on rank {ranks[action.stage]} already. A stage is on one rank"
@@ -270,23 +276,16 @@ def _check_cells(
         num_forwards[action.stage] += action.kind is ActionKind.FORWARD
     count = 1 + max(cell.action.micro_batch for cell in found)
     for stage, micro_batch in itertools.product(range(1 + max(ranks)), range(count)):
-        for kind in (ActionKind.FORWARD, *_HALVES):
+        for kind in (ActionKind.FORWARD, *HALVES):
             action = Action(kind, stage, micro_batch)
             if action not in done:
                 whole = action._replace(kind=ActionKind.BACKWARD)
-                if kind in _HALVES and done.isdisjoint(_find_parts(whole)):
+                if kind in HALVES and done.isdisjoint(split_backward(whole)):
                     action = whole
                 rank = ranks.get(stage, len(cells) - 1)
                 fault = f"the {action} is missing. Every stage has all micro-batches up to {count - 1}"
                 raise _fault(path, cells, rank, len(cells[rank]) - 1, fault)
     return tuple(ranks[stage] for stage in range(len(ranks))), count
-
-
-def _find_parts(action: Action) -> list[Action]:
-    """A backward as both halves, another action as it is."""
-    if action.kind is not ActionKind.BACKWARD:
-        return [action]
-    return [action._replace(kind=kind) for kind in _HALVES]
 
 
 def _find_needed(action: Action) -> Action | None:
@@ -301,7 +300,7 @@ def _number_backwards(path: str, cells: Sequence[Sequence[str]], found: Sequence
     """Numbers micro-batches in the order of their backwards, which must be the same in all stages."""
     orders: dict[tuple[int, ActionKind], list[_Cell]] = collections.defaultdict(list)
     for cell in found:
-        for part in _find_parts(cell.action):
+        for part in split_backward(cell.action):
             orders[part.stage, part.kind].append(cell)
     last_stage = max(cell.action.stage for cell in found)
     first = [cell.action.micro_batch for cell in orders[last_stage, ActionKind.INPUT_GRADIENTS]]

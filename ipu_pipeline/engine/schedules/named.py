@@ -1,4 +1,4 @@
-"""The schedules that have names, and what an argument that takes a schedule may be.
+"""What an argument that takes a schedule may be, and the checked timetable that is made of it.
 
 Names are those of this library, of its fronts' enumerations, and of other libraries, in upper or lower
 case, with "-", "_", " " or nothing between words, and with or without "Schedule" before them, as the names
@@ -7,78 +7,31 @@ of PyTorch's classes have it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from ipu_pipeline.engine.schedules.actions import ScheduleFunction
-from ipu_pipeline.engine.schedules.all_forwards import all_forwards
-from ipu_pipeline.engine.schedules.building_blocks import v_half, v_min
-from ipu_pipeline.engine.schedules.dual_pipe_v import dual_pipe_v
+from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.files import is_path, load_schedule
-from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
-from ipu_pipeline.engine.schedules.looped import looped
-from ipu_pipeline.engine.schedules.looped_zero_bubble import looped_zero_bubble
-from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
-from ipu_pipeline.engine.schedules.zero_bubble_h2 import zero_bubble_h2
-from ipu_pipeline.engine.schedules.zero_bubble_v import zero_bubble_v
+from ipu_pipeline.engine.schedules.rows import SCHEDULES, NamedSchedule, ScheduleName, interleaved
 from ipu_pipeline.ground.checks import is_int
 
 __all__ = [
-    "SCHEDULES",
-    "NamedSchedule",
+    "MAX_ACTIONS",
     "Schedule",
-    "ScheduleName",
     "SearchedSchedule",
     "check_schedule",
     "find_schedule",
     "named_schedules",
     "schedule_name",
+    "timetable",
 ]
 
-# The names in `SCHEDULES`, and of a search. Type checkers know no others, nor the path of a file as a text.
-ScheduleName: TypeAlias = Literal[
-    "grouped",
-    "eager_1f1b",
-    "interleaved",
-    "1f1b",
-    "one_forward_one_backward",
-    "non_interleaved",
-    "pipedream_flush",
-    "dapple",
-    "sequential",
-    "all_forwards",
-    "gpipe",
-    "afab",
-    "f_then_b",
-    "fill_drain",
-    "looped_bfs",
-    "breadth_first",
-    "looped",
-    "interleaved_1f1b",
-    "megatron_interleaved",
-    "virtual_pipeline",
-    "vpp",
-    "zero_bubble",
-    "zb_h1",
-    "zb1p",
-    "zero_bubble_h1",
-    "zero_bubble_h2",
-    "zb_h2",
-    "zb2p",
-    "looped_zero_bubble",
-    "interleaved_zero_bubble",
-    "zero_bubble_v",
-    "zbv",
-    "v_zb",
-    "zbv_zero_bubble",
-    "v_half",
-    "v_min",
-    "dual_pipe_v",
-    "searched",
-]
+MAX_ACTIONS = 2**22  # all of them are written down and checked beforehand: half a minute, a gigabyte
 
 
 @dataclass(frozen=True)
@@ -123,98 +76,6 @@ class SearchedSchedule:
 Schedule: TypeAlias = ScheduleName | os.PathLike[str] | ScheduleFunction | SearchedSchedule
 
 
-@dataclass(frozen=True)
-class NamedSchedule:
-    """A schedule that has a name.
-
-    Example:
-      >>> [schedule.member for schedule in schedules.SCHEDULES[:3]]
-      ['Grouped', 'Interleaved', 'Sequential']
-
-    Attributes:
-      function: makes its rows, from the arguments of `grouped`.
-      member: its name in the fronts' enumerations.
-      others: its names in other libraries.
-      purpose: when to use it, in one line.
-    """
-
-    function: Callable[..., Any]
-    member: str
-    others: tuple[str, ...]
-    purpose: str
-
-    @property
-    def name(self) -> ScheduleName:
-        """The name in this library."""
-        return cast("ScheduleName", self.function.__name__)
-
-
-SCHEDULES = (
-    NamedSchedule(
-        grouped,
-        "Grouped",
-        ("eager_1f1b",),
-        "The default, as on Graphcore's IPUs: forwards run together, then backwards.",
-    ),
-    NamedSchedule(
-        interleaved,
-        "Interleaved",
-        ("1f1b", "one_forward_one_backward", "non_interleaved", "pipedream_flush", "dapple"),
-        "1F1B: the bubble of Grouped with half of its activation memory.",
-    ),
-    NamedSchedule(sequential, "Sequential", (), "To find a fault, or to save memory: nothing overlaps."),
-    NamedSchedule(
-        all_forwards,
-        "AllForwards",
-        ("gpipe", "afab", "f_then_b", "fill_drain", "looped_bfs", "breadth_first"),
-        "GPipe, for comparisons and few micro-batches: all forwards come first.",
-    ),
-    NamedSchedule(
-        looped,
-        "Looped",
-        ("interleaved_1f1b", "megatron_interleaved", "virtual_pipeline", "vpp"),
-        "Megatron's interleaved: a smaller bubble, for more transfers and memory.",
-    ),
-    NamedSchedule(
-        zero_bubble,
-        "ZeroBubble",
-        ("zb_h1", "zb1p", "zero_bubble_h1"),
-        "Split backward: a third of Interleaved's bubble, in the same memory.",
-    ),
-    NamedSchedule(
-        zero_bubble_h2,
-        "ZeroBubbleH2",
-        ("zb_h2", "zb2p"),
-        "Split backward: almost no bubble, for twice Interleaved's memory.",
-    ),
-    NamedSchedule(
-        looped_zero_bubble,
-        "LoopedZeroBubble",
-        ("interleaved_zero_bubble",),
-        "Looped with a split backward: almost no bubble, for more memory.",
-    ),
-    NamedSchedule(
-        zero_bubble_v,
-        "ZeroBubbleV",
-        ("zbv", "v_zb", "zbv_zero_bubble"),
-        "Split backward: almost no bubble, in Interleaved's memory.",
-    ),
-    NamedSchedule(
-        v_half,
-        "VHalf",
-        (),
-        "Half of ZeroBubbleV's memory, for a small bubble.",
-    ),
-    NamedSchedule(v_min, "VMin", (), "A third of ZeroBubbleV's memory, for a larger bubble."),
-    NamedSchedule(
-        dual_pipe_v,
-        "DualPipeV",
-        (),
-        "For slow transfers: forwards alternate with backwards of other micro-batches.",
-    ),
-)
-
-
 def named_schedules() -> dict[ScheduleName, ScheduleFunction]:
     """The schedules that have names; each function has the arguments of `grouped`.
 
@@ -253,25 +114,23 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
         'num_micro_batches, device_mapping, training), or the path of a file ("....csv")'
     )
     if isinstance(schedule, str):
-        if _normalize(schedule) == _normalize(str(SearchedSchedule())):
-            return SearchedSchedule()
-        for known in SCHEDULES:
-            if _normalize(schedule) in map(_normalize, (known.name, *known.others)):
-                return known.name
-        raise ValueError(f"{argument} must be {expected}; got {schedule!r}.")
+        if _normalize(schedule) not in _BY_NAME:
+            raise ValueError(f"{argument} must be {expected}; got {schedule!r}.")
+        return _BY_NAME[_normalize(schedule)]
     if not callable(schedule):
         raise TypeError(f"{argument} must be {expected}; got {schedule!r}.")
     try:
         signature = inspect.signature(schedule)
     except ValueError:
         return cast("ScheduleFunction", schedule)  # it does not say what it takes
-    plain = 1, 1, (0,), True
-    if not _binds(signature, *plain) and not _binds(signature, *plain, (0,)):
-        raise TypeError(
-            f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), and levels "
-            f"if there are parallel stages; {schedule!r} takes {signature}."
-        )
-    return cast("ScheduleFunction", schedule)
+    for arguments in ((1, 1, (0,), True), (1, 1, (0,), True, (0,))):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return cast("ScheduleFunction", schedule)
+    raise TypeError(
+        f"{argument} must take (num_stages, num_micro_batches, device_mapping, training), and levels if "
+        f"there are parallel stages; {schedule!r} takes {signature}."
+    )
 
 
 def find_schedule(
@@ -312,12 +171,72 @@ def schedule_name(schedule: Any) -> str:
     return name
 
 
-def _binds(signature: inspect.Signature, *arguments: Any) -> bool:
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
+def timetable(
+    schedule: Schedule,
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: tuple[int, ...],
+    training: bool,
+    levels: tuple[int, ...] | None = None,
+    halved: frozenset[int] | None = None,
+) -> Timetable:
+    """Makes the checked timetable of a schedule.
+
+    Example:
+      >>> timetable = schedules.timetable("grouped", 4, 8, (0, 1, 2, 3), training=True)
+      >>> timetable.num_time_steps
+      22
+
+    Args:
+      schedule: a name, see `find_schedule`, or a function with the arguments of `grouped` that returns
+        one sequence of actions (None: wait one time-step) per device. It gets `levels` only if there are
+        parallel stages. A `SearchedSchedule` is not searched here, as costs are not known: it stands for
+        "interleaved" with a split backward.
+      num_stages: the number of stages.
+      num_micro_batches: micro-batches per weight update.
+      device_mapping: the device of each stage, from 0.
+      training: whether there are backwards.
+      levels: as in `grouped`.
+      halved: as in `check`.
+
+    Returns:
+      The timetable; the same object for the same arguments.
+
+    Raises:
+      ScheduleError: `check` finds a fault.
+      ValueError: no schedule has that name, or there are too many actions.
+    """
+    num_actions = num_stages * num_micro_batches * (2 if training else 1)
+    if num_actions > MAX_ACTIONS:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches per weight update on {num_stages} stages are "
+            f"{num_actions} actions; a schedule over several devices has up to {MAX_ACTIONS}. Update more "
+            "often, or put all stages on one device."
+        )
+    if levels is None:
+        levels = tuple(range(num_stages))
+    found = find_schedule(schedule)
+    return _make(found, num_stages, num_micro_batches, device_mapping, training, levels, halved)
+
+
+@functools.lru_cache(maxsize=64)
+def _make(
+    found: ScheduleName | ScheduleFunction | SearchedSchedule,
+    num_stages: int,
+    num_micro_batches: int,
+    device_mapping: tuple[int, ...],
+    training: bool,
+    levels: tuple[int, ...],
+    halved: frozenset[int] | None,
+) -> Timetable:
+    make_rows: ScheduleFunction = interleaved
+    if isinstance(found, SearchedSchedule):
+        halved = frozenset(range(num_stages)) if training else halved
+    else:
+        make_rows = named_schedules()[found] if isinstance(found, str) else found
+    own = () if len(set(levels)) == num_stages else (levels,)
+    rows = make_rows(num_stages, num_micro_batches, device_mapping, training, *own)
+    return check(rows, num_stages, num_micro_batches, device_mapping, training, levels, halved)
 
 
 def _describe(known: NamedSchedule) -> str:
@@ -327,3 +246,9 @@ def _describe(known: NamedSchedule) -> str:
 def _normalize(name: str) -> str:
     plain = "".join(character for character in name.casefold() if character not in "-_ ")
     return plain.removeprefix("schedule")
+
+
+_BY_NAME: dict[str, ScheduleName | SearchedSchedule] = {
+    _normalize(name): known.name for known in SCHEDULES for name in (known.name, *known.others)
+}
+_BY_NAME["searched"] = SearchedSchedule()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows
+from ipu_pipeline.engine.schedules.actions import Action, ActionKind, Rows, number_actions
 
 __all__ = [
     "FORWARD",
@@ -209,15 +209,7 @@ def fits(problem: OrderProblem, order: Order) -> bool:
 
 def as_rows(order: Order) -> Rows:
     """Writes down an order with its micro-batches."""
-    rows = []
-    for steps in order:
-        done: dict[Step, int] = {}
-        row = []
-        for step in steps:
-            number = done[step] = done.get(step, -1) + 1
-            row.append(Action(ActionKind(step[0]), step[1], number))
-        rows.append(tuple(row))
-    return tuple(rows)
+    return tuple(map(number_actions, order))
 
 
 def as_order(rows: Iterable[Sequence[Action | None]]) -> Order:

@@ -15,10 +15,9 @@ from ipu_pipeline.engine.schedules.checking import Timetable, check
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.costs import Costs, Edge, Memory
 from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule, find_schedule
+from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule, find_schedule, timetable
 from ipu_pipeline.engine.schedules.order_problems import OrderProblem
 from ipu_pipeline.engine.schedules.searching import Searched, search
-from ipu_pipeline.engine.schedules.timetables import timetable
 from ipu_pipeline.ground.checks import is_int
 
 __all__ = ["Layer", "Scenario"]

@@ -28,11 +28,10 @@ import numpy.typing as npt
 
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
-from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule
+from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule, timetable
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.shared_cores import CORES_OF_TRANSFER
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
-from ipu_pipeline.engine.schedules.timetables import timetable
 
 __all__ = [
     "FoundSplit",

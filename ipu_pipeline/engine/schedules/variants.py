@@ -17,11 +17,10 @@ from ipu_pipeline.engine.schedules.actions import ScheduleError
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import Cluster
 from ipu_pipeline.engine.schedules.costs import Costs, Memory
-from ipu_pipeline.engine.schedules.named import named_schedules, schedule_name
+from ipu_pipeline.engine.schedules.named import MAX_ACTIONS, named_schedules, schedule_name
 from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.splitting import SentValue, Split, SplitProblem, find_split
-from ipu_pipeline.engine.schedules.timetables import MAX_ACTIONS
 
 __all__ = ["Variant", "make_even", "what_if"]
 

@@ -3,9 +3,7 @@ import itertools
 import pytest
 
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
-from ipu_pipeline.engine.schedules.checking import check
-from ipu_pipeline.engine.schedules.timetables import timetable
+from ipu_pipeline.engine.schedules import Action, ActionKind, ScheduleError, check, timetable
 from tests.support.walking import walk
 
 F, B, INPUTS, W = ActionKind
@@ -131,6 +129,8 @@ def test_what_looped_does_not_fit():
             timetable("looped", len(mapping), 4, mapping, True)
     with pytest.raises(ScheduleError, match=r"Looped has no parallel stages.*\[0, 1, 1, 2\]"):
         timetable("looped", 4, 4, (0, 1, 0, 1), True, (0, 1, 1, 2))
+    with pytest.raises(ScheduleError, match="stage 1, micro-batch 0 is not one of this pipeline"):
+        timetable("grouped", 1, 4, (0, 1), True)
 
 
 @pytest.mark.parametrize(

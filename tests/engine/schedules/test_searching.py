@@ -7,7 +7,6 @@ import pytest
 from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleError
 from ipu_pipeline.engine.schedules.checking import check
 from ipu_pipeline.engine.schedules.dispatching import Rule, dispatch
-from ipu_pipeline.engine.schedules.lock_step import grouped, interleaved, sequential
 from ipu_pipeline.engine.schedules.named import named_schedules
 from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_heads, find_preemptive, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
@@ -21,8 +20,8 @@ from ipu_pipeline.engine.schedules.order_problems import (
     find_step_time,
     fits,
 )
+from ipu_pipeline.engine.schedules.rows import grouped, interleaved, sequential, zero_bubble
 from ipu_pipeline.engine.schedules.searching import search
-from ipu_pipeline.engine.schedules.zero_bubble import zero_bubble
 from tests.support.judging import find_smallest_time
 
 KINDS = (FORWARD, INPUTS, WEIGHTS)
