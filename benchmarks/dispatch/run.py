@@ -59,7 +59,8 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     import optax
 
     from ipu_pipeline import engine
-    from ipu_pipeline.engine.execution.runner import ColumnRunner
+    from ipu_pipeline.engine.execution.runner import PlanRunner
+    from ipu_pipeline.engine.plan.readers import run as reader
 
     def multiply(w: Any, x: Any) -> Any:
         return w * x
@@ -76,7 +77,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     state = pipeline.init(jax.random.key(0), x)
     placed = pipeline.place_micro_batches([x] * num_micro_batches)
     executor = pipeline.prepare()
-    assert isinstance(executor, ColumnRunner)
+    assert isinstance(executor, PlanRunner)
     num_dispatches = (2 * num_stages - 1) * num_micro_batches
     num_steps = max(1, round(NUM_DISPATCHES / num_dispatches))
     clocks = Clocks()
@@ -103,15 +104,17 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
 
     taken = run_rounds(run_step)
     if (num_stages, num_micro_batches) in SPLIT_CASES:
-        (column,) = executor.columns
-        bare_loops = make_bare_loops(column, executor.order(num_micro_batches), clocks)
-        for template in column.plan.templates.values():
-            template.function = functools.partial(clocks.run, "calls", template.function)
-        column.devices.copy_to = functools.partial(clocks.run, "copies", column.devices.copy_to)
+        plan = executor.find_plan(num_micro_batches)
+        bare_loops = make_bare_loops(plan, clocks)
+        for program in executor.maker.programs:
+            if program.kind is not None:
+                program.function = functools.partial(clocks.run, "calls", program.function)
+        executor.link_anew()
+        reader.copy_to = functools.partial(clocks.run, "copies", reader.copy_to)
         split = run_rounds(run_step, *bare_loops)
         columns = zip(split.pop("dispatch"), split["calls"], split["copies"], strict=True)
         taken |= split | {"rest": [dispatch - calls - copies for dispatch, calls, copies in columns]}
-    follow = make_follower(pipeline, state, num_micro_batches)
+    follow = make_follower(executor, num_micro_batches)
     taken["own"] = [
         statistics.median(follow() for _ in range(num_steps)) / num_dispatches * 1e6
         for _ in range(num_rounds + 1)
@@ -119,47 +122,32 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
     return taken
 
 
-def make_follower(pipeline: Any, state: Any, num_micro_batches: int) -> Callable[[], float]:
-    """Follows the actions of a step without jaxlib. Returns a function that returns the seconds."""
-    from ipu_pipeline.engine.execution.contract import Request
-    from ipu_pipeline.engine.execution.steps import StepRun, follow
-    from ipu_pipeline.engine.state import RunState
+def make_follower(executor: Any, num_micro_batches: int) -> Callable[[], float]:
+    """Follows the instructions of a step without jaxlib. Returns a function that returns the seconds."""
+    from ipu_pipeline.engine.plan.readers.run import run
 
-    runner = pipeline.prepare()
-    (column,) = runner.columns
-    results = {
-        template.index: [object() for _ in template.results] for template in column.plan.templates.values()
+    plan = executor.find_plan(num_micro_batches)
+    known: dict[int, Any] = {}
+
+    def make(number: int) -> Callable[..., Any]:
+        made = [object()] * number
+        return known.setdefault(number, lambda *_arguments: made)
+
+    blocks = {
+        numbered: [
+            (make(len(one.writes)), one.reads, one.writes, one.frees) for one in numbered.instructions
+        ]
+        for numbered in dict.fromkeys(plan.blocks)
     }
+    linked = [blocks[numbered] for numbered in plan.blocks[: plan.num_kept]]
 
-    class Nothing:
-        """A reading whose programs make what is there already."""
-
-        scalar = staticmethod(column.devices.scalar)
-
-        def launch(self, template: Any, _arguments: Any, _chunk: int) -> list[Any]:
-            return results[template.index]
-
-        def copy_to(self, values: Any, _group: Any, _tag: Any = None) -> Any:
-            return values
-
-        def put(self, values: Any, *_more: Any) -> Any:
-            return values
-
-    order = [((action,), chunk) for action, chunk in runner.order(num_micro_batches)]
-    request = Request([], num_micro_batches, num_micro_batches, num_micro_batches)
-    fed = [object() for _ in column.plan.feed_slots]
-
-    def run() -> float:
-        accumulators = {name: object() for name in pipeline.built.accumulator_dtypes}
-        begun = column.begin(
-            RunState(state, accumulators), request, lambda: fed, num_micro_batches, runner, Nothing()
-        )
-        begun.outputs = None
+    def follow() -> float:
+        registers = [object()] * len(plan.names)
         begin = time.perf_counter()
-        follow(order, StepRun([begun], None))
+        run(iter(linked), registers)
         return time.perf_counter() - begin
 
-    return run
+    return follow
 
 
 class Clocks:
@@ -176,31 +164,30 @@ class Clocks:
         return result
 
 
-def make_bare_loops(
-    column: Any, order: Any, clocks: Clocks
-) -> tuple[Callable[[], None], Callable[[], None]]:
+def make_bare_loops(plan: Any, clocks: Clocks) -> tuple[Callable[[], None], Callable[[], None]]:
     """Loops that call and copy as often and as much as a step does; on the clocks as "bare ..."."""
     import jax
     import jax.numpy as jnp
 
     from ipu_pipeline.engine.devices.placing import copy_to
-    from ipu_pipeline.engine.execution.steps import Compute
+    from ipu_pipeline.engine.plan.plan import Op
 
-    computed = [action.template for action, _chunk in order if isinstance(action, Compute)]
-    numbers = Counter(template.index for template in computed)
+    numbers = Counter(own.block for own in plan.blocks[: plan.num_kept])
     calls, copies = [], []
-    for template in column.plan.templates.values():
-        arguments = jax.device_put([jnp.ones(())] * len(template.arguments), template.group.replicated)
-        stored = {result for result, _slot in template.stores}
-        num_results = len(template.accumulators) + len(stored)
+    instructions = [(block, one) for block in numbers for one in block.code]
+    for block, one in instructions:
+        if one.op is Op.RUN:
+            group, num_donated = one.program.group, len(one.program.donated)
+            arguments = jax.device_put([jnp.ones(())] * len(one.reads), group.replicated)
 
-        def multiply(*values: Any, num_results: int = num_results) -> list[Any]:
-            return [values[number % len(values)] * 2.0 for number in range(num_results)]
+            def multiply(*values: Any, num_results: int = len(one.writes)) -> list[Any]:
+                return [values[number % len(values)] * 2.0 for number in range(num_results)]
 
-        function = jax.jit(multiply, donate_argnums=tuple(range(len(template.accumulators))))
-        calls.append((function, arguments, len(template.accumulators), numbers[template.index]))
-        for send in template.sends:
-            copies.append((arguments[-1:] * len(send.sources), send.target, numbers[template.index]))
+            function = jax.jit(multiply, donate_argnums=tuple(range(num_donated)))
+            calls.append((function, arguments, num_donated, numbers[block]))
+        elif one.op is Op.SEND:
+            array = jax.device_put(jnp.ones(()), one.reads[0].group.replicated)
+            copies.append(([array] * len(one.reads), one.group, numbers[block]))
 
     def call() -> None:
         for function, arguments, num_accumulators, number in calls:

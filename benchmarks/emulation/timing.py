@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ import jax
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.placing import copy_to
-from ipu_pipeline.engine.execution.runner import ColumnRunner
+from ipu_pipeline.engine.execution.runner import PlanRunner
+from ipu_pipeline.engine.plan.plan import Op
 from ipu_pipeline.engine.schedules import ActionKind, Costs, LinkSpeed, Scenario, predict_step_time
 from ipu_pipeline.engine.schedules.actions import HALVES
 
@@ -54,7 +56,7 @@ class ProgramTimer:
           ValueError: all stages are on one IPU, and one program; or there are several replicas.
         """
         executor = pipeline.prepare()
-        if not isinstance(executor, ColumnRunner) or len(executor.columns) > 1:
+        if not isinstance(executor, PlanRunner) or executor.num_replicas > 1:
             raise ValueError(
                 "time_programs: it times programs of stages, of one replica; all stages on one IPU are one "
                 f"program. device_mapping is {list(pipeline.device_mapping)}, num_replicas "
@@ -65,52 +67,51 @@ class ProgramTimer:
         micro_batches = micro_batches if hasattr(micro_batches, "taker") else list(micro_batches)
         state, _outputs = pipeline.step(state, micro_batches)  # compiles
 
-        templates = list(executor.columns[0].plan.templates.values())
-        functions = executor.weight_update.functions
-        known = [template.function for template in templates], list(functions)
+        programs = [program for program in executor.maker.programs if program.binds]
+        known = [program.function for program in programs]
         given: dict[Any, list[Any]] = {}
 
-        def note(key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any) -> Any:
-                given.setdefault(key, _copies(arguments))
-                return function(*arguments)
-
-            return call
+        def note(program: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+            given.setdefault(program, _copies(arguments))
+            return function(*arguments)
 
         try:
-            for template, function in zip(templates, known[0], strict=True):
-                template.function = note(template, function)
-            functions[:] = [note(number, function) for number, function in enumerate(known[1])]
+            for program, function in zip(programs, known, strict=True):
+                program.function = functools.partial(note, program, function)
+            executor.link_anew()
             jax.block_until_ready(pipeline.step(state, micro_batches)[0])
         finally:
-            for template, function in zip(templates, known[0], strict=True):
-                template.function = function
-            functions[:] = known[1]
-        self._programs = {(t.kind, t.stage): (t.function, given[t]) for t in templates}
-        self._transfers = {(t.kind, t.stage): self._sends(t, given[t]) for t in templates if t.sends}
-        updates = [] if pipeline.updates is None else pipeline.updates.updates
+            for program, function in zip(programs, known, strict=True):
+                program.function = function
+            executor.link_anew()
+        runs = {(own.kind, own.stage): own for own in programs if own in given and own.kind is not None}
+        self._programs = {key: (own.function, given[own]) for key, own in runs.items()}
+        self._transfers = {}
+        for key, code in executor.maker.code.items():
+            sends = [one for one in code if one.op is Op.SEND]
+            if sends:
+                own = next(one for one in code if one.program is runs[key])
+                self._transfers[key] = self._sends(own, sends, given[runs[key]])
         self._updates = [
-            (pipeline.device_mapping[program.stage], functions[number], given[number])
-            for number, program in enumerate(updates)
+            (pipeline.device_mapping[own.stage], own.function, given[own])
+            for own in programs
+            if own.kind is None and own in given
         ]
         self._taken: dict[Any, list[float]] = {}
         self._started: dict[Any, list[float]] = {}
         self._busy: dict[Any, list[float]] = {}
 
     @staticmethod
-    def _sends(template: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        results = template.function(*_copies(arguments))
-        place_of = {slot: place for place, slot in template.stores}
-        places = [[place_of[slot] for slot in send.sources] for send in template.sends]
-        targets = [send.target for send in template.sends]
+    def _sends(
+        run: Any, sends: Sequence[Any], arguments: Sequence[Any]
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        results = dict(zip(run.writes, run.program.function(*_copies(arguments)), strict=True))
 
         def send(*arrays: Any) -> list[Any]:
             left = iter(arrays)
-            return [
-                copy_to([next(left) for _ in own], row) for own, row in zip(places, targets, strict=True)
-            ]
+            return [copy_to([next(left) for _ in one.reads], one.group) for one in sends]
 
-        return send, [results[place] for own in places for place in own]
+        return send, [results[value] for one in sends for value in one.reads]
 
     def run(self, num_calls: int = 4) -> Times:
         """Times everything once more; returns the medians of all runs so far.

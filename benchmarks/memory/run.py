@@ -38,7 +38,7 @@ def measure(schedule: str, plan: str) -> Row:
 
     from benchmarks import models
     from ipu_pipeline import engine
-    from ipu_pipeline.engine.execution.runner import ColumnRunner
+    from ipu_pipeline.engine.execution.runner import PlanRunner
     from ipu_pipeline.engine.inspect import LiveBytes
 
     model = models.make_mlp(64, 32, 8, NUM_STAGES)
@@ -53,7 +53,7 @@ def measure(schedule: str, plan: str) -> Row:
     micro_batches = model.micro_batches(NUM_MICRO_BATCHES)
     state = pipeline.init(jax.random.key(0), micro_batches[0])
     executor: Any = pipeline.prepare()
-    assert isinstance(executor, ColumnRunner)
+    assert isinstance(executor, PlanRunner)
     measured = LiveBytes(executor)
     jax.block_until_ready(pipeline.step(state, micro_batches)[0])
     worst, text = 1.0, ""

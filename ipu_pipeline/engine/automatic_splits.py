@@ -26,10 +26,10 @@ from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
 from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
 from ipu_pipeline.engine.execution.program_times import time_shortest
+from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, make_options
-from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     choose_chunk_size,

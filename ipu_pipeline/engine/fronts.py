@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ipu_pipeline.engine.devices.feeds import Element, Take, take_nothing
 from ipu_pipeline.engine.devices.placing import keep
+from ipu_pipeline.engine.execution.feeding import Dealt
 from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
 from ipu_pipeline.engine.jaxprs.slicing import split_results
@@ -15,7 +16,6 @@ from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import look_at_body
 from ipu_pipeline.engine.loops.recording import current_body, record_training_step
 from ipu_pipeline.engine.loops.shards import ipu_shard
-from ipu_pipeline.engine.plan.feeding import Dealt
 from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumulator_dtype
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps

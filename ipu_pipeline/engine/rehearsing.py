@@ -25,7 +25,7 @@ from ipu_pipeline.engine.execution.kept_measurements import (
     keep,
     read,
 )
-from ipu_pipeline.engine.plan.runner import PlanRunner
+from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.planning.choosing import ChunkedStep, choose_dispatch_plan
 from ipu_pipeline.engine.planning.chunking import Chunking
 from ipu_pipeline.engine.state import PipelineState, RunState

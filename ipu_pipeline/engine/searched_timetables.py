@@ -13,9 +13,9 @@ from ipu_pipeline.engine.building import Built
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.execution.measured_costs import CALLBACKS, why_not_timed
+from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.inspect.facts import LayerFacts
 from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
-from ipu_pipeline.engine.plan.runner import PlanRunner
 from ipu_pipeline.engine.planning.memory_plans import StageMemory
 from ipu_pipeline.engine.schedules import (
     Costs,

@@ -52,6 +52,7 @@ FLOORS = (
     _folder("engine/updates"),
     _folder("engine/devices"),
     _folder("engine/planning"),
+    _folder("engine/plan"),
     _folder("engine/execution"),
     _folder("engine/loops"),
     _folder("engine/inspect"),

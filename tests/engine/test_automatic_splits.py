@@ -178,7 +178,7 @@ def test_pairs_of_layers_take_what_they_do_as_stages(by_size, problems):
     pairs = [join_layers(layers[first : first + 2]) for first in range(0, len(layers), 2)]
     pipeline = engine.Pipeline(pairs, **{**TRAINING, **options})
     pipeline.init(jax.random.key(0), make_batches()[0])
-    expected = pipeline.prepare().measure(pipeline.built.accumulator_dtypes).costs
+    expected = pipeline.prepare().measure().costs
     found = problem.costs((0, 2))
     np.testing.assert_allclose(found.forward, expected.forward)
     np.testing.assert_allclose(found.backward, expected.backward)

@@ -8,6 +8,7 @@ once; on the other devices, a loaded executable takes the place of the jitted fu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -20,11 +21,15 @@ from ipu_pipeline.engine.devices.compiler_options import Options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.execution.executables import Executable, is_portable
 from ipu_pipeline.engine.execution.kept import KeptPrograms, Key, identify, text_of
-from ipu_pipeline.engine.progress import Compilation
+from ipu_pipeline.engine.plan.lowering import Layout
+from ipu_pipeline.engine.plan.plan import Plan, Program, Value
+from ipu_pipeline.engine.plan.readers.shapes import find_shapes, trace
+from ipu_pipeline.engine.programs.bindings import BindingKind
+from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.shapes import num_bytes
 
-__all__ = ["Compiled", "Compiler", "Divided", "note_temporaries"]
+__all__ = ["Compiled", "compile_ahead"]
 
 
 class Compiled(NamedTuple):
@@ -46,7 +51,7 @@ class _Lowered(NamedTuple):
     key: Key | None = None  # the key to keep it by
 
 
-class Divided(NamedTuple):
+class _Divided(NamedTuple):
     """A result whose sharding XLA's partitioner may choose, while its program is being compiled."""
 
     struct: jax.ShapeDtypeStruct
@@ -65,7 +70,7 @@ class Divided(NamedTuple):
         return num_bytes([jax.ShapeDtypeStruct(known.sharding.shard_shape(known.shape), known.dtype)])
 
 
-class Compiler:
+class _Compiler:
     """Compiles programs in threads; equal programs only once."""
 
     def __init__(self, is_shared: bool, told: Compilation, kept: KeptPrograms | None) -> None:
@@ -75,7 +80,7 @@ class Compiler:
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
         self._known: dict[Any, list[_Lowered]] = {}
-        self.divided: dict[tuple[int, str], list[Divided]] = {}  # by stage and kind of program
+        self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
 
     def start(
         self,
@@ -167,3 +172,67 @@ def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compil
     if analysis is not None:
         known = temporary_bytes.get(group.ipu, 0)
         temporary_bytes[group.ipu] = max(known, int(analysis.temp_size_in_bytes))
+
+
+def compile_ahead(
+    plan: Plan,
+    layout: Layout,
+    given: Callable[[Value], Any],
+    chunk_size: int,
+    is_shared: bool,
+    kept: KeptPrograms | None,
+    note: str = "",
+) -> tuple[Compiled, dict[Value, Any]]:
+    """Compiles all programs of a plan; returns when all are compiled.
+
+    Args:
+      plan: the step.
+      layout: where it runs.
+      given: see `find_shapes`.
+      chunk_size: micro-batches that a program handles.
+      is_shared: whether programs that differ only in their device are compiled once.
+      kept: has programs that earlier pipelines compiled; None if they are not kept.
+      note: what is told meanwhile.
+
+    Returns:
+      What is known of the programs then, and the shapes of all values.
+    """
+    blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
+    programs = dict.fromkeys(one.program for block in blocks for one in block.code if one.program)
+    new = [program for program in programs if program.group.is_here and not program.is_compiled]
+    started: dict[Program, Any] = {}
+    with compiling(len(new), note) as told:
+        compiler = _Compiler(is_shared, told, kept)
+
+        def launch(program: Program, arguments: Sequence[Any]) -> list[Any]:
+            arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
+            results: list[Any] = trace(program, arguments)
+            group = program.group
+            if program not in started and not program.is_compiled and group.is_here:
+                install = functools.partial(setattr, program, "function")
+                is_joint = program.kind is not None and group.num_replicas > 1
+                started[program] = compiler.start(
+                    program.jitted, arguments, group, program.options, None if is_joint else install
+                )
+            is_chosen = program.kind is not None and isinstance(program.shardings, list)
+            if is_chosen and (compiled := started.get(program)) is not None:
+                residuals = [
+                    _Divided(results[place], compiled, place)
+                    for place, bound in enumerate(program.results)
+                    if any(binding.kind is BindingKind.RESIDUAL for binding in bound)
+                ]
+                for place, sharding in enumerate(program.shardings):
+                    if sharding is None:
+                        results[place] = _Divided(results[place], compiled, place)
+                if residuals:
+                    compiler.divided[program.stage, program.kind.name] = residuals
+            return results
+
+        try:
+            shapes = find_shapes(plan, layout, given, launch)
+            compiled = compiler.finish(chunk_size)
+            for program in started:
+                program.is_compiled = True
+            return compiled, shapes
+        finally:  # after an error, compilations that have not begun are not waited for
+            compiler.threads.shutdown(wait=False, cancel_futures=True)

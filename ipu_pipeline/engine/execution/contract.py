@@ -295,7 +295,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def init_optimizer_state(self, variables: Mapping[str, Any], outputs: Mapping[int, Any]) -> Any:
-        """Makes the optimizer's state at the start, of placed variables; `outputs` as in `with_optimizer`."""
+        """The optimizer's state at the start, of placed variables; `outputs` as in `with_optimizer`."""
         assert self.placement.updates is not None
         leaves = self._first_state.make(variables, outputs)
         return self.placement.updates.state_tree.unflatten(leaves)
@@ -309,7 +309,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
         Args:
           state: placed.
-          outputs: leaves of the last stage's outputs for the first micro-batch, by place, if they are needed.
+          outputs: leaves that the last stage returned for the first micro-batch, by place, if needed.
         """
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:

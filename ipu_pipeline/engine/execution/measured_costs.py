@@ -49,7 +49,7 @@ def why_not_timed(programs: Sequence[StagePrograms]) -> str:
 
 
 def time_stages(plan: Plan, structs: Mapping[Value, Any]) -> StageTimes:
-    """Times the programs of the first replica's stages, each alone, on zeros; `structs` are of all values."""
+    """Times the programs of the first replica's stages, each alone, on zeros; `structs`: of all values."""
     found = {
         (one.program.kind, one.program.stage): _timed(one, structs)
         for one in _runs(plan)
@@ -119,10 +119,10 @@ def time_transfers(
     blocks = [
         block for block in dict.fromkeys(own.block for own in plan.blocks) if isinstance(block.name, tuple)
     ]
-    for block, one in ((block, one) for block in blocks for one in block.code if one.op is Op.SEND):
+    sends = [(block.name, one) for block in blocks for one in block.code if one.op is Op.SEND]
+    for (kind, stage), one in sends:
         if one.replica != 0:
             continue
-        kind, stage = block.name
         goes_back = kind is not ActionKind.FORWARD or stage == last
         way = range(stage - 1, -1, -1) if goes_back else range(stage + 1, last + 1)
         reader = next((other for other in way if groups[other] is one.group), None)

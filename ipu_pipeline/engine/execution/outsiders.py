@@ -79,7 +79,7 @@ def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunSta
         return state
     group, avals = runner.placement.groups[-1], runner.placement.traced.output_avals
     outputs = [absent(aval.shape, aval.dtype, group.replicated) for aval in avals]
-    state = runner.with_optimizer(state, outputs)
+    state = runner.with_optimizer(state, dict(enumerate(outputs)))
     num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
     pipeline = dataclasses.replace(
         state.pipeline, update_count=int(state.pipeline.update_count) + num_updates

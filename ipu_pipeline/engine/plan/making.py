@@ -1,4 +1,4 @@
-"""Makes the plan of a step: lowers it, applies the passes of the features it uses, lays it along a schedule."""
+"""Makes the plan of a step: lowers it, applies the passes of its features, lays it along a schedule."""
 
 from __future__ import annotations
 
@@ -81,6 +81,12 @@ class Maker:
       chunk: how many micro-batches a program handles.
       dtypes: of the accumulators of trained variables, by full name.
       fed: by replica, the leaves that FEED brings.
+      last_key: the forward of the last stage.
+      before: the block that comes first.
+      feed: the block that brings a micro-batch.
+      blocks: those of a micro-batch, by program.
+      first_block: keeps what is read of the first micro-batch's outputs; None if nothing is.
+      last_block: the same of the last one's.
       reads: the outputs' places that the optimizer's first state reads, and that the update does.
     """
 
@@ -112,7 +118,7 @@ class Maker:
         self.dtypes = recipe.dtypes
         self._recipe, self._scope, self._lead = recipe, (shapes, chunk.size), lead or self
         traced, updates = layout.whole.traced, layout.whole.updates
-        self._last: Key = ActionKind.FORWARD, len(traced.stages) - 1
+        self.last_key: Key = ActionKind.FORWARD, len(traced.stages) - 1
         inits, steps = ((), ()) if updates is None else (updates.inits, updates.updates)
         self.reads = tuple(
             sorted({v.key for one in some for v in one.arguments if v.kind == UpdateKind.OUTPUT})
@@ -124,17 +130,17 @@ class Maker:
         self.collected: list[tuple[Value, ...]] = []
         self.enqueued: list[list[Value]] = []
         self.code = passes.run_together(layout, [self._lower(chunked, r) for r in replicas], joint)
-        self._blocks = {key: Block(key, tuple(code), self._scope) for key, code in self.code.items()}
+        self.blocks = {key: Block(key, tuple(code), self._scope) for key, code in self.code.items()}
         firsts = [one for r in replicas for one in self._pick(r, FIRST, self.reads[0], 0)]
         lasts = [one for r in replicas for one in self._pick(r, LAST, self._last_places, -1)]
-        self._first_block, self._last_block = (
+        self.first_block, self.last_block = (
             Block(name, tuple(code), self._scope) if code else None
             for name, code in ((FIRST, firsts), (LAST, lasts))
         )
         code = [one for block in self.code.values() for one in block]
-        self._feed = self._make_feed([*code, *firsts, *lasts])
+        self.feed = self._make_feed([*code, *firsts, *lasts])
         parts = passes.replica_parts(layout, [*code, *firsts, *lasts])
-        self._before = Block("state of replicas", tuple(parts), self._scope)
+        self.before = Block("state of replicas", tuple(parts), self._scope)
         self._endings: dict[bool, _Ending] = {}
         self._phase_ends: dict[tuple[Key, ...], Block] = {}
 
@@ -151,7 +157,7 @@ class Maker:
         outputs = [self._output(replica, place) for place in (*self.reads[0], *self._last_places)]
         code = passes.send_results(code, [*wanted, *outputs])
         size, is_summed = self.chunk.num_stacked, recipe.collecting.is_summed
-        code, kept, lists = passes.collect(code, wanted, is_summed, size, self.programs, self._last)
+        code, kept, lists = passes.collect(code, wanted, is_summed, size, self.programs, self.last_key)
         self.collected.append(kept)
         self.enqueued.append([lists[leaf] for leaf in sorted(lists)])
         home = passes.at_home(layout)
@@ -201,7 +207,7 @@ class Maker:
                     f"{told}, and with jax.shard_map, which do not go together with num_replicas above 1. "
                     "Put them into stages of their own."
                 )
-            arguments, results = (find(key[1], source) for find in (bindings.arguments, bindings.results))
+            arguments, results = bindings.arguments(key[1], source), bindings.results(key[1], source)
             found[key] = self.programs.of_stage(
                 self._scope, *key, source, arguments, results, placement=whole, is_joint=True
             )
@@ -220,7 +226,7 @@ class Maker:
         return source_at(outputs[place], self._last_group(replica), replica)
 
     def _pick(self, replica: int, name: str, places: Sequence[int], number: int) -> Iterator[Instruction]:
-        """Keeps outputs of the first or last micro-batch beyond it; of a chunk, of one of its micro-batches."""
+        """Keeps outputs of the first or last micro-batch beyond it; of a chunk, those of one of its own."""
         group, stacks = self._last_group(replica), list[tuple[Value, Value]]()
         for place in places:
             pair = self._output(replica, place), Value((name, place), group, replica)
@@ -234,7 +240,7 @@ class Maker:
             yield Instruction(Op.RUN, reads, writes, group, program, replica, 0)
 
     def _make_feed(self, code: Sequence[Instruction]) -> Block:
-        """What brings a micro-batch of each replica: its leaves and its number, on each group that reads them."""
+        """What brings a micro-batch of each replica: leaves and numbers, on each group that reads them."""
         replicas = range(self.layout.num_replicas)
         fed: list[dict[Value, None]] = [{} for _replica in replicas]
         counted: list[dict[Value, None]] = [{} for _replica in replicas]
@@ -279,18 +285,21 @@ class Maker:
           first: the number of the first micro-batch; those before are complete.
         """
         makers = [self] * count if makers is None else makers
-        ending = self._lead._find_ending(is_full)
-        laid: list[Laid] = [(maker._before, ALL) for maker in dict.fromkeys(makers[first:])]
-        fed, now = set[int](), None
-        done: list[Key] = []  # the programs of the execution phase that runs now
+        ending = self._lead.find_ending(is_full)
+        laid: list[Laid] = [(maker.before, ALL) for maker in dict.fromkeys(makers[first:])]
+        fed, now, done = (
+            set[int](),
+            (0, None),
+            list[Key](),
+        )  # the programs of the execution phase that runs now
         for kind, stage, micro_batch in order:
             key, maker = (kind, stage), makers[micro_batch]
-            block = maker._blocks.get(key)
+            block = maker.blocks.get(key)
             if block is None or micro_batch < first:
                 continue  # there is nothing to compute
             if micro_batch not in fed:  # while the previous phase still runs
                 fed.add(micro_batch)
-                laid.append((maker._feed, micro_batch))
+                laid.append((maker.feed, micro_batch))
             if self._limits_phases:
                 if done and now != (micro_batch, maker.phase_of(key)):
                     laid.append((self._end_phase(tuple(done)), now[0]))
@@ -298,11 +307,11 @@ class Maker:
                 now = micro_batch, maker.phase_of(key)
                 done.append(key)
             laid.append((block, micro_batch))
-            if key == maker._last:
-                if micro_batch == 0 and maker._first_block is not None:
-                    laid.append((maker._first_block, 0))
-                if micro_batch == count - 1 and maker._last_block is not None:
-                    laid.append((maker._last_block, micro_batch))
+            if key == maker.last_key:
+                if micro_batch == 0 and maker.first_block is not None:
+                    laid.append((maker.first_block, 0))
+                if micro_batch == count - 1 and maker.last_block is not None:
+                    laid.append((maker.last_block, micro_batch))
         if done:
             laid.append((self._end_phase(tuple(done)), now[0]))
         laid = self._add_joins(laid, ending)
@@ -367,7 +376,7 @@ class Maker:
 
     def make_joins(self) -> Plan:
         """The plan that joins what replicas have accumulated and assigned; it leaves the means of both."""
-        ending = self._find_ending(True)
+        ending = self.find_ending(True)
         means = {key: (ending.means[key],) for key in self.accumulator_keys}
         variables = {name: ending.variables[name] for name in self.assigned_names}
         laid = [(block, ALL) for block in ending.joins.values()]
@@ -378,7 +387,8 @@ class Maker:
         """The full names of variables that stages assign."""
         return sorted({spec.name for stage in self.layout.whole.traced.stages for spec in stage.assigned})
 
-    def _find_ending(self, is_full: bool) -> _Ending:
+    def find_ending(self, is_full: bool) -> _Ending:
+        """What follows the micro-batches of a step; arguments as in `make`."""
         if is_full not in self._endings:
             self._endings[is_full] = self._make_ending(is_full)
         return self._endings[is_full]

@@ -266,8 +266,8 @@ def in_phases(
     Args:
       code: a micro-batch's; the programs of a phase follow each other.
       phase_of: finds the phase of a program.
-      empties: whether all values leave the devices behind a phase; `offloads`: those that only backwards
-        read.
+      empties: whether all values leave the devices behind a phase.
+      offloads: whether those that only backwards read do.
       home: see `load_and_store`.
     """
     phases = list(dict.fromkeys(map(phase_of, code)))
@@ -391,8 +391,9 @@ def _run_jointly(
         return tuple(v for some in zip(*(getattr(one, of) for one in runs), strict=True) for v in some)
 
     reads, writes = joined("joint argument", runs[0].reads), joined("joint result", runs[0].writes)
+    join = Instruction(Op.JOIN, parts("reads"), reads, group, micro_batch=0)
     return [
-        Instruction(Op.JOIN, parts("reads"), reads, group, micro_batch=0),
+        *([join] if reads else []),  # it may only ask for the replica's number
         Instruction(Op.RUN, reads, writes, group, program, micro_batch=0),
         Instruction(Op.SPLIT, writes, parts("writes"), group, micro_batch=0),
     ]
@@ -476,7 +477,7 @@ def replica_parts(layout: Layout, code: Iterable[Instruction]) -> list[Instructi
 
 
 def place_update(layout: Layout, code: Sequence[Instruction]) -> list[Instruction]:
-    """Brings what the programs of a weight update read to their groups; each copy serves all programs there."""
+    """Brings what the programs of a weight update read to their groups, once for all programs there."""
     whole, home, found = layout.whole, at_home(layout), list[Instruction]()
     there: set[Value] = set()
 

@@ -116,18 +116,16 @@ class Numbered:
 
 
 class Results(NamedTuple):
-    """The registers that a step leaves."""
+    """What a step leaves: values, and once they are numbered, registers."""
 
-    variables: Mapping[str, int]  # those that change, by full name
-    leaves: Sequence[int]  # of the optimizer's state
-    accumulators: Mapping[str, tuple[int, ...]]  # by key, one per replica
-    collected: Sequence[Any]  # by replica, what is wanted of the last stage: a list, or registers of sums
-    enqueued: Sequence[Sequence[int]]  # by replica and leaf, lists of what stages enqueue
-    first: Sequence[
-        Mapping[int, int]
-    ]  # by replica and place, outputs that the optimizer's state begins with
-    carried: Sequence[tuple[int, ...]]  # in a loop, by replica, what the next iteration takes
-    updated: tuple[int, ...]  # what the weight update enqueues
+    variables: Mapping[str, Any]  # those that change, by full name
+    leaves: Sequence[Any]  # of the optimizer's state
+    accumulators: Mapping[str, tuple[Any, ...]]  # by key, one per replica
+    collected: Sequence[Sequence[Any]]  # by replica, what is wanted of the last stage: one list, or sums
+    enqueued: Sequence[Sequence[Any]]  # by replica and leaf, lists of what stages enqueue
+    first: Sequence[Mapping[int, Any]]  # by replica and place, outputs that the optimizer begins with
+    carried: Sequence[tuple[Any, ...]]  # in a loop, by replica, what the next iteration takes
+    updated: tuple[Any, ...]  # what the weight update enqueues
 
 
 @dataclass(frozen=True, eq=False)

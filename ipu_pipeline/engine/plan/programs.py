@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -138,7 +139,7 @@ class Programs:
         source: Callable[..., Any],
         shardings: Any = None,
         donated: Sequence[int] = (),
-        options: Options = {},
+        options: Options = MappingProxyType({}),
         is_shared: bool = False,
         **told: Any,
     ) -> Program:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.emulation import stages as emulated
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
-from ipu_pipeline.engine.plan import runner
+from ipu_pipeline.engine.execution import runner
 from ipu_pipeline.engine.plan.readers.run import Underway
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from tests.support import models, watchers

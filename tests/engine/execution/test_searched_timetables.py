@@ -202,7 +202,7 @@ def test_costs_of_a_micro_batch_are_shares_of_a_chunk():
 def test_a_scenario_is_what_plans_are_chosen_by():
     pipeline = prepared("interleaved")
     scenario = pipeline.scenario()
-    measured = pipeline.prepare().measure(pipeline.built.accumulator_dtypes, 20e-6, with_updates=True)
+    measured = pipeline.prepare().measure(20e-6, with_updates=True)
     for name in ("forward", "backward", "weight_gradients"):
         assert getattr(scenario.costs, name)[:-1] == getattr(measured.costs, name)[:-1]
     # The last stage's program does both, and nothing tells when.
@@ -245,7 +245,7 @@ def test_halves_of_the_last_stage():
 
 def test_a_scenario_of_halves_and_of_replicas():
     pipeline = prepared("zero_bubble")
-    measured = pipeline.prepare().measure(pipeline.built.accumulator_dtypes).costs
+    measured = pipeline.prepare().measure().costs
     scenario = pipeline.scenario()
     assert scenario.costs.weight_gradients == measured.weight_gradients
     assert min(scenario.costs.weight_gradients) > 0

@@ -14,6 +14,7 @@ from ipu_pipeline.engine.plan.readers.describe import describe
 from ipu_pipeline.ground.errors import OutOfRangeError
 from tests.support import beside, models, watchers
 
+
 def make(stages=2, num_micro_batches=2, **options):
     """A pipeline of its own stages, or of so many."""
     stages = models.mlp_stages(stages) if isinstance(stages, int) else stages
@@ -27,7 +28,9 @@ def lower(pipeline, num_micro_batches=2):
     found = []
     for line in describe(pipeline.prepare().find_plan(num_micro_batches)).splitlines():
         name, parts = line.split(": ")
-        shown = [part for part in parts.split(", ") if part.split()[0] in ("gather", "send", "store", "wait")]
+        shown = [
+            part for part in parts.split(", ") if part.split()[0] in ("gather", "send", "store", "wait")
+        ]
         found.append(": ".join([name, ", ".join(shown)] if shown else [name]))
     return found[found.index("feed 0") : found.index("end of micro-batches")]
 

@@ -11,7 +11,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops, optimizers
-from ipu_pipeline.engine.plan.runner import PlanRunner
+from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue

@@ -10,8 +10,8 @@ __all__ = ["describe"]
 def describe(plan: Plan) -> str:
     """The blocks of a plan, such as "F0.1: load 2, run stage0_forward, send 1 to 1, free 3".
 
-    F, B, I and W are the kinds of programs, followed by the stage and the number of the micro-batch or chunk;
-    numbers are those of arrays, and of devices in the device mapping.
+    F, B, I and W are the kinds of programs, followed by the stage and the number of the micro-batch or
+    chunk; other numbers are those of arrays, and of devices in the device mapping.
     """
     lines = []
     for numbered, micro_batch in zip(plan.blocks, plan.micro_batches, strict=True):

@@ -148,14 +148,11 @@ def follow_memory(
     for register in plan.given:
         enter(register, make(register))
     for one, micro_batch in plan.instructions():
-        number = len(one.reads) // max(1, len(one.writes)), len(one.writes) // max(1, len(one.reads))
-        if one.op in (Op.SAME, Op.SPLIT, Op.JOIN):  # of JOIN, the first replica's; of SPLIT, too
-            made = [
-                memories.get(one.reads[place * number[0] if one.op is Op.JOIN else place // max(1, number[1])])
-                for place in range(len(one.writes))
-            ]
-            pairs = zip(one.writes, made, strict=True)
-            made = [None if plan.names[register].replica > 0 else memory for register, memory in pairs]
+        if one.op in (Op.SAME, Op.SPLIT, Op.JOIN) and one.writes:  # other names for the same memory
+            num_reads, num_writes = len(one.reads), len(one.writes)
+            sources = [one.reads[place * num_reads // num_writes] for place in range(num_writes)]
+            pairs = zip(one.writes, map(memories.get, sources), strict=True)
+            made = [None if plan.names[there].replica > 0 else memory for there, memory in pairs]
         else:
             made = [make(register) for register in one.writes]
         for place in one.program.donated if one.program is not None else ():
@@ -277,9 +274,9 @@ def find_host_memory(step: Step, link: LinkSpeed) -> HostMemory | None:
     for numbered, micro_batch in zip(step.plan.blocks, step.plan.micro_batches, strict=True):
         brought, place = 0, None
         for one in numbered.instructions:
-            if any(names[register].replica > 0 for register in (*one.reads, *one.writes)):
-                if one.op not in (Op.SPLIT, Op.JOIN):
-                    continue
+            is_other = any(names[register].replica > 0 for register in (*one.reads, *one.writes))
+            if is_other and one.op not in (Op.SPLIT, Op.JOIN):
+                continue
             if one.op is Op.RUN and one.program is not None and one.program.binds:
                 kind = "update" if one.program.kind is None else one.program.kind.name.lower()
                 place = kind, one.program.stage

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -77,7 +78,7 @@ class Cursor:
         """Begins before the step: its number, that of the first micro-batch, and how many go together."""
         self.plan, self.step = plan, step
         self._first, self._size = first, size
-        self._left: Any = iter(())
+        self._left: Iterator[Any] = iter(())
         self._end = 0
 
     def over(self, blocks: Sequence[Any], begin: int, end: int) -> Iterator[Any]:
@@ -88,7 +89,7 @@ class Cursor:
     @property
     def place(self) -> int:
         """The place of the block that it came to last."""
-        return self._end - self._left.__length_hint__() - 1  # an iterator knows how much is left
+        return self._end - operator.length_hint(self._left) - 1  # an iterator knows how much is left
 
     @property
     def number(self) -> int:

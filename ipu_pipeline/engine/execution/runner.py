@@ -32,7 +32,10 @@ from ipu_pipeline.engine.devices.feeds import OtherShapes, Supply, Take, gather,
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
+from ipu_pipeline.engine.execution.compiling import compile_ahead
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
+from ipu_pipeline.engine.execution.feeding import Dealer, FeedSlot, ReplicaFeed
+from ipu_pipeline.engine.execution.held import Held, observed
 from ipu_pipeline.engine.execution.kept import jit_zeros
 from ipu_pipeline.engine.execution.measured_costs import (
     Measured,
@@ -41,15 +44,12 @@ from ipu_pipeline.engine.execution.measured_costs import (
     time_transfers,
     time_updates,
 )
-from ipu_pipeline.engine.plan.feeding import Dealer, FeedSlot, ReplicaFeed
+from ipu_pipeline.engine.execution.outputs import Left, gather_outputs, join_collected, join_handed
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.making import FEED, NUMBERS, Maker, Recipe
-from ipu_pipeline.engine.plan.outputs import Left, gather_outputs, join_collected, join_handed
 from ipu_pipeline.engine.plan.passes import UNDERWAY
 from ipu_pipeline.engine.plan.plan import ALL, Plan, Value
 from ipu_pipeline.engine.plan.programs import Programs, first_replica
-from ipu_pipeline.engine.plan.readers.compile import compile_ahead
-from ipu_pipeline.engine.plan.readers.held import Held, observed
 from ipu_pipeline.engine.plan.readers.memory import Sizes, Step, find_brought, find_host_memory
 from ipu_pipeline.engine.plan.readers.run import Cursor, Linked, Linker, Numbers, Underway, run
 from ipu_pipeline.engine.plan.readers.shapes import find_shapes
@@ -102,6 +102,9 @@ class PlanRunner(Runner[PendingPlan]):
       maker: makes the plans.
       feeds: puts the micro-batches of each replica on its devices.
       dealer: deals out micro-batches to the replicas.
+      linker: finds the functions of plans.
+      cursor: where the last step is that was begun; None before the first one.
+      held: measures what stages hold, by replica; empty if nobody asks.
       make_single: returns the runner for the same shapes whose programs handle one micro-batch each.
       joins_assigned: whether variables that stages assign are the same in all replicas after an update.
       has_identical_keys: whether all replicas draw the same random numbers as a single one would.
@@ -138,8 +141,8 @@ class PlanRunner(Runner[PendingPlan]):
         self.of_shapes: list[PlanRunner] = self.of_shapes if lead is None else lead.of_shapes
         self.make_single: Callable[[], PlanRunner] = lambda: self
         self.shapes, self._lead, self._make_timetable = shapes, lead or self, make_timetable
-        self._cursor: Cursor | None = None
-        self._held: list[Held] = []
+        self.cursor: Cursor | None = None
+        self.held: list[Held] = []
         self._mixes = False  # whether plans are made for the shapes of each step
         self._chunk, self._collecting = ChunkForm(dispatch_plan.chunk_size), collecting
         self.has_identical_keys = has_identical_keys
@@ -154,7 +157,7 @@ class PlanRunner(Runner[PendingPlan]):
             self.waits_for_python,
             phases,
         )
-        self.maker = Maker(
+        self.maker: Maker = Maker(
             Layout(placement, homes, joins_assigned),
             recipe,
             Programs(options, not self.has_callbacks) if other is None else other.maker.programs,
@@ -177,7 +180,9 @@ class PlanRunner(Runner[PendingPlan]):
         self.dealer = Dealer(placement, self.feeds, self._chunk.size)
         alone = len(homes) == 1
         self._place_element = self.feeds[0].feed.add if alone else self.dealer.place_element
-        self._linker = Linker(self.maker.layout, collecting.collect) if other is None else other._linker
+        self.linker: Linker = (
+            Linker(self.maker.layout, collecting.collect) if other is None else other.linker
+        )
         last = [home.groups[-1] for home in homes if collecting.is_summed]
         self._make_sums = [group.program(jit_zeros(collecting.avals, group.replicated)) for group in last]
         self._ready: dict[Any, Ready] = {}
@@ -211,8 +216,8 @@ class PlanRunner(Runner[PendingPlan]):
 
     def observe_held(self) -> Sequence[list[int]]:
         """Begins to measure what stages hold, per replica and stage."""
-        self._held = [Held(replica, len(self.programs)) for replica in range(self.num_replicas)]
-        return [one.peaks for one in self._held]
+        self.held = [Held(replica, len(self.programs)) for replica in range(self.num_replicas)]
+        return [one.peaks for one in self.held]
 
     def keep_outputs(self) -> None:
         """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
@@ -282,7 +287,7 @@ class PlanRunner(Runner[PendingPlan]):
         return self.maker.make(self._make_timetable(num_chunks).order, num_chunks, is_full)
 
     def find_micro_batch(self) -> Plan:
-        """The plan of one micro-batch or chunk, in the order of its programs, and of an update behind it."""
+        """The plan of one micro-batch or chunk, in the order of its programs, and of an update."""
         return self.maker.make([Action(kind, stage, 0) for kind, stage in self.maker.code], 1)
 
     def _find(self, num_chunks: int, is_full: bool = True) -> Ready:
@@ -291,11 +296,12 @@ class PlanRunner(Runner[PendingPlan]):
             if len(self._ready) == _MAX_PLANS:
                 del self._ready[next(iter(self._ready))]
             plan = self.find_plan(num_chunks, is_full)
-            self._ready[key] = Ready(plan, self._linker.link(plan))
+            self._ready[key] = Ready(plan, self.linker.link(plan))
         return self._ready[key]
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of a step, and of its weight update."""
+        del request
         kind = state.pipeline.key.dtype
         if self._compiled_for == kind:
             return
@@ -314,10 +320,18 @@ class PlanRunner(Runner[PendingPlan]):
         )
         self.temporary_bytes, self.residual_bytes = compiled
         self._compiled_for = kind
-        self._linker.forget()  # programs have other functions
+        self.link_anew()
+
+    def forget_plans(self) -> None:
+        """Lets plans be made again."""
+        self._ready.clear()
+
+    def link_anew(self) -> None:
+        """Lets plans find the functions of their programs again, which have others."""
+        self.linker.forget()
         for runner in self.of_shapes:
-            runner._ready.clear()
-            runner.make_single()._ready.clear()
+            runner.forget_plans()
+            runner.make_single().forget_plans()
 
     def _find_struct(self, key: Any, value: Value) -> Any:
         """The shape, dtype and sharding of what is given, or comes from the feed. `key`: a random key."""
@@ -464,7 +478,7 @@ class PlanRunner(Runner[PendingPlan]):
 
     def describe_start(self, places: Sequence[str]) -> str:
         """The program that the host starts, or started last, in words; `places` are those of the stages."""
-        return "" if self._cursor is None else self._cursor.describe(places)
+        return "" if self.cursor is None else self.cursor.describe(places)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingPlan:
         """Runs the micro-batches of an update. In a loop it only takes an iteration's micro-batches."""
@@ -484,7 +498,7 @@ class PlanRunner(Runner[PendingPlan]):
             else:
                 runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
                 runner = runner.make_single() if self._mixes else runner
-                ready, number = runner._run_alike(state, request, supply, registers, done)
+                ready, number = runner.run_alike(state, request, supply, registers, done)
                 if number < request.every:
                     changes_within_chunk = number == done and supply.next_shapes() == runner.shapes
                     self._mixes |= changes_within_chunk or (number > done and self._phases is None)
@@ -494,7 +508,7 @@ class PlanRunner(Runner[PendingPlan]):
         assert ready is not None
         return PendingPlan(request, request.every, ready, registers)
 
-    def _run_alike(
+    def run_alike(
         self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
     ) -> tuple[Ready, int]:
         """Runs micro-batches of a step up to the first one with other shapes.
@@ -519,10 +533,10 @@ class PlanRunner(Runner[PendingPlan]):
             assert done % size == 0
             order = self._make_timetable(count // size).order
             plan = self.maker.make(order, count // size, first=done // size)
-            ready = Ready(plan, self._linker.link(plan))
-        cursor = self._begin(ready, state, request, nexts, registers)
+            ready = Ready(plan, self.linker.link(plan))
+        cursor = self.begin(ready, state, request, nexts, registers)
         try:
-            self._run_kept(ready, registers, cursor, is_begun=done > 0)
+            self.run_kept(ready, registers, cursor, is_begun=done > 0)
         except OtherShapes:
             place = cursor.place
             end = ready.plan.micro_batches[place]
@@ -546,7 +560,7 @@ class PlanRunner(Runner[PendingPlan]):
         makers = [own.maker] * done + [runner.maker for runner in runners]
         order = self._make_timetable(count).order
         plan = own.maker.make(order, count, makers=makers, first=done)
-        ready = Ready(plan, self._linker.link(plan))
+        ready = Ready(plan, self.linker.link(plan))
         placed: dict[int, list[Sequence[Any]]] = {}
         counts = [0] * number
 
@@ -558,11 +572,11 @@ class PlanRunner(Runner[PendingPlan]):
             return placed[place][replica]
 
         nexts = [functools.partial(take, replica) for replica in range(number)]
-        cursor = own._begin(ready, state, request, nexts, registers)
-        own._run_kept(ready, registers, cursor, is_begun=done > 0)
+        cursor = own.begin(ready, state, request, nexts, registers)
+        own.run_kept(ready, registers, cursor, is_begun=done > 0)
         return ready
 
-    def _begin(
+    def begin(
         self,
         ready: Ready,
         state: RunState,
@@ -577,14 +591,14 @@ class PlanRunner(Runner[PendingPlan]):
                 registers[register] = nexts[value.replica]
         step = int(as_int32(state.pipeline.execution_count))
         cursor = Cursor(ready.plan, step, request.iteration, self._chunk.size)
-        self._lead._cursor = self._linker.cursor = cursor
+        self._lead.cursor = self.linker.cursor = cursor
         return cursor
 
-    def _run_kept(self, ready: Ready, registers: list[Any], cursor: Cursor, is_begun: bool = False) -> None:
+    def run_kept(self, ready: Ready, registers: list[Any], cursor: Cursor, is_begun: bool = False) -> None:
         """Runs what leaves the state as it is. `is_begun`: another plan has run a part of it."""
         blocks, begin, plan = self._watched(ready, cursor), 0, ready.plan
-        if self._lead._held:
-            blocks = observed(plan, blocks, self._lead._held, self.maker.registers, registers)
+        if self._lead.held:
+            blocks = observed(plan, blocks, self._lead.held, self.maker.registers, registers)
         while (
             is_begun and plan.micro_batches[begin] == ALL
         ):  # what comes first is there, or for other shapes
@@ -610,14 +624,14 @@ class PlanRunner(Runner[PendingPlan]):
                 feed.feed_iteration(elements, request.of_replica(replica))
                 for replica, (feed, elements) in enumerate(zip(self.feeds, pending.elements, strict=True))
             ]
-            self._run_kept(ready, registers, self._begin(ready, state, request, nexts, registers))
+            self.run_kept(ready, registers, self.begin(ready, state, request, nexts, registers))
         plan, size = ready.plan, self._chunk.size
         state = self._with_first_state(state, plan, registers)
         if self.placement.has_peers:
             self.placement.begin_step()
         step = int(as_int32(state.pipeline.execution_count))
         cursor = Cursor(plan, step, request.iteration, size)
-        self._linker.cursor = cursor
+        self.linker.cursor = cursor
         run(cursor.over(self._watched(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
         results, get = plan.results, registers.__getitem__
         if self.waits_for_python:
@@ -692,8 +706,8 @@ class PlanRunner(Runner[PendingPlan]):
         plan, registers, pipeline = self.maker.make_joins(), list[Any](), state.pipeline
         self._fill(plan, registers, state, Request((), 1, 1, 1))
         cursor = Cursor(plan, int(as_int32(pipeline.execution_count)), 0, 1)
-        self._linker.cursor = cursor
-        run(cursor.over(self._linker.link(plan), 0, len(plan.blocks)), registers)
+        self.linker.cursor = cursor
+        run(cursor.over(self.linker.link(plan), 0, len(plan.blocks)), registers)
         joined = {name: registers[register] for name, register in plan.results.variables.items()}
         means = {key: registers[register] for key, (register,) in plan.results.accumulators.items()}
         pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **joined})
