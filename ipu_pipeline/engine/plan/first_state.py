@@ -12,10 +12,10 @@ from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS
 from ipu_pipeline.engine.plan import passes
 from ipu_pipeline.engine.plan.lowering import Layout, lower_update, update_results
 from ipu_pipeline.engine.plan.making import FIRST
-from ipu_pipeline.engine.plan.plan import ALL, Block, Results, Value
+from ipu_pipeline.engine.plan.plan import Block, Results, Value
 from ipu_pipeline.engine.plan.programs import Programs
 from ipu_pipeline.engine.plan.readers.run import Cursor, Linker, run
-from ipu_pipeline.engine.plan.registers import Registers
+from ipu_pipeline.engine.plan.registers import Laid, Registers
 from ipu_pipeline.engine.programs.bindings import Binding
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
@@ -41,7 +41,7 @@ class FirstState:
         self._made = sorted(what.key for what in made if what.kind == UpdateKind.STATE)
         values = {what.key: home(value) for what, value in made.items() if what.kind == UpdateKind.STATE}
         results = Results({}, [values[number] for number in self._made], {}, (), (), (), (), ())
-        self._plan = Registers().number([(Block("first state", tuple(code)), ALL)], 1, results)
+        self._plan = Registers().number(Laid([Block("first state", tuple(code))]), 1, results)
         self._linker = Linker(layout)
 
     def make(self, variables: Mapping[str, Any], outputs: Mapping[int, Any]) -> list[Any]:

@@ -286,7 +286,7 @@ class Maker:
         """
         makers = [self] * count if makers is None else makers
         ending = self._lead.find_ending(is_full)
-        laid: list[Laid] = [(maker.before, ALL) for maker in dict.fromkeys(makers[first:])]
+        laid = Laid(maker.before for maker in dict.fromkeys(makers[first:]))
         fed, now, done = (
             set[int](),
             (0, None),
@@ -299,25 +299,25 @@ class Maker:
                 continue  # there is nothing to compute
             if micro_batch not in fed:  # while the previous phase still runs
                 fed.add(micro_batch)
-                laid.append((maker.feed, micro_batch))
+                laid.add(maker.feed, micro_batch)
             if self._limits_phases:
                 if done and now != (micro_batch, maker.phase_of(key)):
-                    laid.append((self._end_phase(tuple(done)), now[0]))
+                    laid.add(self._end_phase(tuple(done)), now[0])
                     done = []
                 now = micro_batch, maker.phase_of(key)
                 done.append(key)
-            laid.append((block, micro_batch))
+            laid.add(block, micro_batch)
             if key == maker.last_key:
                 if micro_batch == 0 and maker.first_block is not None:
-                    laid.append((maker.first_block, 0))
+                    laid.add(maker.first_block, 0)
                 if micro_batch == count - 1 and maker.last_block is not None:
-                    laid.append((maker.last_block, micro_batch))
+                    laid.add(maker.last_block, micro_batch)
         if done:
-            laid.append((self._end_phase(tuple(done)), now[0]))
-        laid = self._add_joins(laid, ending)
-        num_kept = len(laid)
+            laid.add(self._end_phase(tuple(done)), now[0])
+        self._add_joins(laid, ending)
+        num_kept = len(laid.blocks)
         if ending.update is not None:
-            laid.append((ending.update, ALL))
+            laid.add(ending.update)
         replicas = range(self.layout.num_replicas)
         results = Results(
             ending.variables,
@@ -341,46 +341,47 @@ class Maker:
     def _kept(self, name: str, replica: int, place: int) -> Value:
         return Value((name, place), self._last_group(replica), replica)
 
-    def _add_joins(self, laid: list[Laid], ending: _Ending) -> list[Laid]:
+    def _add_joins(self, laid: Laid, ending: _Ending) -> None:
         """Puts what joins replicas behind the last block that it waits for.
 
         At the end, if programs may raise before memory is taken, or several processes join their values.
         """
         recipe = self._recipe
         is_late = recipe.may_raise or recipe.phases is not None
-        last = [] if ending.waits is None else [(ending.waits, ALL)]
+        last = [] if ending.waits is None else [ending.waits]
         waiting: dict[Block, set[Value]] = {}  # -> what it reads
         for group, block in ending.joins.items():
             if is_late or group.is_joined:
-                last.append((block, ALL))
+                last.append(block)
             else:
                 waiting[block] = {
                     v for one in block.code if one.op in (Op.JOIN, Op.LOAD) for v in one.reads
                 }
-        behind: dict[int, list[Laid]] = {}
+        behind: list[tuple[int, Block]] = []
         known: dict[Block, set[Value]] = {}  # -> what it writes
-        for place in reversed(range(len(laid) if waiting else 0)):
-            block = laid[place][0]
+        for place in reversed(range(len(laid.blocks) if waiting else 0)):
+            block = laid.blocks[place]
             if block not in known:
                 known[block] = {value for one in block.code for value in one.writes}
             for join in [join for join, reads in waiting.items() if reads & known[block]]:
-                behind.setdefault(place, []).append((join, ALL))
+                behind.append((place + 1, join))
                 del waiting[join]
             if not waiting:
                 break
-        found: list[Laid] = [] if behind else laid
-        for place, pair in enumerate(laid if behind else ()):
-            found.append(pair)
-            found += behind.get(place, ())
-        return [*found, *((join, ALL) for join in waiting), *last]
+        for join in (*waiting, *last):
+            laid.add(join)
+        for place, join in behind:  # the last places first
+            laid.insert(place, join)
 
     def make_joins(self) -> Plan:
         """The plan that joins what replicas have accumulated and assigned; it leaves the means of both."""
         ending = self.find_ending(True)
         means = {key: (ending.means[key],) for key in self.accumulator_keys}
         variables = {name: ending.variables[name] for name in self.assigned_names}
-        laid = [(block, ALL) for block in ending.joins.values()]
-        return self.registers.number(laid, len(laid), Results(variables, (), means, (), (), (), (), ()))
+        laid = Laid(ending.joins.values())
+        return self.registers.number(
+            laid, len(laid.blocks), Results(variables, (), means, (), (), (), (), ())
+        )
 
     @property
     def assigned_names(self) -> list[str]:

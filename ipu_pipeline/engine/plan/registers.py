@@ -6,18 +6,42 @@ has as many registers, and as many different instructions, as the micro-batches 
 
 from __future__ import annotations
 
+import array
 import heapq
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ipu_pipeline.engine.plan.plan import ALL, Block, Instruction, Numbered, Op, Plan, Results, Value
 
 __all__ = ["Laid", "Registers", "values_of"]
 
-Laid: TypeAlias = "tuple[Block, int]"  # a block, and the number of its micro-batch
 _Frees: TypeAlias = "tuple[tuple[Value, ...], ...]"  # by instruction, what is not used behind it
 
 _END = Block("end of micro-batches", (Instruction(Op.SAME, (), (), None),))
+
+
+class Laid:
+    """Blocks along a schedule.
+
+    Attributes:
+      blocks: the blocks; once they are numbered, `Numbered` ones.
+      numbers: of each, the number of its micro-batch; ALL.
+    """
+
+    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+        """Begins with blocks that are no micro-batch's."""
+        self.blocks: list[Any] = list(blocks)
+        self.numbers = array.array("i", [ALL] * len(self.blocks))  # there may be half a million
+
+    def add(self, block: Block, number: int = ALL) -> None:
+        """Adds a block."""
+        self.blocks.append(block)
+        self.numbers.append(number)
+
+    def insert(self, place: int, block: Any) -> None:
+        """Puts a block that is no micro-batch's between others."""
+        self.blocks.insert(place, block)
+        self.numbers.insert(place, ALL)
 
 
 class Registers:
@@ -44,10 +68,10 @@ class Registers:
             self.names.append(value)
         return number
 
-    def number(self, laid: Sequence[Laid], num_kept: int, results: Results) -> Plan:
-        """Makes a plan of blocks along a schedule; for `num_kept` see `Plan`. `results` has values."""
-        blocks: list[Any] = [None] * len(laid)
-        used = self._number_micro_batches(laid, blocks)
+    def number(self, laid: Laid, num_kept: int, results: Results) -> Plan:
+        """Makes a plan of blocks, which it numbers in place; `results` has values. See `Plan` for `num_kept`."""
+        blocks, numbers = laid.blocks, laid.numbers
+        used = self._number_micro_batches(laid)
         shared = dict.fromkeys(
             value for block in used for value in _used(block) if value.micro_batch == ALL
         )
@@ -55,37 +79,38 @@ class Registers:
 
         def number_once(begin: int, stop: int) -> None:
             for place in reversed(range(begin, stop)):
-                if laid[place][1] == ALL:
-                    blocks[place] = self._number(laid[place][0], ALL, _find_frees(laid[place][0], left))
+                if numbers[place] == ALL:
+                    blocks[place] = self._number(blocks[place], ALL, _find_frees(blocks[place], left))
 
-        number_once(num_kept, len(laid))
+        number_once(num_kept, len(blocks))
         # What micro-batches use stays until all of them are complete.
         end = self._number(_END, ALL, (tuple(value for value in shared if value not in left),))
         left.update(shared)
         number_once(0, num_kept)
-        blocks.insert(num_kept, end)
-        micro_batches = [number for _block, number in laid]
-        micro_batches.insert(num_kept, ALL)
-        numbers: Results = _map(self.find, results)
-        given = self._find_given(blocks, numbers)
-        return Plan(blocks, micro_batches, num_kept + 1, given, numbers, self.names)
+        laid.insert(num_kept, end)
+        left_behind: Results = _map(self.find, results)
+        given = self._find_given(blocks, left_behind)
+        return Plan(blocks, numbers, num_kept + 1, given, left_behind, self.names)
 
-    def _number_micro_batches(self, laid: Sequence[Laid], blocks: list[Any]) -> Collection[Block]:
+    def _number_micro_batches(self, laid: Laid) -> Collection[Block]:
         """Numbers the blocks of micro-batches. Returns the different ones."""
-        courses: dict[int, list[int]] = {}
-        for place, (_block, number) in enumerate(laid):
+        blocks = laid.blocks
+        courses: dict[int, array.array[int]] = {}
+        for place, number in enumerate(laid.numbers):
             if number != ALL:
-                courses.setdefault(number, []).append(place)
+                if number not in courses:
+                    courses[number] = array.array("i")
+                courses[number].append(place)
         taken: list[tuple[int, int, Any]] = []  # frames in use: end, number and scope
         free: dict[Any, list[int]] = {}
         counts: dict[Any, int] = {}
         used: dict[Block, None] = {}
         known: dict[tuple[Any, ...], list[Numbered]] = {}
-        for places in sorted(courses.values()):
+        for places in sorted(courses.values(), key=lambda own: own[0]):
             while taken and taken[0][0] < places[0]:
                 _end, frame, scope = heapq.heappop(taken)
                 heapq.heappush(free[scope], frame)
-            course = tuple([laid[place][0] for place in places])
+            course = tuple([blocks[place] for place in places])
             scope = course[0].scope
             if free.setdefault(scope, []):
                 frame = heapq.heappop(free[scope])
