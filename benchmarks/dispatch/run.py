@@ -60,7 +60,6 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
 
     from ipu_pipeline import engine
     from ipu_pipeline.engine.execution.runner import PlanRunner
-    from ipu_pipeline.engine.plan.readers import run as reader
 
     def multiply(w: Any, x: Any) -> Any:
         return w * x
@@ -109,8 +108,11 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
         for program in executor.maker.programs:
             if program.kind is not None:
                 program.function = functools.partial(clocks.run, "calls", program.function)
+        for group in dict.fromkeys(executor.placement.groups):
+            group.__dict__["copy"] = functools.partial(
+                clocks.run, "copies", group.copy
+            )  # it is cached there
         executor.link_anew()
-        reader.copy_to = functools.partial(clocks.run, "copies", reader.copy_to)
         split = run_rounds(run_step, *bare_loops)
         columns = zip(split.pop("dispatch"), split["calls"], split["copies"], strict=True)
         taken |= split | {"rest": [dispatch - calls - copies for dispatch, calls, copies in columns]}

@@ -69,7 +69,7 @@ class Registers:
         return number
 
     def number(self, laid: Laid, num_kept: int, results: Results) -> Plan:
-        """Makes a plan of blocks, which it numbers in place; `results` has values. See `Plan` for `num_kept`."""
+        """Makes a plan of blocks, numbered in place; `results` has values. For `num_kept` see `Plan`."""
         blocks, numbers = laid.blocks, laid.numbers
         used = self._number_micro_batches(laid)
         shared = dict.fromkeys(

@@ -61,7 +61,7 @@ class Sizes:
         if kind is BindingKind.ACCUMULATOR:
             return self._of_gradient(key)
         if kind in (BindingKind.VARIABLE, BindingKind.ASSIGNED):
-            if value.micro_batch == ALL and value.replica == ALL and value.copy:
+            if value.micro_batch == ALL and value.replica == ALL:
                 return self._in_update(UpdateValue(UpdateKind.PARAMETER, key), value)
             dtype = placement.traced.variables[key].dtype
             return num_bytes([placement.part_of_gradient(key, dtype)])

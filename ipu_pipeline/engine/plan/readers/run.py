@@ -247,6 +247,9 @@ class Linker:
         if one.micro_batch != ALL:
             if self._has_peers:
                 return lambda *values: copy_to(values, group, self._tag(edge))
+            if group.copy is not None:
+                copy = group.copy
+                return lambda *values: copy(values)
             return lambda *values: copy_to(values, group)
         if self._has_peers:
             return lambda *values: put(values, group, tag=self._tag(edge), partitions=partitions)
