@@ -345,15 +345,21 @@ def shapes_of(element: Any) -> int:
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
-    """Micro-batches from `take`, which may give fewer at once than it is asked for."""
+    """Micro-batches from `take`, which may give fewer at once than it is asked for, but at least one."""
     elements: list[Any] = []
     while len(elements) < wanted:
         try:
-            elements += take(wanted - len(elements))
+            taken = take(wanted - len(elements))
         except Exception:
             if len(elements) < at_least:
                 raise
             break
+        if not taken:
+            raise RuntimeError(
+                f"take returned no micro-batch, of {wanted - len(elements)} that were asked for; it must "
+                "return at least one, or raise an error."
+            )
+        elements += taken
     return elements
 
 
