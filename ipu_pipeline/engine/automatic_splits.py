@@ -55,6 +55,7 @@ from ipu_pipeline.engine.schedules.splitting import (
 )
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing.faults import name_of
+from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
 from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
 from ipu_pipeline.engine.tracing.model_stages import ModelCut, make_model_stages
@@ -72,7 +73,7 @@ __all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages",
 
 _WIDTH = 60  # of a stage's layers in the table
 _PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
-_OWN = ("parameters", "device_mapping", "program_names")  # that layers have of their own
+_OWN = ("parameters", "device_mapping", "hooks")  # that layers have of their own
 # options of pipelines that say something of each stage, or do not go with several devices
 _NOT_FOR_LAYERS = (
     "forward_options",
@@ -433,11 +434,12 @@ def split(
     task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
     if parameters is not None:
         model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
-    surroundings = Surroundings.now(task.options.program_names)
+    surroundings = Surroundings.now(task.options.hooks.program_names)
     graph = _trace_model(model, task.options, micro_batch, inputs, cut_scans)
 
     def trace(args: Any, kwargs: Any) -> ModelGraph:
-        options = dataclasses.replace(task.options, program_names=surroundings.names.copy())
+        hooks = dataclasses.replace(task.options.hooks, program_names=surroundings.names.copy())
+        options = dataclasses.replace(task.options, hooks=hooks)
         element = kwargs or args[len(inputs) :] or None
         return surroundings.run(_trace_model, model, options, element, args[: len(inputs)], cut_scans)
 
@@ -457,7 +459,7 @@ def split(
     each = join([[part] for part in range(number)])
     layers = _Layers(each, parts.names, task, micro_batch, inputs, measure, join)
     groups, table = layers.choose(parts.before)
-    return ModelStages(parts, groups, table, task.options.program_names.variables, trace)
+    return ModelStages(parts, groups, table, task.options.hooks.program_names.variables, trace)
 
 
 def _trace_model(
@@ -469,10 +471,10 @@ def _trace_model(
     else:
         layout, function = None, model
     shapes = as_shapes(micro_batch, "The micro-batch"), as_shapes(list(inputs), "The inputs")
-    captures = options.captures
+    hooks, trains = options.hooks, options.loss is not None
     with without_traceback_note():
-        traced = trace_model(function, *shapes, options.loss is not None, options.program_names, captures)
-    return ModelGraph(traced, captures.values, layout, model, cut_scans=cut_scans)
+        traced = trace_model(function, *shapes, trains, hooks.program_names, hooks.captures)
+    return ModelGraph(traced, hooks.captures.values, layout, model, cut_scans=cut_scans)
 
 
 @dataclass(frozen=True)
@@ -627,7 +629,7 @@ class _Layers:
             for field in dataclasses.fields(options)
             if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
-        kept |= {"num_replicas": 1, "gathers_outputs": True, "shard": ()}
+        kept |= {"num_replicas": 1, "shard": ()}
         schedule = options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         may_chunk = may_chunk and not self._is_one_program
@@ -638,6 +640,9 @@ class _Layers:
                 schedule="zero_bubble" if is_halved else "interleaved",
                 device_mapping=range(len(stages)),
                 dispatch_plan=Chunking() if len(stages) > 1 else None,
+                hooks=dataclasses.replace(
+                    options.hooks, program_names=ProgramNames(), gathers_outputs=True
+                ),
                 **kept,
             )
             pipeline.trace(micro_batch, *inputs)

@@ -16,6 +16,7 @@ from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import look_at_body
 from ipu_pipeline.engine.loops.recording import current_body, record_training_step
 from ipu_pipeline.engine.loops.shards import ipu_shard
+from ipu_pipeline.engine.pipeline_options import Hooks
 from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumulator_dtype
 from ipu_pipeline.engine.programs.collecting import find_sum_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
@@ -40,6 +41,7 @@ from ipu_pipeline.engine.tracing.frames import (
     Enqueued,
     InsideOfBodyError,
     OutsideOfBodyError,
+    ProgramNames,
     has_update_count,
     is_in_stage,
     is_traced_again,
@@ -76,6 +78,7 @@ __all__ = [
     "Enqueued",
     "GradientMap",
     "GradientTarget",
+    "Hooks",
     "InsideOfBodyError",
     "KeptPrograms",
     "Loop",
@@ -83,6 +86,7 @@ __all__ = [
     "LossScaled",
     "MetricReader",
     "OutsideOfBodyError",
+    "ProgramNames",
     "Progress",
     "Reported",
     "RunState",

@@ -133,7 +133,8 @@ def _with_options(
             init(self, stages, make_options("Pipeline", *args, **options))
 
         known = inspect.signature(init)
-        parameters = [*list(known.parameters.values())[:2], *inspect.signature(make).parameters.values()]
+        options = [one for name, one in inspect.signature(make).parameters.items() if name != "hooks"]
+        parameters = [*list(known.parameters.values())[:2], *options]
         functools.update_wrapper(wrapped, init)
         vars(wrapped)["__signature__"] = known.replace(parameters=parameters)
         return wrapped  # type: ignore[return-value]  # it may be called with `stages=`, too
@@ -265,7 +266,7 @@ class Pipeline:
             options.forward_options,
             options.backward_options,
             options.update_options,
-            options.option_names,
+            options.hooks.option_names,
         )
 
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
@@ -700,7 +701,7 @@ class Pipeline:
         input_shapes: tuple[Any, ...] = as_shapes(inputs, "The inputs")
         with self._building:
             if self._built is None:
-                around = Surroundings.now(self.options.program_names)
+                around = Surroundings.now(self.options.hooks.program_names)
                 # Else JAX writes loops out while it traces.
                 with jax.disable_jit(False), tracing():
                     built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
@@ -753,16 +754,19 @@ class Pipeline:
         assert around is not None
 
         def trace(captures: Captures) -> Pipeline:
-            options = dataclasses.replace(
-                self.options, program_names=around.names.copy(), captures=captures, shapes=()
+            hooks = dataclasses.replace(
+                self.options.hooks, program_names=around.names.copy(), captures=captures
             )
+            options = dataclasses.replace(self.options, hooks=hooks, shapes=())
             recipe = dataclasses.replace(self._recipe, options=options)
             other = self._copy(_recipe=recipe, _built=None, _programs=(), _others={})
             other.trace(element, *built.traced.given)
             return other
 
         try:
-            other: Pipeline = around.run(self.options.captures.trace_again, built.traced.captured, trace)
+            other: Pipeline = around.run(
+                self.options.hooks.captures.trace_again, built.traced.captured, trace
+            )
         except Exception as error:
             error.add_note(
                 f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
@@ -975,7 +979,7 @@ class Pipeline:
             made.replicas.has_identical_keys = self._has_identical_keys
             made.kept = self._kept
             made.note = "" if lead is None else self._tell_shapes(number_of_shapes)
-            if number > 1 and not self.options.gathers_outputs:
+            if number > 1 and not self.options.hooks.gathers_outputs:
                 made.keep_outputs()
             return made
 

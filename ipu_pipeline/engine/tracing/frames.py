@@ -60,15 +60,6 @@ class InsideOfBodyError(RuntimeError):
 class ProgramNames:
     """The names that one program has given out so far.
 
-    Example:
-      >>> names = engine.ProgramNames()
-      >>> for _ in range(2):
-      ...     pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1, program_names=names)
-      ...     pipeline.trace(np.ones([2, 8], np.float32))
-      ...     print(list(pipeline.variables))
-      ['dense/kernel', 'dense/bias']
-      ['dense_1/kernel', 'dense_1/bias']
-
     Attributes:
       variables: full name -> the variable's specification.
       layer_counts: (scope, kind of layer) -> the number of such layers.

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import ProgramNames, get_variable
+from ipu_pipeline.engine import get_variable
 from ipu_pipeline.engine.fronts import (
+    ProgramNames,
     absolute_scope,
     current_scope,
     is_training,

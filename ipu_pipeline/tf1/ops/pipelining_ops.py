@@ -14,7 +14,6 @@ from ipu_pipeline.engine import (
     AutoStages,
     Chunking,
     Pipeline,
-    ProgramNames,
     Shard,
     TensorParallel,
     constrain,
@@ -24,6 +23,7 @@ from ipu_pipeline.engine import auto_stages as engine_auto_stages
 from ipu_pipeline.engine import split as engine_split
 from ipu_pipeline.engine.fronts import (
     Captures,
+    Hooks,
     InsideOfBodyError,
     find_sum_dtype,
     is_in_stage,
@@ -66,7 +66,7 @@ from ipu_pipeline.tf1.program.pipeline_arguments import (
 )
 from ipu_pipeline.tf1.program.registry import reserve_ipus
 from ipu_pipeline.tf1.program.replication import make_replication
-from ipu_pipeline.tf1.program.stage_options import PipelineStageOptions, compiler_options
+from ipu_pipeline.tf1.program.stage_options import OPTION_NAMES, PipelineStageOptions, compiler_options
 
 __all__ = [
     "AutoStages",
@@ -370,10 +370,14 @@ def pipeline(
         reduction="mean" if is_inference else reduction_method.name.lower(),
         donate=True,
         trained=None if optimizer is None else optimizer.trained,
-        program_names=builder.names,
-        captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
-        gradient_targets=None if optimizer is None else optimizer.gradient_targets,
+        hooks=Hooks(
+            option_names=OPTION_NAMES,
+            program_names=builder.names,
+            captures=captures,
+            gradient_targets=None if optimizer is None else optimizer.gradient_targets,
+            collect_losses=outfeed_loss or is_inference,
+        ),
         accumulator_dtype=None if is_inference else accumulator_dtype,
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if selection.allows_recomputation() and not is_inference else None,
@@ -381,7 +385,6 @@ def pipeline(
         shard=[_SHARDED[argument] for argument in sharded],
         num_serialized=batch_serialization_iterations,
         collect_outputs=collect_outputs,
-        collect_losses=outfeed_loss or is_inference,
         sum_collected=accumulate_outfeed,
         sum_dtype=sum_dtype if accumulate_outfeed else None,
         **options,
@@ -616,7 +619,6 @@ def split(
         None,
         measure,
     )
-    builder = current_builder()
     found = engine_split(
         given_model,
         num_stages,
@@ -625,7 +627,6 @@ def split(
         bytes_per_ipu=bytes_per_ipu,
         measure=measure,
         cut_scans=cut_scans,
-        program_names=ProgramNames() if builder is None else builder.names,
         **given.options,
     )
     return AutoStages([keep_steps(found[0], begin), *found[1:]], found.groups, found.table)
@@ -669,13 +670,15 @@ def _give(
     mapping = check_mapping(device_mapping, [None] * num_stages)
     num_ipus = size * (1 + max(jax.tree.leaves(mapping)))
     ipu_device = 0 if builder is None else builder.ipu_device
+    optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+    targets = None if optimizer is None else optimizer.gradient_targets
     if builder is None:
-        given, captures = input_shapes(inputs), Captures()
+        given, hooks = input_shapes(inputs), Hooks(gradient_targets=targets)
     else:
         leaves, tree = as_traced_inputs(inputs)
         given = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
         captures = Captures(builder.is_captured_placeholder, builder.describe_input)
-    optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+        hooks = Hooks(program_names=builder.names, captures=captures, gradient_targets=targets)
     recompute = check_recomputation(recomputation_mode, optimizer is None)
     options = {
         "devices": selection.devices_for(ipu_device, num_ipus) if measure else None,
@@ -685,9 +688,8 @@ def _give(
         "schedule": find_pipeline_schedule(schedule),
         "device_mapping": mapping,
         "trained": None if optimizer is None else optimizer.trained,
-        "captures": captures,
+        "hooks": hooks,
         "gradient_map": None if optimizer is None else optimizer.gradient_map,
-        "gradient_targets": None if optimizer is None else optimizer.gradient_targets,
         "accumulator_dtype": check_accumulator_dtype(gradient_accumulation_dtype),
         "recompute": recompute if selection.allows_recomputation() and optimizer is not None else None,
         "offload": check_offloading(

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ipu_pipeline.engine import Pipeline, ProgramNames, Recomputation, VariableSpec
-from ipu_pipeline.engine.fronts import Enqueued, Loop, Progress, find_leaves, mark_call
+from ipu_pipeline.engine import Pipeline, Recomputation, VariableSpec
+from ipu_pipeline.engine.fronts import Enqueued, Loop, ProgramNames, Progress, find_leaves, mark_call
 from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
