@@ -39,6 +39,7 @@ from ipu_pipeline.engine.planning.choosing import (
     possible_chunk_sizes,
 )
 from ipu_pipeline.engine.planning.chunking import Chunking
+from ipu_pipeline.engine.planning.pipelines import plan_memory
 from ipu_pipeline.engine.programs.stage_programs import ValueKind, read_sources
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.graph_splits import Order, find_graph_split
@@ -934,7 +935,7 @@ def _find_memory(pipeline: Pipeline, options: PipelineOptions, temporaries: Sequ
             for value in values if kept else ():
                 if value.kind is ValueKind.OUTPUT:
                     holding.setdefault(Source("output", value.index, index), set()).add(index)
-    stages = pipeline.plan_memory()
+    stages = plan_memory(pipeline)
     return LayerMemory(
         tuple(state.of_layer(index) for index in range(len(programs))),
         tuple(stage.num_held_bytes for stage in stages),

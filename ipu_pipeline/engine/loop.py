@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +22,6 @@ from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Request
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.inspect.describing import find_update_sends
-from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
-from ipu_pipeline.engine.inspect.summary import PipelineSummary
-from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.loops.bodies import TracedBody, trace_body, trace_condition
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
@@ -199,32 +194,6 @@ class Loop(Pipeline):
             "the training step": settings,
         }
         agree_on("loop", self.body.pipeline, self.updates, told, devices)
-
-    def facts(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineDetails:
-        """What is known of the loop before anything is compiled; see `Pipeline.facts`."""
-        del num_micro_batches
-        training = self.body.training
-        return dataclasses.replace(
-            super().facts(1, left_out=left_out),
-            name="Loop",
-            kind="loop",
-            num_micro_batches=1 if training is None else training.num_mini_batches,
-            dispatch="",
-        )
-
-    def _find_sends(self) -> tuple[Sent, ...]:
-        return find_update_sends(self.updates, self.device_mapping)
-
-    def summary(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineSummary:
-        """What each part will need and do, before anything is compiled; see `Pipeline.summary`."""
-        del num_micro_batches
-        facts = self.facts(left_out=left_out)
-        bubble = estimate_bubble(facts.stages, self.timetable, 1, repeats=True)
-        return select_fields(PipelineSummary, facts, schedule="", bubble=bubble)
 
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int

@@ -1,6 +1,6 @@
 """The engine's public class: a pipeline of stage functions, whose steps take a state and return the next.
 
-It builds, runs and describes pipelines, and delegates all of this.
+It builds and runs pipelines; `inspect` and `planning` have functions that answer questions about them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +46,11 @@ from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
-from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
+from ipu_pipeline.engine.execution.measured_costs import why_not_timed
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
 from ipu_pipeline.engine.hanging import StepOnItsWay, watch
-from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
-from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
-from ipu_pipeline.engine.inspect.summary import PipelineSummary
-from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.micro_batch_shapes import (
     MicroBatchShapes,
     ShapesKey,
@@ -66,13 +62,12 @@ from ipu_pipeline.engine.micro_batch_shapes import (
 from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
 from ipu_pipeline.engine.planning.choosing import (
-    HOST_SECONDS,
     ChunkedStep,
     choose_dispatch_plan,
 )
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import find_moments, plan_stages
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory, Moments, StageMemory
+from ipu_pipeline.engine.planning.memory_plans import Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
@@ -83,7 +78,6 @@ from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
-    make_scenario,
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
@@ -98,8 +92,6 @@ from ipu_pipeline.engine.state_checks import (
 )
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
-from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
-from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
@@ -108,7 +100,6 @@ from ipu_pipeline.engine.tracing.user_checks import UserChecks, find_failed, han
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
-from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.first_run import begin_first_run
@@ -117,6 +108,19 @@ from ipu_pipeline.ground.shapes import as_shapes, check_like, describe_structure
 __all__ = ["Pipeline"]
 
 P = ParamSpec("P")
+# Methods that have become functions of a pipeline.
+_MOVED = {
+    "facts": "inspect.find_facts",
+    "measure_costs": "planning.measure_costs",
+    "plan_host_memory": "planning.plan_host_memory",
+    "plan_ipu_memory": "planning.plan_ipu_memory",
+    "plan_memory": "planning.plan_memory",
+    "scenario": "planning.measure_scenario",
+    "searched": "inspect.find_searched",
+    "summary": "inspect.summarize",
+    "with_dispatch_plan": "planning.with_dispatch_plan",
+    "with_recomputation": "planning.with_recomputation",
+}
 
 
 def _with_options(
@@ -163,9 +167,8 @@ class Pipeline:
       (4, 1)
     """
 
-    _split_costs: schedules.Costs | None = None  # what its stages take, if the engine cut it by that
-    _measured_costs: tuple[Any, schedules.Costs] | None = None  # a runner, and what its stages take
-    _cuts = ""  # where its stages begin, and why, if the engine cut it
+    split_table: Any = None  # where its stages begin, and why, if the engine cut it
+    measured_costs: schedules.Costs | None = None  # what its stages take, measured with its runner
 
     @_with_options(PipelineOptions)
     def __init__(
@@ -188,9 +191,7 @@ class Pipeline:
         functions, mapping, self._parameters = flatten_stages(
             stages, options.device_mapping, options.parameters
         )
-        table = getattr(stages, "table", None)
-        self._cuts = "" if table is None else table.cuts
-        self._split_costs = None if table is None else table.costs
+        self.split_table = getattr(stages, "table", None)
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
@@ -213,6 +214,13 @@ class Pipeline:
         self.timetable(min(known, 64) if self.is_one_program and not is_file else known)
         for sentence in find_unused(vars(options)):
             warnings.warn(sentence, stacklevel=3)
+
+    if not TYPE_CHECKING:  # for which there would be any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what takes the place of a method that is gone."""
+            instead = f"; use engine.{_MOVED[name]}(pipeline)" if name in _MOVED else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
         """Checks a recipe, and takes it.
@@ -254,7 +262,7 @@ class Pipeline:
             _make_timetable, schedule, mapping, trains, tuple(levels)
         )
         self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(self._follow, None)
-        self._searched: SearchedTimetables | None = None  # made with the runner, and dropped with it
+        self.searches: SearchedTimetables | None = None  # made with the runner, and dropped with it
         self._building = threading.RLock()  # held while it is traced, and while its runner is made
 
     def _plan_compiler_options(self) -> CompilerOptions:
@@ -272,12 +280,12 @@ class Pipeline:
     def timetable(self, num_micro_batches: int) -> schedules.Timetable:
         """Returns the checked timetable of a step.
 
-        For a schedule that is searched, see `searched`.
+        For a schedule that is searched, see `engine.inspect.find_searched`.
 
         Args:
           num_micro_batches: micro-batches of a step, or groups of `num_serialized`.
         """
-        return (self._searched or self._make_timetable)(num_micro_batches)
+        return (self.searches or self._make_timetable)(num_micro_batches)
 
     def _find_halved(self) -> Collection[int]:
         """The stages whose backward is done in halves, from now on with any number of micro-batches."""
@@ -286,22 +294,6 @@ class Pipeline:
         halved = self._follow(None, self.num_micro_batches or 2 * len(self.device_mapping)).halved
         self._make_timetable = functools.partial(self._follow, halved)
         return halved
-
-    def searched(self, num_micro_batches: int | None = None) -> schedules.Searched | None:
-        """Returns the result of the schedule's search, with its bound.
-
-        Args:
-          num_micro_batches: as for `step`.
-
-        Returns:
-          The rows, the step time by the measured costs, without updates, a lower bound for any order, and
-          the gap between them. None if nothing is searched: the schedule is another one, there is no
-          training, or all stages are on one device. Then, and until `prepare` is called, the timetable is
-          "interleaved" with a split backward.
-        """
-        if self._searched is None:
-            return None
-        return self._searched.find(self.updated_every(num_micro_batches) // self.num_serialized)
 
     # What is known about the pipeline.
 
@@ -400,26 +392,8 @@ class Pipeline:
         """All variables by full name."""
         return without_weights(self.traced.variables)
 
-    @property
-    def separate_variables(self) -> frozenset[str]:
-        """The full names of the variables that have a separate value in each replica."""
-        if self.options.joins_assigned or self._num_replicas == 1:
-            return frozenset()
-        return frozenset(spec.name for stage in self.traced.stages for spec in stage.assigned)
-
-    def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
-        """Plans the memory that each stage holds between forwards and backwards.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
-
-        Raises:
-          ValueError: the number of micro-batches is given neither here nor to the pipeline.
-        """
-        plan = self.dispatch_plan
-        return self._plan_memory(self._count(num_micro_batches), 1 if plan is None else plan.chunk_size)
-
-    def _plan_memory(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
+    def plan_stages(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
+        """Plans what stages hold, from a step's micro-batches and those of a program."""
         if self.is_one_program:  # it ends a micro-batch before the next one starts
             fullest: Sequence[Moments] = [((self.num_serialized, 0),)] * len(self.device_mapping)
         else:
@@ -429,200 +403,6 @@ class Pipeline:
             ]
         known = {} if self._runner is None else self._runner.residual_bytes
         return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)
-
-    def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
-        """Plans the memory of each device while steps run: state, accumulators, micro-batches and programs.
-
-        The programs' memory is known once they are compiled, in the first step. With all stages on one
-        device it includes the micro-batches.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
-
-        Returns:
-          One entry per device, in order.
-
-        Raises:
-          ValueError: the number of micro-batches is given neither here nor to the pipeline; or see
-            `prepare`.
-        """
-        count = self._count(num_micro_batches)
-        runner, stages = self.prepare(), self.plan_memory(count)
-        return runner.plan_memory(self.built.accumulator_dtypes, stages, count * self.num_serialized)
-
-    def plan_host_memory(self, link: schedules.LinkSpeed) -> schedules.HostMemory | None:
-        """Returns the transfers of execution phases from and to host memory, for `Scenario.host_memory`.
-
-        Args:
-          link: the link between each device and host memory, with the same speed in either direction.
-
-        Returns:
-          The bytes of each program; None if there are no phases, or nothing leaves the devices.
-
-        Raises:
-          ValueError: there are several replicas, whose steps in phases are not simulated; or see `prepare`.
-        """
-        runner = self.prepare()
-        if self.options.execution_phases is None:
-            return None
-        assert isinstance(runner, ColumnRunner)
-        if self._num_replicas > 1:
-            raise ValueError(
-                "plan_host_memory goes with one replica, as steps of replicas in phases are not simulated; "
-                f"num_replicas is {self._num_replicas}."
-            )
-        return runner.find_host_memory(self.built.accumulator_dtypes, link)
-
-    def scenario(self, num_micro_batches: int | None = None) -> schedules.Scenario:
-        """Measures a step, for `simulate`, `what_if`, `advise` and `ipu-pipeline simulate --costs-from`.
-
-        Programs, transfers and updates are measured one at a time, unless they were measured before. CPU
-        devices share the CPU's cores. With several replicas the scenario is the first replica's, with its
-        share of the cores.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
-
-        Raises:
-          ValueError: all stages are on one device; or they cannot be run on zeros: they print, call back
-            into Python or loop by data; or there are several processes, or execution phases.
-        """
-        count = self._count(num_micro_batches) * self.num_serialized
-        runner, measured = self._measure_stages("Pipeline.scenario")
-        is_shared = runner.placement.groups[0].devices[0].platform == "cpu"
-        return make_scenario(
-            runner,
-            self.built,
-            measured.costs,
-            self._plan_memory(count, runner.chunk_size),
-            self.options.schedule,
-            count,
-            measured.num_temporary_bytes,
-            count_cores() / self._num_replicas if is_shared else None,
-            [stage.whole_layers for stage in self.facts().stages],
-        )
-
-    @apart
-    def measure_costs(self) -> schedules.Costs:
-        """Measures programs, transfers and updates, in seconds; `scenario` includes them.
-
-        The time of the last stage's program is divided into forward and backward by their operations. The
-        host is assumed to start a program in 20 microseconds.
-
-        Raises:
-          ValueError: see `scenario`.
-        """
-        return self._measure_stages("Pipeline.measure_costs")[1].costs
-
-    def _measure_stages(self, caller: str) -> tuple[ColumnRunner, Measured]:
-        runner = self.prepare()
-        reasons = {
-            "all stages are on one device, in one program": not isinstance(runner, ColumnRunner),
-            "there are execution phases": self.options.execution_phases is not None,
-            "there are several processes": runner.placement.has_peers,
-            why_not_timed(self._programs): bool(why_not_timed(self._programs)),
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-            raise ValueError(f"{caller} runs the stages on zeros, one at a time; here {reason}.")
-        assert isinstance(runner, ColumnRunner)
-        is_searched = isinstance(self.options.schedule, schedules.SearchedSchedule)
-        measured = runner.measure(
-            self.built.accumulator_dtypes, HOST_SECONDS, with_updates=True, with_skips=not is_searched
-        )
-        last = self.facts().stages[-1]
-        costs = dataclasses.replace(measured.costs, is_fused=last.is_fused)
-        if last.is_fused:
-            first = last.backward_operations - last.weight_operations
-            costs = divide_last(costs, last.forward_operations, first, is_halved=last.is_halved)
-        self._measured_costs = runner, costs
-        return runner, measured._replace(costs=costs)
-
-    def _count(self, num_micro_batches: int | None) -> int:
-        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        if count is None:
-            raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
-        return count
-
-    def facts(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineDetails:
-        """Returns the facts that are known before anything is compiled. Does not start JAX's backend.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, a
-            step of one micro-batch is assumed.
-          left_out: full names of variables to leave out.
-
-        Raises:
-          RuntimeError: the pipeline has not been traced; see `trace`.
-        """
-        built, options, plan = self.built, self.options, self.dispatch_plan
-        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        chunk_size, schedule = 1 if plan is None else plan.chunk_size, options.schedule
-        trains = built.updates is not None
-        costs = self._split_costs
-        if self._measured_costs is not None and self._measured_costs[0] is self._runner:
-            costs = self._measured_costs[1]
-        return describe(
-            built.traced,
-            self._programs,
-            self._plan_memory(count or 1, chunk_size),
-            built.accumulator_dtypes if trains else None,
-            self.num_carried,
-            {*left_out, *filter(is_loss_weight, built.traced.variables)},
-            name="Pipeline",
-            kind="training" if trains else "inference",
-            schedule=schedules.schedule_name(schedule),
-            num_micro_batches=count,
-            num_serialized=self.num_serialized,
-            chunk_size=chunk_size,
-            is_one_program=self.is_one_program,
-            num_replicas=self._num_replicas,
-            sent=self._find_sends(),
-            dispatch="" if plan is None else str(plan),
-            cuts=self._cuts,
-            costs=costs,
-            num_devices_per_ipu=options.num_devices_per_ipu,
-            divided=tuple(built.partitions),
-        )
-
-    def _find_sends(self) -> tuple[Sent, ...]:
-        """What crosses from device to device per weight update."""
-        traced, ipus = self.traced, self.device_mapping
-        extra = self.plan_accumulators().extra
-        shared = find_shared_sends(traced, ipus, extra, self.built.accumulator_dtypes)
-        return (*shared, *find_update_sends(self.updates, ipus))
-
-    def summary(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineSummary:
-        """Summarizes the memory and work of each stage, and the bubble, before anything is compiled.
-
-        Does not start JAX's backend. `print` shows it as a table.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, a
-            long step is assumed.
-          left_out: full names of variables to leave out.
-
-        Raises:
-          RuntimeError: the pipeline has not been traced; see `trace`.
-        """
-        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        facts = self.facts(count or 2 * len(self.device_mapping), left_out=left_out)
-        schedule, num_chunks = self.options.schedule, (count or 0) // facts.chunk_size
-        has_name = isinstance(schedule, str)
-        told = facts.schedule if has_name else "of your own"
-        if isinstance(schedule, schedules.SearchedSchedule):
-            found = None if count is None else self.searched(num_micro_batches)
-            told = "searched, when the pipeline is prepared" if found is None else str(found)
-        return select_fields(
-            PipelineSummary,
-            facts,
-            schedule=told,
-            num_micro_batches=count,
-            bubble=estimate_bubble(facts.stages, self.timetable, num_chunks, has_name) if count else None,
-        )
 
     @property
     def dispatch_plan(self) -> Chunking | None:
@@ -652,24 +432,24 @@ class Pipeline:
             self.traced.levels,
             self.timetable,
             count,
-            lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count or 1, chunk_size)),
+            lambda chunk_size: max(m.num_live_bytes for m in self.plan_stages(count or 1, chunk_size)),
             self.options.max_chunked_bytes,
             is_grouped=self.options.schedule == "grouped",
             saves_memory=self._recompute is not None or bool(self._offload),
             num_replicas=self._num_replicas,
         )
 
-    def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
-        """Returns the pipeline with another plan (None: it is chosen). Nothing is traced again."""
-        if plan is not None:
-            check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
-        options = dataclasses.replace(self.options, dispatch_plan=plan)
+    def copied(self, **changes: Any) -> Pipeline:
+        """A copy without runner, with some options changed. Nothing is traced again."""
+        options = dataclasses.replace(self.options, **changes)
         return self._copy(_recipe=dataclasses.replace(self._recipe, options=options), _others={})
 
     def _copy(self, **changes: Any) -> Pipeline:
         """A copy without runner, with some attributes changed."""
         other = copy.copy(self)
-        vars(other).update(_runner=None, _searched=None, _shapes=None, _accumulators=None, _placed=None)
+        vars(other).update(
+            _runner=None, searches=None, measured_costs=None, _shapes=None, _accumulators=None, _placed=None
+        )
         vars(other).update(changes)
         return other
 
@@ -776,12 +556,6 @@ class Pipeline:
         check_alike(built, other.built, (self.plan_accumulators(), other.plan_accumulators()))
         return other
 
-    def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
-        """Returns the pipeline with another recomputation; see `set_recomputation`."""
-        other = copy.copy(self)
-        other.set_recomputation(recompute)
-        return other
-
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Sets what stages keep for their backward. A change compiles everything again."""
         if recompute is self._recompute:
@@ -841,7 +615,7 @@ class Pipeline:
 
     def _forget_runner(self) -> None:
         """Has the next `prepare` make another runner."""
-        self._runner = self._searched = self._shapes = None
+        self._runner = self.searches = self._shapes = self.measured_costs = None
 
     @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
@@ -892,7 +666,7 @@ class Pipeline:
             searched = SearchedTimetables(self._measure(runner, schedule))
             searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
             runner.follow(searched)
-            self._searched = searched
+            self.searches = searched
         return runner
 
     def _make_other_runner(self, lead: Runner[Any], element: Any, number: int) -> Runner[Any]:
@@ -912,8 +686,8 @@ class Pipeline:
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
         runner = other._make_column_runner(self._devices, placement, lead, number)
         lead.check_other(runner)
-        if self._searched is not None:
-            runner.follow(self._searched)
+        if self.searches is not None:
+            runner.follow(self.searches)
         return runner
 
     def _make_block_runner(
@@ -1011,7 +785,7 @@ class Pipeline:
             functools.partial(self._make_state, runner, jax.random.key(0)),
             self.built,
             schedule,
-            functools.partial(self._plan_memory, runner.chunk_size, runner.chunk_size),
+            functools.partial(self.plan_stages, runner.chunk_size, runner.chunk_size),
         )
 
     def _describe_for_choice(self) -> Mapping[str, str]:
@@ -1373,7 +1147,7 @@ class Pipeline:
         )
         with jax.debug_nans(False), jax.disable_jit(False):
             if is_op_by_op:
-                if self.uses_replicas:
+                if self.traced.uses_replicas:
                     raise RuntimeError(
                         "jax.disable_jit: stages compute with other replicas, which only run together. "
                         "Leave it out, or debug with num_replicas=1."
@@ -1400,7 +1174,7 @@ class Pipeline:
                 return progress
             self._accumulators = self._placed = None
             why = "stages compute with other replicas, so the operation is not looked for"
-            if not self.uses_replicas:
+            if not self.traced.uses_replicas:
                 replay.on(leaves or _leaves_of(kept)).run()
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
@@ -1474,26 +1248,6 @@ class Pipeline:
         return given
 
     @property
-    def places_with_marks(self) -> list[str]:
-        """The names, in errors, of the stages that mark values to keep in recomputation."""
-        return [stage.place for stage in self.traced.stages if has_marks(stage.flat)]
-
-    @property
-    def uses_replicas(self) -> bool:
-        """Whether a stage computes with other replicas, or asks which one it is in."""
-        return any(uses_replicas(stage.flat) for stage in self.traced.stages)
-
-    @property
-    def takes_elements(self) -> bool:
-        """Whether this process supplies micro-batches; with several processes, some do not."""
-        return self.prepare().takes_elements
-
-    @property
-    def waits_for_python(self) -> bool:
-        """Whether the programs call Python functions on the host."""
-        return self.prepare().waits_for_python
-
-    @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:
         """A function that puts a micro-batch's leaves on the devices that read them, for `accumulate`.
 
@@ -1516,25 +1270,6 @@ class Pipeline:
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
         """Groups an update's micro-batches, from `place_element`, as programs take them."""
         return list(self.prepare().place_ahead(elements))
-
-    def introduce(self, name: str) -> None:
-        """Tells the watcher, if there is one, that this pipeline is about to run.
-
-        Args:
-          name: the name that people know it by.
-        """
-        if (watcher := watching.current()) is not None:
-            watcher.introduce(self.prepare(), self, name)
-
-    def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
-        """The least number of micro-batches to fetch ahead; `accumulate` takes no more at once.
-
-        Args:
-          num_updates: the number of weight updates to do.
-          num_micro_batches: as for `step`.
-        """
-        every = self.updated_every(num_micro_batches)
-        return self.prepare().num_fetched(num_updates * every, every)
 
     def updated_every(self, num_micro_batches: int | None) -> int:
         """The number of a step's micro-batches in each replica; those of a group count one by one."""

@@ -27,6 +27,7 @@ import jax
 
 from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.inspect import IpuMemory, Runner
+from ipu_pipeline.engine.planning import plan_memory
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
 from ipu_pipeline.processes.job_history import JobHistory
@@ -308,7 +309,7 @@ def _make_plan(model_of: weakref.ref[Pipeline], count: int) -> Callable[[Runner[
         model = model_of()
         if model is None:
             return ()
-        stages = model.plan_memory(count)
+        stages = plan_memory(model, count)
         return runner.plan_memory(model.built.accumulator_dtypes, stages, count * model.num_serialized)
 
     return plan

@@ -216,7 +216,7 @@ def _loop(
         replication=make_replication(
             builder.ipu_device,
             loop.num_devices,
-            loop.uses_replicas,
+            loop.traced.uses_replicas,
             [infeed_queue, *(entry.target for entry, _places in traced.enqueued)],
             trains=training is not None,
             averages=training is not None and training.averages_replicas,

@@ -17,7 +17,8 @@ import numpy as np
 
 from ipu_pipeline.engine import Pipeline, Recomputation, VariableSpec
 from ipu_pipeline.engine.fronts import Enqueued, Loop, ProgramNames, Progress, find_leaves, mark_call
-from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
+from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary, find_facts, summarize
+from ipu_pipeline.engine.planning import with_recomputation
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -224,16 +225,16 @@ class PipelineCall(_Call):
 
     def placement(self) -> PipelineDetails:
         """The placement of its parts."""
-        return dataclasses.replace(self.pipeline.facts(), name=self.name)
+        return dataclasses.replace(find_facts(self.pipeline), name=self.name)
 
     def summary(self) -> PipelineSummary:
         """The needs and work of its stages, as it will run in the configured system."""
         pipeline = self.pipeline
         if self.trains:
             allowed = selection.allows_recomputation()
-            pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
+            pipeline = with_recomputation(pipeline, self.recompute if allowed else None)
         return dataclasses.replace(
-            pipeline.summary(left_out=self.internal), name=self.name, device_word="IPU"
+            summarize(pipeline, left_out=self.internal), name=self.name, device_word="IPU"
         )
 
 
@@ -299,12 +300,12 @@ class LoopCall(_Call):
 
     def placement(self) -> PipelineDetails:
         """The placement of its parts."""
-        return dataclasses.replace(self.loop.facts(), name=self.name)
+        return dataclasses.replace(find_facts(self.loop), name=self.name)
 
     def summary(self) -> PipelineSummary:
         """The needs and work of its parts."""
         return dataclasses.replace(
-            self.loop.summary(left_out=self.internal), name=self.name, device_word="IPU"
+            summarize(self.loop, left_out=self.internal), name=self.name, device_word="IPU"
         )
 
 

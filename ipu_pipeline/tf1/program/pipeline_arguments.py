@@ -467,7 +467,7 @@ def check_outfeed(call: PipelineCall) -> None:
 def check_recomputation_checkpoints(call: PipelineCall) -> None:
     """Warns if stages mark values to keep, in a mode that keeps none."""
     if call.recompute is Recomputation.RECOMPUTE_THEN_BACKPROPAGATE:
-        marked = call.pipeline.places_with_marks
+        marked = call.pipeline.traced.places_with_marks
         if marked:
             warnings.warn(
                 f"recomputation_checkpoint in {', '.join(marked)} has no effect with the "

@@ -25,7 +25,7 @@ from ipu_pipeline.engine.fronts import (
     read_count,
     take_nothing,
 )
-from ipu_pipeline.engine.inspect import Runner
+from ipu_pipeline.engine.inspect import Runner, introduce
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.tf1 import utils
@@ -131,14 +131,15 @@ def _run_pipeline(
     if call.begin_input is not None:
         begin = store.update_count(call) - limit.num_done
         inputs[call.begin_input] = np.array(begin % 2**32, np.uint32).astype(np.int32)
-    pipeline.introduce(call.name)
+    introduce(pipeline, call.name)
     take: Take = take_nothing
     is_synthetic = uses_synthetic_data()
     if call.infeed_queue is not None and is_synthetic:
         fed = jax.tree.leaves(pipeline.traced.element)
         take = make_synthetic(pipeline, fed, pipeline.updated_every(count) * num_replicas)
-    elif call.infeed_queue is not None and pipeline.takes_elements:
-        num_fetched = pipeline.num_fetched(call.repeat_count, count)
+    elif call.infeed_queue is not None and runner.takes_elements:
+        every = pipeline.updated_every(count)
+        num_fetched = runner.num_fetched(call.repeat_count * every, every)
         may_vary = pipeline.options.max_shapes > 1
         take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
@@ -154,7 +155,7 @@ def _run_pipeline(
             with store.lock:
                 store.keep(call, after)
                 rows.keep(call, is_update=True)
-            if not is_synthetic and call.infeed_queue is not None and pipeline.takes_elements:
+            if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
                 call.infeed_queue.mark(progress.num_ahead)
             call.hand_out(progress)
             last = int(after.update_count if call.trains else after.execution_count)
@@ -194,8 +195,7 @@ def reads_data(program: Program) -> bool:
 
 
 def _takes_elements(call: PipelineCall, devices: Sequence[Any]) -> bool:
-    _prepare(call, devices)
-    return call.pipeline.takes_elements
+    return _prepare(call, devices)[0].takes_elements
 
 
 def _run_loop(
@@ -215,7 +215,7 @@ def _run_loop(
         count, operands = max(0, read_count(call.name, operands[0])), operands[1:]
     operands = fit_replicas(call.name, operands, num_replicas)
     num_captured = len(body.captured)
-    loop.introduce(call.name)
+    introduce(loop, call.name)
     # Tables in host memory change between iterations.
     total = 1 if rows.trained_by(call) else _block_limit(call, count)
     num_fetched = loop.num_fetched_by(total)
@@ -226,7 +226,7 @@ def _run_loop(
     if infeed is not None and uses_synthetic_data():
         infeed = None
         take = make_synthetic(loop, jax.tree.leaves(body.pipeline.element)[loop.num_carried :], num_fetched)
-    if not loop.takes_elements or count == 0:
+    if not runner.takes_elements or count == 0:
         infeed = None
     if infeed is not None:
         take = infeed.connect(loop.place_element, num_fetched, is_tentative=loop.has_condition)
@@ -273,7 +273,7 @@ def _replacing(store: Store, pipeline: Pipeline) -> Iterator[None]:
     A program that calls back into Python must not keep that code from reading the session, so for it the
     lock is not held. Its arrays stay readable anyway.
     """
-    lock = contextlib.nullcontext() if pipeline.waits_for_python else store.lock
+    lock = contextlib.nullcontext() if pipeline.prepare().waits_for_python else store.lock
     with interrupts.deferred(), lock:
         yield
 
