@@ -88,7 +88,7 @@ class ProgramTimer:
             functions[:] = known[1]
         self._programs = {(t.kind, t.stage): (t.function, given[t]) for t in templates}
         self._transfers = {(t.kind, t.stage): self._sends(t, given[t]) for t in templates if t.sends}
-        updates = [] if pipeline.updates is None else pipeline.updates.updates
+        updates = [] if pipeline.built.updates is None else pipeline.built.updates.updates
         self._updates = [
             (pipeline.device_mapping[program.stage], functions[number], given[number])
             for number, program in enumerate(updates)
@@ -185,7 +185,7 @@ def make_scenario(
       link: between IPUs and host memory, in seconds and bytes per second, for a pipeline in phases; None:
         what they bring takes no time.
     """
-    count = pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
+    count = pipeline.options.num_micro_batches if num_micro_batches is None else num_micro_batches
     plan = pipeline.dispatch_plan
     assert count is not None
     assert plan is not None

@@ -776,7 +776,7 @@ class _Layers:
         transfers = {edge: speed.per_transfer + size * speed.per_byte for edge, size in sizes.items()}
         number = len(pipeline.programs)
         update = [0.0] * number
-        for own in () if pipeline.updates is None else pipeline.updates.updates:
+        for own in () if pipeline.built.updates is None else pipeline.built.updates.updates:
             update[own.stage] += own.num_operations * speed.per_operation + speed.per_dispatch
         costs = Costs.of(
             number,
@@ -964,10 +964,10 @@ class _State:
         """Its variables and accumulators, and the leaves of the optimizer's state that belong to it."""
         pipeline = self._pipeline
         found = sum(self.of_copy(spec.name) for spec in pipeline.traced.stages[index].variables)
-        if pipeline.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
+        if pipeline.built.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
             return found
         is_shared_out = Shard.OPTIMIZER_STATE in self._shard
-        leaves = [leaf for leaf in pipeline.updates.state_leaves if leaf.stage == index]
+        leaves = [leaf for leaf in pipeline.built.updates.state_leaves if leaf.stage == index]
         return found + sum(self._part(leaf.aval, leaf.variable, is_shared_out) for leaf in leaves)
 
     def of_copy(self, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,11 +79,12 @@ class Loop(Pipeline):
             shard=[Shard.OPTIMIZER_STATE] if training and training.shards_state else [],
         )
         self._begin(Recipe((), shards, options), range(len(shards)), training is not None)
-        # Iterations run one after the other, however many there are.
-        one = self._make_timetable(1)
-        self._make_timetable = lambda _count: one
+        self.timetable = dataclasses.replace(self.timetable, of_any_number=self.timetable(1))
         self._built = self._build()
-        self._programs = self._built.programs
+        self.programs = self._built.programs
+        first, last = body.num_read, body.num_read + len(body.changing)
+        condition_of_values = None if condition is None else self._holds
+        self.iterated = Iterated(body.pipeline.outputs[first:last], condition_of_values)
 
     @classmethod
     def of_body(
@@ -163,12 +165,6 @@ class Loop(Pipeline):
         return self._condition is not None
 
     @property
-    def _iterated(self) -> Iterated:
-        first, last = self.body.num_read, self.body.num_read + len(self.body.changing)
-        condition = None if self._condition is None else self._holds
-        return Iterated(self.body.pipeline.outputs[first:last], condition)
-
-    @property
     def dispatch_plan(self) -> Chunking | None:
         """The dispatch plan, of one iteration per program; None on one device."""
         return None if self.is_one_program else ONE_BY_ONE
@@ -193,7 +189,7 @@ class Loop(Pipeline):
             "the shards": str(list(self.body.shards)),
             "the training step": settings,
         }
-        agree_on("loop", self.body.pipeline, self.updates, told, devices)
+        agree_on("loop", self.body.pipeline, self.built.updates, told, devices)
 
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int

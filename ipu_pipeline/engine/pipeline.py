@@ -12,9 +12,7 @@ import functools
 import inspect
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import jax
@@ -24,19 +22,18 @@ import numpy as np
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
 from ipu_pipeline.engine.apart import apart
+from ipu_pipeline.engine.between_steps import BetweenSteps
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.calling import StageCaller
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
 from ipu_pipeline.engine.devices.feeds import (
-    NEW_SHAPES,
     Element,
     PlacedMicroBatches,
     Supply,
     Take,
     copy_leaves,
     gather,
-    shapes_of,
     take_nothing,
 )
 from ipu_pipeline.engine.devices.links import naming_peers
@@ -51,13 +48,15 @@ from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
 from ipu_pipeline.engine.hanging import StepOnItsWay, watch
+from ipu_pipeline.engine.initial_states import make_optimizer_state, make_state, make_variables
 from ipu_pipeline.engine.micro_batch_shapes import (
     MicroBatchShapes,
-    ShapesKey,
     check_alike,
     check_number,
+    describe_number,
     describe_shapes,
     find_key,
+    trace_again,
 )
 from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
@@ -69,14 +68,14 @@ from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_di
 from ipu_pipeline.engine.planning.memory import find_moments, plan_stages
 from ipu_pipeline.engine.planning.memory_plans import Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.progress import initializing, tracing
+from ipu_pipeline.engine.progress import tracing
 from ipu_pipeline.engine.rehearsing import choose_by_steps
 from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
+    Timetables,
     check_one_process,
     measure_scenario,
 )
@@ -84,15 +83,15 @@ from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOut
 from ipu_pipeline.engine.state_checks import (
     MOVES,
     as_plain_state,
-    check_elements,
     check_exists,
     check_not_traced,
     check_state,
     without_aliases,
 )
+from ipu_pipeline.engine.step_feeds import StepFeed
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
-from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
+from ipu_pipeline.engine.tracing.metrics import Metric
+from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -101,25 +100,25 @@ from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accum
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
 from ipu_pipeline.ground.enumerations import parse_member
-from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.first_run import begin_first_run
 from ipu_pipeline.ground.shapes import as_shapes, check_like, describe_structures
 
 __all__ = ["Pipeline"]
 
 P = ParamSpec("P")
-# Methods that have become functions of a pipeline.
+# What takes the place of methods that are gone.
 _MOVED = {
-    "facts": "inspect.find_facts",
-    "measure_costs": "planning.measure_costs",
-    "plan_host_memory": "planning.plan_host_memory",
-    "plan_ipu_memory": "planning.plan_ipu_memory",
-    "plan_memory": "planning.plan_memory",
-    "scenario": "planning.measure_scenario",
-    "searched": "inspect.find_searched",
-    "summary": "inspect.summarize",
-    "with_dispatch_plan": "planning.with_dispatch_plan",
-    "with_recomputation": "planning.with_recomputation",
+    "facts": "engine.inspect.find_facts(pipeline)",
+    "measure_costs": "engine.planning.measure_costs(pipeline)",
+    "num_micro_batches": "pipeline.options.num_micro_batches",
+    "plan_host_memory": "engine.planning.plan_host_memory(pipeline)",
+    "plan_ipu_memory": "engine.planning.plan_ipu_memory(pipeline)",
+    "plan_memory": "engine.planning.plan_memory(pipeline)",
+    "scenario": "engine.planning.measure_scenario(pipeline)",
+    "searched": "engine.inspect.find_searched(pipeline)",
+    "summary": "engine.inspect.summarize(pipeline)",
+    "with_dispatch_plan": "engine.planning.with_dispatch_plan(pipeline)",
+    "with_recomputation": "engine.planning.with_recomputation(pipeline)",
 }
 
 
@@ -165,10 +164,15 @@ class Pipeline:
       >>> state, outputs = pipeline.step(state, micro_batches)
       >>> len(outputs.losses), state.update_count
       (4, 1)
+
+    Attributes:
+      timetable: a function that returns the checked timetable of a step, from its number of micro-batches,
+        or of groups of `num_serialized`. For a searched schedule, see `engine.inspect.find_searched`.
     """
 
     split_table: Any = None  # where its stages begin, and why, if the engine cut it
-    measured_costs: schedules.Costs | None = None  # what its stages take, measured with its runner
+    measured_costs: tuple[Any, schedules.Costs] | None = None  # a runner, and what its stages take
+    iterated: Iterated | None = None  # the loop whose body the pipeline is
 
     @_with_options(PipelineOptions)
     def __init__(
@@ -219,7 +223,7 @@ class Pipeline:
 
         def __getattr__(self, name: str) -> Any:
             """Says what takes the place of a method that is gone."""
-            instead = f"; use engine.{_MOVED[name]}(pipeline)" if name in _MOVED else ""
+            instead = f"; use {_MOVED[name]}" if name in _MOVED else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
@@ -230,16 +234,15 @@ class Pipeline:
           levels: the levels of its stages.
           trains: whether it goes backward.
         """
-        self._recipe, options, mapping = recipe, recipe.options, recipe.mapping
-        schedule, count = options.schedule, options.num_micro_batches
+        self._recipe, options = recipe, recipe.options
         self._num_replicas, self._has_identical_keys = options.num_replicas, False
         if options.dispatch_plan is not None:
-            check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
-        self._compiler_options = self._plan_compiler_options()
+            check_dispatch_plan(options.dispatch_plan, options.num_micro_batches, self.is_one_program)
+        self._compiler_options = _plan_compiler_options(self)
         self._reduction = parse_member(Reduction, options.reduction, "reduction")
         self._offload = parse_offload(options.offload)
         self._shard = parse_shard(options.shard)
-        self._recompute = (
+        self.recompute = (
             None
             if options.recompute is None
             else parse_member(Recomputation, options.recompute, "recompute, unless it is None,")
@@ -247,65 +250,21 @@ class Pipeline:
         self._devices = options.devices
         self._chosen_plan: Chunking | None = None
         self._built: Built | None = None
-        self._programs: tuple[StagePrograms, ...] = ()
-        self._runner: Runner[Any] | None = None
-        self._shapes: MicroBatchShapes | None = None  # made with the runner, and dropped with it
-        # the same pipeline for micro-batches of other shapes than the first one
-        self._others: dict[ShapesKey, Pipeline] = {}
+        self.programs: tuple[StagePrograms, ...] = ()  # of each stage, before XLA
+        self.runner: Runner[Any] | None = None
+        self._shapes = MicroBatchShapes()
         self._surroundings: Surroundings | None = None  # of the first trace
         self._kept = kept.current()
-        self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
-        self._placed: _Placed | None = None
-        # A function by itself, so that its callers do not hold the pipeline: an infeed holds the runner,
-        # and the pipeline's program the infeed.
-        self._follow: Callable[[frozenset[int] | None, int], schedules.Timetable] = functools.partial(
-            _make_timetable, schedule, mapping, trains, tuple(levels)
-        )
-        self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(self._follow, None)
-        self.searches: SearchedTimetables | None = None  # made with the runner, and dropped with it
+        self._between = BetweenSteps()
+        # Without the pipeline itself, which callers of it are not to hold: an infeed holds the runner, and
+        # the pipeline's program the infeed.
+        self.timetable = Timetables(options.schedule, recipe.mapping, trains, tuple(levels))
         self._building = threading.RLock()  # held while it is traced, and while its runner is made
-
-    def _plan_compiler_options(self) -> CompilerOptions:
-        options = self.options
-        return plan_options(
-            len(self.device_mapping),
-            self.is_one_program,
-            options.optimizer is not None,
-            options.forward_options,
-            options.backward_options,
-            options.update_options,
-            options.hooks.option_names,
-        )
-
-    def timetable(self, num_micro_batches: int) -> schedules.Timetable:
-        """Returns the checked timetable of a step.
-
-        For a schedule that is searched, see `engine.inspect.find_searched`.
-
-        Args:
-          num_micro_batches: micro-batches of a step, or groups of `num_serialized`.
-        """
-        return (self.searches or self._make_timetable)(num_micro_batches)
-
-    def _find_halved(self) -> Collection[int]:
-        """The stages whose backward is done in halves, from now on with any number of micro-batches."""
-        if self.is_one_program:
-            return ()
-        halved = self._follow(None, self.num_micro_batches or 2 * len(self.device_mapping)).halved
-        self._make_timetable = functools.partial(self._follow, halved)
-        return halved
-
-    # What is known about the pipeline.
-
-    @property
-    def num_ipus(self) -> int:
-        """The number of devices that each replica needs."""
-        return max(self.device_mapping) + 1
 
     @property
     def num_devices(self) -> int:
         """The number of devices that each replica needs."""
-        return self.num_ipus * self.options.num_devices_per_ipu
+        return (max(self.device_mapping) + 1) * self.options.num_devices_per_ipu
 
     @property
     def num_replicas(self) -> int:
@@ -331,21 +290,6 @@ class Pipeline:
         return is_one_device and len(set(self.device_mapping)) == 1
 
     @property
-    def _iterated(self) -> Iterated | None:
-        """The loop whose body the pipeline is; None if there is none."""
-        return None
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether the micro-batches are iterations of a loop."""
-        return self._iterated is not None
-
-    @property
-    def num_carried(self) -> int:
-        """The number of a micro-batch's first leaves that come from the one before; 0 except in a loop."""
-        return 0 if self._iterated is None else len(self._iterated.carried)
-
-    @property
     def built(self) -> Built:
         """The traced pipeline and its programs."""
         if self._built is None:
@@ -358,51 +302,9 @@ class Pipeline:
         return self.built.traced
 
     @property
-    def programs(self) -> tuple[StagePrograms, ...]:
-        """The programs of each stage, before XLA."""
-        return self._programs or self.built.programs
-
-    @property
-    def updates(self) -> Updates | None:
-        """The optimizer's programs; None without training."""
-        return self.built.updates
-
-    @property
-    def num_micro_batches(self) -> int | None:
-        """Micro-batches per step, or groups of `num_serialized`; None if each step is given the number."""
-        return self.options.num_micro_batches
-
-    @property
-    def num_serialized(self) -> int:
-        """The number of micro-batches that a stage handles before the next stage starts."""
-        return self.options.num_serialized
-
-    @property
-    def collecting(self) -> Collecting:
-        """The results that are collected from the last stage."""
-        return self.built.collecting
-
-    @property
-    def metrics(self) -> MetricReader:
-        """A reader of the metrics of stages and the optimizer."""
-        return self.built.metrics
-
-    @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables by full name."""
         return without_weights(self.traced.variables)
-
-    def plan_stages(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
-        """Plans what stages hold, from a step's micro-batches and those of a program."""
-        if self.is_one_program:  # it ends a micro-batch before the next one starts
-            fullest: Sequence[Moments] = [((self.num_serialized, 0),)] * len(self.device_mapping)
-        else:
-            fullest = [
-                tuple((chunk_size * before, chunk_size * between) for before, between in moments)
-                for moments in find_moments(self._programs, self.timetable(count // chunk_size))
-            ]
-        known = {} if self._runner is None else self._runner.residual_bytes
-        return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)
 
     @property
     def dispatch_plan(self) -> Chunking | None:
@@ -420,42 +322,18 @@ class Pipeline:
             return self.options.dispatch_plan
         if self._chosen_plan is None:
             platform = "cpu" if self._devices is None else self._devices[0].platform
-            self._chosen_plan = choose_dispatch_plan(self._chunked_step, platform)
+            self._chosen_plan = choose_dispatch_plan(chunked_step(self), platform)
         return self._chosen_plan
-
-    @property
-    def _chunked_step(self) -> ChunkedStep:
-        """What a dispatch plan is chosen for."""
-        count = self.num_micro_batches
-        return ChunkedStep(
-            self._programs,
-            self.traced.levels,
-            self.timetable,
-            count,
-            lambda chunk_size: max(m.num_live_bytes for m in self.plan_stages(count or 1, chunk_size)),
-            self.options.max_chunked_bytes,
-            is_grouped=self.options.schedule == "grouped",
-            saves_memory=self._recompute is not None or bool(self._offload),
-            num_replicas=self._num_replicas,
-        )
 
     def copied(self, **changes: Any) -> Pipeline:
         """A copy without runner, with some options changed. Nothing is traced again."""
         options = dataclasses.replace(self.options, **changes)
-        return self._copy(_recipe=dataclasses.replace(self._recipe, options=options), _others={})
-
-    def _copy(self, **changes: Any) -> Pipeline:
-        """A copy without runner, with some attributes changed."""
-        other = copy.copy(self)
-        vars(other).update(
-            _runner=None, searches=None, measured_costs=None, _shapes=None, _accumulators=None, _placed=None
-        )
-        vars(other).update(changes)
+        other: Pipeline = copy.copy(self)
+        other._recipe = dataclasses.replace(self._recipe, options=options)
+        other.runner, other.measured_costs = None, None
+        other._shapes, other._between = MicroBatchShapes(), BetweenSteps()
+        other.timetable = dataclasses.replace(self.timetable, searches=None)
         return other
-
-    def plan_accumulators(self) -> AccumulatorPlan:
-        """Plans which program accumulates where."""
-        return plan_accumulators(self.traced, self._programs, self.device_mapping, self._reduction)
 
     # Building.
 
@@ -484,23 +362,24 @@ class Pipeline:
                 around = Surroundings.now(self.options.hooks.program_names)
                 # Else JAX writes loops out while it traces.
                 with jax.disable_jit(False), tracing():
-                    built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
-                self._built, self._programs, self._surroundings = built, built.programs, around
-                self._trace_named()
+                    halved: Collection[int] = ()
+                    if not self.is_one_program:  # from now on with any number of micro-batches
+                        number = self.options.num_micro_batches or 2 * len(self.device_mapping)
+                        halved = self.timetable(number).halved
+                        self.timetable = dataclasses.replace(self.timetable, halved=halved)
+                    built = build(self._recipe, element, input_shapes, self.recompute, halved)
+                self._built, self.programs, self._surroundings = built, built.programs, around
+                for number, named in enumerate(self.options.shapes):
+                    check_like(named, element, f"shapes[{number}]", may_vary=True)
+                    self.for_shapes(named)
                 return
         known = self._built.traced
         if known.inputs != input_shapes:
             raise ValueError(
                 f"The pipeline was traced for the inputs {known.inputs}, and now got {input_shapes}."
             )
-        self.check_element(element, 0)
+        _check_element(self, element, 0)
         self.for_shapes(element)
-
-    def _trace_named(self) -> None:
-        """Traces the stages for the shapes that were named, unless that has been done; see `trace`."""
-        for number, named in enumerate(self.options.shapes):
-            check_like(named, self.traced.element, f"shapes[{number}]", may_vary=True)
-            self.for_shapes(named)
 
     def for_shapes(self, micro_batch: Any) -> Pipeline:
         """Returns the pipeline for micro-batches of these shapes, for its facts and summary.
@@ -517,54 +396,45 @@ class Pipeline:
             `max_shapes` shapes; or something must not depend on the shapes, see `trace`.
         """
         element, built = as_shapes(micro_batch, "The micro-batch"), self.built
-        check_like(element, built.traced.element, "The micro-batch", may_vary=True)
+        traced, around, others = built.traced, self._surroundings, self._shapes.others
+        check_like(element, traced.element, "The micro-batch", may_vary=True)
         key = find_key(element)
-        with self._building:
-            if key == find_key(built.traced.element):
-                return self
-            if key not in self._others:
-                known = [built.traced.element, *(one.traced.element for one in self._others.values())]
-                check_number(known, element, self.options.max_shapes)
-                self._others[key] = self._trace_other(element)
-            return self._others[key]
-
-    def _trace_other(self, element: Any) -> Pipeline:
-        """Traces the stages for other shapes of micro-batches, in the surroundings of the first trace."""
-        built, around = self.built, self._surroundings
-        assert around is not None
 
         def trace(captures: Captures) -> Pipeline:
+            assert around is not None
             hooks = dataclasses.replace(
                 self.options.hooks, program_names=around.names.copy(), captures=captures
             )
-            options = dataclasses.replace(self.options, hooks=hooks, shapes=())
-            recipe = dataclasses.replace(self._recipe, options=options)
-            other = self._copy(_recipe=recipe, _built=None, _programs=(), _others={})
-            other.trace(element, *built.traced.given)
+            other: Pipeline = self.copied(hooks=hooks, shapes=())
+            other._built, other.programs = None, ()
+            other.trace(element, *traced.given)
             return other
 
-        try:
-            other: Pipeline = around.run(
-                self.options.hooks.captures.trace_again, built.traced.captured, trace
-            )
-        except Exception as error:
-            error.add_note(
-                f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
-                f"{describe_shapes(built.traced.element)}. With max_shapes=1 that is an error by itself."
-            )
-            raise
-        check_alike(built, other.built, (self.plan_accumulators(), other.plan_accumulators()))
-        return other
+        with self._building:
+            if key == find_key(traced.element):
+                return self
+            if key not in others:
+                check_number(
+                    [traced.element, *(one.traced.element for one in others.values())],
+                    element,
+                    self.options.max_shapes,
+                )
+                assert around is not None
+                other = trace_again(traced, element, around, self.options.hooks.captures, trace)
+                check_alike(built, other.built, (_plan_accumulators(self), _plan_accumulators(other)))
+                others[key] = other
+            found: Pipeline = others[key]
+            return found
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Sets what stages keep for their backward. A change compiles everything again."""
-        if recompute is self._recompute:
+        if recompute is self.recompute:
             return
-        self._recompute, self._chosen_plan = recompute, None
-        self._forget_runner()
-        self._others = {}
+        self.recompute, self._chosen_plan = recompute, None
+        self.runner, self._shapes = None, MicroBatchShapes()
+        self.timetable = dataclasses.replace(self.timetable, searches=None)
         if self._built is not None:
-            self._programs = self._built.make_programs(recompute)
+            self.programs = self._built.make_programs(recompute)
 
     def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
         """Sets the number of replicas. A change compiles everything again.
@@ -577,17 +447,17 @@ class Pipeline:
           ValueError: the number is not usable.
         """
         self._has_identical_keys = identical_keys
-        if isinstance(self._runner, ColumnRunner):
-            for runner in self._runner.of_shapes:
+        if isinstance(self.runner, ColumnRunner):
+            for runner in self.runner.of_shapes:
                 runner.replicas.has_identical_keys = identical_keys
                 runner.make_single().replicas.has_identical_keys = identical_keys
         if num_replicas == self._num_replicas:
             return
         self.options.check_replicas(num_replicas)
         self._num_replicas, self._chosen_plan = num_replicas, None
-        self._forget_runner()
-        self._others = {}
-        self._compiler_options = self._plan_compiler_options()
+        self.runner, self._shapes = None, MicroBatchShapes()
+        self.timetable = dataclasses.replace(self.timetable, searches=None)
+        self._compiler_options = _plan_compiler_options(self)
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
         """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
@@ -599,23 +469,20 @@ class Pipeline:
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
         """
-        runner = self._runner
-        if runner is not None and (devices is None or self._has_devices(devices)):
+        runner = self.runner
+        if runner is not None and (devices is None or _has_devices(self, self._devices, devices)):
             return runner
         begin_first_run()
         with self._building:
-            if self._runner is None or not (devices is None or self._has_devices(devices)):
+            if self.runner is None or not (devices is None or _has_devices(self, self._devices, devices)):
                 runner = self._make_runner(devices)
-                shapes = MicroBatchShapes(self.traced.element, runner)
-                self._trace_named()
-                for other in self._others.values():
-                    shapes.add(other.traced.element, functools.partial(self._make_other_runner, runner))
-                self._runner, self._shapes = runner, shapes
-            return self._runner
-
-    def _forget_runner(self) -> None:
-        """Has the next `prepare` make another runner."""
-        self._runner = self.searches = self._shapes = self.measured_costs = None
+                for named in self.options.shapes:  # unless that has been done
+                    self.for_shapes(named)
+                self._shapes.set_runner(
+                    self.traced.element, runner, self._make_other_runner, self._building
+                )
+                self.runner = runner
+            return self.runner
 
     @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
@@ -650,9 +517,9 @@ class Pipeline:
         check_compiles(self._compiler_options, groups)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
-        self._forget_runner()
-        self._devices = list(devices)
-        self._placed = self._accumulators = None
+        self.runner, self._devices = None, list(devices)
+        self._between = BetweenSteps()
+        self.timetable = dataclasses.replace(self.timetable, searches=None)
         self._agree(devices[:needed])
         placement = self._place_state(groups)
         if self.is_one_program:
@@ -662,11 +529,20 @@ class Pipeline:
                 )
             return self._make_block_runner(placement)
         runner = self._make_column_runner(devices, placement)
-        if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
-            searched = SearchedTimetables(self._measure(runner, schedule))
-            searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
+        if isinstance(schedule, schedules.SearchedSchedule) and self.built.updates is not None:
+            searched = SearchedTimetables(
+                measure_scenario(
+                    runner,
+                    functools.partial(make_state, runner.placement, jax.random.key(0)),
+                    self.built,
+                    schedule,
+                    functools.partial(plan_in_flight, self, runner.chunk_size, runner.chunk_size),
+                )
+            )
+            number = self.options.num_micro_batches or runner.chunk_size
+            searched(number // runner.chunk_size)  # it may raise
             runner.follow(searched)
-            self.searches = searched
+            self.timetable = dataclasses.replace(self.timetable, searches=searched)
         return runner
 
     def _make_other_runner(self, lead: Runner[Any], element: Any, number: int) -> Runner[Any]:
@@ -686,8 +562,8 @@ class Pipeline:
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
         runner = other._make_column_runner(self._devices, placement, lead, number)
         lead.check_other(runner)
-        if self.searches is not None:
-            runner.follow(self.searches)
+        if self.timetable.searches is not None:
+            runner.follow(self.timetable.searches)
         return runner
 
     def _make_block_runner(
@@ -696,25 +572,20 @@ class Pipeline:
         """Makes the runner for one device."""
         runner = BlockRunner(
             placement,
-            self._programs,
-            self.collecting,
+            self.programs,
+            self.built.collecting,
             donate=self.options.donate,
             block_bytes=self.options.block_bytes,
-            num_serialized=self.num_serialized,
-            has_fixed_room=self.num_micro_batches is None,
-            iterated=self._iterated,
+            num_serialized=self.options.num_serialized,
+            has_fixed_room=self.options.num_micro_batches is None,
+            iterated=self.iterated,
             options=self._compiler_options.whole,
             lead=lead,
             shapes=number,
         )
         runner.kept = self._kept
-        runner.note = "" if lead is None else self._tell_shapes(number)
+        runner.note = "" if lead is None else _describe_number(self, number)
         return runner
-
-    def _tell_shapes(self, number: int) -> str:
-        """What is told while programs compile for other shapes than the first micro-batch's."""
-        element, most = describe_shapes(self.traced.element), self.options.max_shapes
-        return f"for micro-batches of {element} ({number + 1} of at most {most} shapes)"
 
     def _make_column_runner(
         self,
@@ -731,17 +602,17 @@ class Pipeline:
             own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
             homes = list(map(self._place_state, own))
 
-        # Without the pipeline itself, which the runner is not to hold; see `_follow`.
+        # Without the pipeline itself, which the runner is not to hold; see `timetable`.
         make_runner = functools.partial(
             ColumnRunner,
             placement,
             homes,
-            self._programs,
-            self._make_timetable,
+            self.programs,
+            self.timetable.by_schedule,
             self.options.donate,
-            self.collecting,
+            self.built.collecting,
             self._compiler_options,
-            iterated=self._iterated,
+            iterated=self.iterated,
             phases=self.options.execution_phases,
             shapes=number_of_shapes,
         )
@@ -752,20 +623,20 @@ class Pipeline:
             made.replicas.joins_assigned = self.options.joins_assigned
             made.replicas.has_identical_keys = self._has_identical_keys
             made.kept = self._kept
-            made.note = "" if lead is None else self._tell_shapes(number_of_shapes)
+            made.note = "" if lead is None else _describe_number(self, number_of_shapes)
             if number > 1 and not self.options.hooks.gathers_outputs:
                 made.keep_outputs()
             return made
 
-        may_measure = not (self.is_loop or placement.has_peers or why_not_timed(self._programs))
+        may_measure = not (self.iterated is not None or placement.has_peers or why_not_timed(self.programs))
         if lead is None and self.options.dispatch_plan is None and may_measure:
             self._chosen_plan = choose_by_steps(
-                self._chunked_step,
+                chunked_step(self),
                 make,
                 devices[0],
                 self.built,
-                (self.num_micro_batches or 0) * self._num_replicas,
-                self._describe_for_choice,
+                (self.options.num_micro_batches or 0) * self._num_replicas,
+                functools.partial(_describe_for_choice, self),
             )
         plan = self.dispatch_plan
         assert plan is not None
@@ -778,54 +649,23 @@ class Pipeline:
             )
         return runner
 
-    def _measure(self, runner: ColumnRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
-        """Measures the stages, and what they hold, for a search."""
-        return measure_scenario(
-            runner,
-            functools.partial(self._make_state, runner, jax.random.key(0)),
-            self.built,
-            schedule,
-            functools.partial(self.plan_stages, runner.chunk_size, runner.chunk_size),
-        )
-
-    def _describe_for_choice(self) -> Mapping[str, str]:
-        """What tells the pipeline from others that another dispatch plan may be chosen for."""
-        timetable = self.timetable(self.num_micro_batches or 1)
-        told = fingerprints.describe(self.built, self.options, self.device_mapping, timetable, None)
-        programs = [program for own in self._programs for program in (own.forward, *own.backwards)]
-        told |= {program.name: identify_operations(program.equations) for program in programs}
-        updates = () if self.updates is None else self.updates.updates
-        return told | {program.name: str(program.num_operations) for program in updates}
-
     def _agree(self, devices: Sequence[Any]) -> None:
         """Sees that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
-        timetable = self.timetable(self.num_micro_batches or 1)
+        timetable = self.timetable(self.options.num_micro_batches or 1)
         fingerprints.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
 
     def _place_state(self, groups: Sequence[DeviceGroup]) -> StatePlacement:
         return StatePlacement(
             self.traced,
-            self.updates,
+            self.built.updates,
             groups,
-            self.plan_accumulators(),
+            _plan_accumulators(self),
             self._offload,
             self._shard,
             self.built.partitions,
             None if self.options.execution_phases is None else self.options.execution_phases.num_ahead,
         )
-
-    def _has_devices(self, devices: Sequence[Any]) -> bool:
-        known = self._devices
-        assert known is not None
-        size, each = self.num_ipus, self.options.num_devices_per_ipu
-        needed = [
-            (ipu + size * replica) * each + part
-            for ipu in self.device_mapping
-            for replica in range(self._num_replicas)
-            for part in range(each)
-        ]
-        return all(number < len(devices) and devices[number] == known[number] for number in needed)
 
     @apart
     @peers.one_thread("the initial state of a pipeline")
@@ -851,30 +691,8 @@ class Pipeline:
                 "jax.random.wrap_key_data makes one of a raw key."
             )
         self.trace(micro_batch, *inputs)
-        state = self._make_state(self.prepare(), key)
+        state = make_state(self.prepare().placement, key)
         return dataclasses.replace(state, variables=without_weights(state.variables))
-
-    def _make_state(self, runner: Runner[Any], key: Any) -> PipelineState:
-        variables = self._make_variables(runner.placement, self.traced.variables, key)
-        return PipelineState(
-            variables=variables,
-            optimizer_state=self._init_optimizer_state(runner.placement, variables, None),
-            update_count=0,
-            execution_count=0,
-            key=key,
-        )
-
-    def _make_variables(self, placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
-        """The initial values of variables, placed."""
-        variables: dict[str, Any] = {}
-        names = list(names)
-        with initializing(len(names)) as progress:
-            for name in names:  # one at a time: all of them may not fit one device
-                spec = self.traced.variables[name]
-                made = initial_value(spec, key) if placement.has_variable(name) else spec
-                variables |= placement.place_variables({name: made})
-                progress.num_done += 1
-        return variables
 
     @apart
     def init_optimizer_state(
@@ -889,16 +707,7 @@ class Pipeline:
         Returns:
           The state; None without training, or if it depends on outputs that are not given.
         """
-        return self._init_optimizer_state(self.prepare().placement, variables, outputs)
-
-    def _init_optimizer_state(
-        self, placement: StatePlacement, variables: Mapping[str, Any], outputs: Sequence[Any] | None
-    ) -> Any:
-        updates = self.updates
-        if updates is None or (updates.init_needs_outputs and outputs is None):
-            return None
-        placed = placement.place_variables(variables)
-        return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
+        return make_optimizer_state(self.prepare().placement, variables, outputs)
 
     @apart
     def parameters(self, state: PipelineState) -> Any:
@@ -974,15 +783,15 @@ class Pipeline:
         taken = {name: state.variables[name] for name in adoption.taken}
         variables = {
             **placement.place_variables(taken),
-            **self._make_variables(placement, adoption.new, state.key),
+            **make_variables(placement, adoption.new, state.key),
         }
         optimizer_state = None
-        if self.updates is not None:
+        if self.built.updates is not None:
             optimizer_state, is_taken = adopt_optimizer_state(
                 state.optimizer_state,
-                self.updates,
+                self.built.updates,
                 adoption.new,
-                lambda: self._init_optimizer_state(placement, variables, None),
+                lambda: make_optimizer_state(placement, variables),
             )
             adoption = dataclasses.replace(adoption, takes_optimizer_state=is_taken)
         new = dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
@@ -1029,50 +838,45 @@ class Pipeline:
         """
         check_not_traced("Pipeline.step", inputs)
         every = self.updated_every(num_micro_batches) * self._num_replicas
-        known = None if self._placed is None else self._placed()
-        check_state("Pipeline.step", state, is_known=state is known)
+        check_state("Pipeline.step", state, is_known=self._between.is_placed(state))
+        leaves = None
         if isinstance(micro_batches, PlacedMicroBatches):
-            take_placed = micro_batches.taker(self.prepare(), every)
-            keeps = micro_batches.leaves is not None
-            if not keeps and (self._looks_for_nans or self._is_op_by_op):
+            take, leaves = micro_batches.taker(self.prepare(), every), micro_batches.leaves
+            if leaves is None and (_looks_for_nans(self.options) or _is_op_by_op()):
                 raise ValueError(
                     "micro_batches: they were placed before jax_debug_nans or jax_disable_jit was set. "
                     "Call place_micro_batches again."
                 )
-            return self._step(state, take_placed, inputs, num_micro_batches, micro_batches.leaves)
+        else:
+
+            def has_peers() -> bool:
+                return self._built is not None and self.prepare().placement.has_peers
+
+            feed = StepFeed(micro_batches, every, has_peers)
+            if self._built is None:
+                self.trace(feed.peek(), *inputs)
+            has_feed, place = bool(jax.tree.leaves(self.traced.element)), self.place_element
+            take = take_nothing
+            if has_feed:
+                take = feed.placing(lambda one, number: place(_check_element(self, one, number)))
+        _check_targets(self.built)
+        state = self.place(state)
+        input_leaves = check_like(tuple(inputs), self.traced.inputs, "The inputs")
+        step = StepOnItsWay(self.prepare().starting, self.traced, take)
+        watch(step)
         try:
-            iterator = _iterate(micro_batches, every)
-        except Exception as error:
-            if self._built is None or not self.prepare().placement.has_peers:
-                raise
-            iterator = _raise(error)  # when it is asked, so that the other processes hear of it
-        if self._built is None:
-            try:
-                first = next(iterator)
-            except StopIteration:
-                raise OutOfRangeError(_describe_shortage(0, every)) from None
-            self.trace(first, *inputs)
-            iterator = _chain(first, iterator)
-        place, numbers = self.place_element, iter(range(every))
-
-        def take(wanted: int) -> list[Any]:
-            del wanted
-            number = next(numbers)
-            try:
-                try:
-                    element = next(iterator)
-                except StopIteration:
-                    raise OutOfRangeError(_describe_shortage(number, every)) from None
-                return [place(self.check_element(element, number))]
-            except Exception:
-                if self.prepare().placement.has_peers:  # whose iterators are where the next step begins
-                    for _number in numbers:
-                        with contextlib.suppress(Exception):
-                            next(iterator, None)
-                raise
-
-        has_feed = bool(jax.tree.leaves(self.traced.element))
-        return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
+            progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)
+        except BaseException:
+            step.failed()
+            raise
+        collects = self.options.collect_outputs
+        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
+        reader = self.built.metrics
+        reported = reader.select(progress)
+        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
+        given = self._between.hide_weights(progress.state.pipeline)
+        step.started(given, outputs)
+        return given, outputs
 
     @apart
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
@@ -1089,37 +893,11 @@ class Pipeline:
         """
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
-        leaves = [self.check_element(element, number) for number, element in enumerate(micro_batches)]
-        elements: list[Any] = [self._resolve(place(own)) for own in leaves]
-        keeps = self._looks_for_nans or self._is_op_by_op
+        leaves = [_check_element(self, element, number) for number, element in enumerate(micro_batches)]
+        elements: list[Any] = [self._shapes.resolve(place(own)) for own in leaves]
+        keeps = _looks_for_nans(self.options) or _is_op_by_op()
         kept = list(map(copy_leaves, leaves)) if keeps else None
         return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements), kept)
-
-    def _step(
-        self,
-        state: PipelineState,
-        take: Take,
-        inputs: Sequence[Any],
-        num_micro_batches: int | None,
-        leaves: Sequence[Sequence[Any]] | None = None,
-    ) -> tuple[PipelineState, StepOutputs]:
-        _check_targets(self.traced, self.updates)
-        state = self.place(state)
-        input_leaves = self.check_inputs(inputs)
-        step = StepOnItsWay(self.prepare().starting, self.traced, take)
-        watch(step)
-        try:
-            progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)
-        except BaseException:
-            step.failed()
-            raise
-        collects = self.options.collect_outputs
-        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
-        reader, reported = self.metrics, self.metrics.select(progress)
-        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        given = self._give(progress.state.pipeline)
-        step.started(given, outputs)
-        return given, outputs
 
     def _progress(
         self,
@@ -1131,13 +909,28 @@ class Pipeline:
         leaves: Sequence[Sequence[Any]] | None,
     ) -> Progress:
         """Runs a step, or computes it op by op where that is asked for, and looks for nans."""
-        has_nan_checks, is_op_by_op, runner = self._looks_for_nans, self._is_op_by_op, self.prepare()
-        may_raise = has_nan_checks or self._has_checks
+        has_nan_checks, is_op_by_op = _looks_for_nans(self.options), _is_op_by_op()
+        element_tree: Any = jax.tree.structure(self.traced.element)
+        runner = self.prepare()
+        may_raise = has_nan_checks or hands_out_checks(self.traced.enqueued)
+
+        def run(state: PipelineState, take: Take) -> Progress:
+            found: list[Progress] = []
+            self.run(
+                state,
+                take,
+                input_leaves,
+                lambda one, _count: found.append(one),
+                num_micro_batches=num_micro_batches,
+            )
+            return found[0]
+
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
-            return self._run_once(state, take, input_leaves, num_micro_batches)
+            return run(state, take)
+        may_vary = self.options.max_shapes > 1
         replay = Replay(
             runner,
-            self._find_alike,
+            lambda leaves: self.for_shapes(element_tree.unflatten(leaves)) if may_vary else self,
             state,
             [],
             input_leaves,
@@ -1154,10 +947,21 @@ class Pipeline:
                     )
                 number = self.updated_every(num_micro_batches) * self._num_replicas
                 taken = gather(take, number, number) if leaves is None else []
-                call = self._make_caller(inputs, int(state.update_count))
+                assert self._surroundings is not None
+                call = StageCaller(
+                    self._recipe.functions,
+                    self.options.loss,
+                    self._surroundings,
+                    element_tree,
+                    inputs,
+                    int(state.update_count),
+                    runner.homes[0].groups[0],
+                )
                 progress = replay.on(leaves or _leaves_of(taken), call).run()
-                self._look_at_checks(progress)
-                self._accumulators = self._placed = None
+                self._between = BetweenSteps()
+                error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
+                if error is not None:
+                    raise error
                 placed = runner.place_state(progress.state.pipeline)
                 return dataclasses.replace(progress, state=RunState(placed, {}))
             kept: list[Element] = []
@@ -1168,84 +972,16 @@ class Pipeline:
                 return found
 
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
-            progress = self._run_once(own, recording, input_leaves, num_micro_batches)
+            progress = run(own, recording)
             found = find_nans(progress) if has_nan_checks else ""
             if not found:
                 return progress
-            self._accumulators = self._placed = None
+            self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
             if not self.traced.uses_replicas:
                 replay.on(leaves or _leaves_of(kept)).run()
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
-
-    def _run_once(
-        self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
-    ) -> Progress:
-        found: list[Progress] = []
-        self.run(
-            state,
-            take,
-            input_leaves,
-            lambda progress, _count: found.append(progress),
-            num_micro_batches=num_micro_batches,
-        )
-        (progress,) = found
-        return progress
-
-    def _look_at_checks(self, progress: Progress) -> None:
-        """Raises if a `checkify.check` of a stage has failed. Waits for them only if there are any."""
-        if self._has_checks:
-            error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
-            if error is not None:
-                self._accumulators = self._placed = None
-                raise error
-
-    @property
-    def _has_checks(self) -> bool:
-        return hands_out_checks(self.traced.enqueued)
-
-    def _find_alike(self, leaves: Sequence[Any]) -> Pipeline:
-        """The pipeline for a micro-batch's shapes, from its leaves."""
-        if self.options.max_shapes == 1:
-            return self
-        return self.for_shapes(self._element_tree.unflatten(leaves))
-
-    @property
-    def _looks_for_nans(self) -> bool:
-        config: Any = jax.config
-        return bool(self.options.check_nans or config.jax_debug_nans)
-
-    @property
-    def _is_op_by_op(self) -> bool:
-        config: Any = jax.config
-        return bool(config.jax_disable_jit)
-
-    @property
-    def _element_tree(self) -> Any:
-        return jax.tree.structure(self.traced.element)
-
-    def _make_caller(self, inputs: Sequence[Any], update_count: int) -> StageCaller:
-        assert self._surroundings is not None
-        return StageCaller(
-            self._recipe.functions,
-            self.options.loss,
-            self._surroundings,
-            self._element_tree,
-            inputs,
-            update_count,
-            self.prepare().homes[0].groups[0],
-        )
-
-    def _give(self, state: PipelineState) -> PipelineState:
-        """The state after a step without what users need not see, the variables that count weights."""
-        hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
-        if not hidden:
-            return state
-        given = dataclasses.replace(state, variables=without_weights(state.variables))
-        self._placed = _Placed(given)
-        self._placed.hidden = hidden
-        return given
 
     @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:
@@ -1254,26 +990,14 @@ class Pipeline:
         It changes with the devices. It may be called from another thread.
         """
         runner = self.prepare()
-        if self.is_loop or self._shapes is None or self.options.max_shapes == 1:
+        if self.iterated is not None or self.options.max_shapes == 1:
             return runner.place_element
-        return self._shapes.place_element
-
-    def _resolve(self, element: Any) -> Any:
-        """A micro-batch from `place_element`, once there are programs for its shapes."""
-        if shapes_of(element) != NEW_SHAPES:
-            return element
-        with self._building:
-            runner = self.prepare()
-            assert self._shapes is not None
-            return self._shapes.resolve(element, functools.partial(self._make_other_runner, runner))
-
-    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """Groups an update's micro-batches, from `place_element`, as programs take them."""
-        return list(self.prepare().place_ahead(elements))
+        assert self._shapes.runners is not None
+        return self._shapes.runners.place_element
 
     def updated_every(self, num_micro_batches: int | None) -> int:
         """The number of a step's micro-batches in each replica; those of a group count one by one."""
-        known = self.num_micro_batches
+        known = self.options.num_micro_batches
         if (known is None) == (num_micro_batches is None):
             raise ValueError(
                 "num_micro_batches must be given once, to the pipeline or, if that got None, to each step; "
@@ -1282,7 +1006,7 @@ class Pipeline:
         count = num_micro_batches if known is None else known
         assert count is not None
         check_positive("num_micro_batches", count)
-        return int(count) * self.num_serialized
+        return int(count) * self.options.num_serialized
 
     @apart
     def compile(self, state: PipelineState, num_updates: int = 1) -> None:
@@ -1298,14 +1022,14 @@ class Pipeline:
         """
         check_state("Pipeline.compile", state)
         every = self.updated_every(None)
-        if self.updates is not None and state.optimizer_state is None:
+        if self.built.updates is not None and state.optimizer_state is None:
             raise ValueError(
                 "compile() is not available here: the optimizer state is made from the first step's "
                 "outputs, so that step compiles."
             )
         runner = self.prepare()
         state = self.place(state)
-        accumulators = self._accumulators
+        accumulators = self._between.accumulators
         if accumulators is None:
             accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
@@ -1313,13 +1037,7 @@ class Pipeline:
         run_state = RunState(state, accumulators)
         request = Request(inputs, every, limit=total, total=total)
         runner.compile(run_state, request)
-        self._compile_others(run_state, request)
-
-    def _compile_others(self, state: RunState, request: Request) -> None:
-        """Compiles what is run for other shapes of micro-batches than the first one's, as far as known."""
-        assert self._shapes is not None
-        for runner in self._shapes.runners[1:]:
-            runner.compile(state, request)
+        self._shapes.compile(run_state, request)
 
     @apart
     def run(
@@ -1358,7 +1076,7 @@ class Pipeline:
           The state after the last update, still being computed.
         """
         done, total = 0, num_updates if num_total is None else num_total
-        supply = Supply(take, self._resolve)
+        supply = Supply(take, self._shapes.resolve)
         while done < num_updates:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
             pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
@@ -1368,7 +1086,11 @@ class Pipeline:
                 state = progress.state.pipeline
                 num_done = int(state.execution_count) - before
                 done += num_done
-                self._look_at_checks(progress)
+                if hands_out_checks(self.traced.enqueued):  # else nothing is waited for
+                    error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
+                    if error is not None:
+                        self._between = BetweenSteps()
+                        raise error
                 on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
             if should_stop is not None and should_stop():
                 break
@@ -1400,12 +1122,10 @@ class Pipeline:
         """
         every = self.updated_every(num_micro_batches)
         runner = self.prepare()
-        accumulators, self._accumulators = self._accumulators, None
-        if accumulators is None:
-            accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
+        accumulators = self._between.take_accumulators(runner, self.built.accumulator_dtypes)
         request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
         if self.options.shapes and not runner.has_run:
-            self._compile_others(RunState(state, accumulators), request)
+            self._shapes.compile(RunState(state, accumulators), request)
         if (watcher := watching.current()) is not None:
             watcher.introduce(runner, self)
             rehearse(watcher, runner, RunState(state, accumulators), request)
@@ -1424,12 +1144,11 @@ class Pipeline:
         Returns:
           The new state, and the results to read.
         """
-        self._check_optimizer_state(state)
+        _check_optimizer_state(self.built.updates, state)
         # The accumulators are part of what is pending.
         with naming_peers():
             progress: Progress = self.prepare().run(RunState(state, {}), pending)
-        self._accumulators = progress.state.accumulators
-        self._placed = _Placed(progress.state.pipeline)
+        self._between.keep(progress.state)
         return progress
 
     @apart
@@ -1440,11 +1159,8 @@ class Pipeline:
           ValueError: a variable is missing, is no array, or has another shape or dtype; or elements of it
             are masked.
         """
-        placed = self._placed
-        if placed is not None and state is placed():
-            if placed.hidden:
-                return dataclasses.replace(state, variables={**state.variables, **placed.hidden})
-            return state
+        if self._between.is_placed(state):
+            return self._between.with_hidden(state)
         state = as_plain_state(state)
         for name, spec in self.variables.items():
             value = state.variables.get(name)
@@ -1455,7 +1171,7 @@ class Pipeline:
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "
                     f"{value.dtype.name}{list(value.shape)}."
                 )
-        self._check_optimizer_state(state)
+        _check_optimizer_state(self.built.updates, state)
         weights = {
             name: np.zeros(spec.shape, spec.dtype)
             for name, spec in self.traced.variables.items()
@@ -1475,88 +1191,126 @@ class Pipeline:
         Args:
           other: traced, and with the same options.
         """
-        found, other._accumulators = other._accumulators, None
-        if found is not None and self._find_accumulators() == other._find_accumulators():
-            self._accumulators = found
-
-    def _find_accumulators(self) -> Any:
-        """A value that identifies the accumulators and their places."""
-        extra, ipus, owners = self.plan_accumulators().extra, self.device_mapping, self.traced.owners
-        dtypes = self.built.accumulator_dtypes
-        homes = {name: ipus[owners[name]] for name in dtypes}
-        homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
-        return dtypes, homes, self._devices, self._num_replicas, self._offload
-
-    def check_element(self, element: Any, number: int) -> list[Any]:
-        """Checks a micro-batch against the first one. Returns its leaves.
-
-        Raises:
-          ValueError: structure or dtype differ; or, if `max_shapes` is 1, shapes do.
-        """
-        may_vary = self.options.max_shapes > 1
-        return check_like(element, self.traced.element, f"Micro-batch {number}", may_vary=may_vary)
-
-    def check_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Checks the inputs in the same way. Returns their leaves."""
-        return check_like(tuple(inputs), self.traced.inputs, "The inputs")
-
-    def _check_optimizer_state(self, state: PipelineState) -> None:
-        if self.updates is None or state.optimizer_state is None:
-            return
-        tree = jax.tree.structure(state.optimizer_state)
-        if tree != self.updates.state_tree:
-            given, made = describe_structures(tree, self.updates.state_tree)
-            raise ValueError(
-                "The state's optimizer_state is of another optimizer or of other variables: it is "
-                f"{given}, and the pipeline's optimizer makes {made}."
-            )
+        found, other._between.accumulators = other._between.accumulators, None
+        own = _find_accumulators(self), self._devices, self._num_replicas, self._offload
+        others = _find_accumulators(other), other._devices, other._num_replicas, other._offload
+        if found is not None and own == others:
+            self._between.accumulators = found
 
 
-class _Placed(weakref.ref[PipelineState]):
-    """The last state that is known to be placed, and the variables that it does not show."""
-
-    hidden: Mapping[str, Any] = MappingProxyType({})
-
-
-def _make_timetable(
-    schedule: schedules.Schedule,
-    mapping: tuple[int, ...],
-    trains: bool,
-    levels: tuple[int, ...],
-    halved: frozenset[int] | None,
-    num_micro_batches: int,
-) -> schedules.Timetable:
-    return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels, halved)
+def plan_in_flight(pipeline: Pipeline, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
+    """Plans what stages hold, from a step's micro-batches and those of a program."""
+    if pipeline.is_one_program:  # it ends a micro-batch before the next one starts
+        number = pipeline.options.num_serialized
+        fullest: Sequence[Moments] = [((number, 0),)] * len(pipeline.device_mapping)
+    else:
+        fullest = [
+            tuple((chunk_size * before, chunk_size * between) for before, between in moments)
+            for moments in find_moments(pipeline.programs, pipeline.timetable(count // chunk_size))
+        ]
+    known = {} if pipeline.runner is None else pipeline.runner.residual_bytes
+    return plan_stages(pipeline.traced, pipeline.programs, pipeline.device_mapping, fullest, known)
 
 
-def _describe_shortage(number: int, every: int) -> str:
-    return f"The data ended after {number} of the {every} micro-batches of a step."
+def chunked_step(pipeline: Pipeline) -> ChunkedStep:
+    """What a dispatch plan is chosen for."""
+    options = pipeline.options
+    count = options.num_micro_batches
+    return ChunkedStep(
+        pipeline.programs,
+        pipeline.traced.levels,
+        pipeline.timetable,
+        count,
+        lambda chunk_size: max(m.num_live_bytes for m in plan_in_flight(pipeline, count or 1, chunk_size)),
+        options.max_chunked_bytes,
+        is_grouped=options.schedule == "grouped",
+        saves_memory=pipeline.recompute is not None or bool(options.offload),
+        num_replicas=pipeline.num_replicas,
+    )
 
 
-def _iterate(micro_batches: Iterable[Any], every: int) -> Iterator[Any]:
-    """Begins to iterate over the micro-batches of a step.
+def _describe_for_choice(pipeline: Pipeline) -> Mapping[str, str]:
+    """What tells the pipeline from others that another dispatch plan may be chosen for."""
+    options, mapping = pipeline.options, pipeline.device_mapping
+    timetable = pipeline.timetable(options.num_micro_batches or 1)
+    told = fingerprints.describe(pipeline.built, options, mapping, timetable, None)
+    programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
+    told |= {program.name: identify_operations(program.equations) for program in programs}
+    updates = () if pipeline.built.updates is None else pipeline.built.updates.updates
+    return told | {program.name: str(program.num_operations) for program in updates}
 
-    Raises:
-      TypeError: they are not what can be iterated over.
-      ValueError: there are too many in a list.
-    """
-    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
+
+def _describe_number(pipeline: Pipeline, number: int) -> str:
+    return describe_number(pipeline.traced.element, number, pipeline.options.max_shapes)
+
+
+def _plan_accumulators(pipeline: Pipeline) -> AccumulatorPlan:
+    """Plans which program accumulates where."""
+    reduction = parse_member(Reduction, pipeline.options.reduction, "reduction")
+    return plan_accumulators(pipeline.traced, pipeline.programs, pipeline.device_mapping, reduction)
+
+
+def _find_accumulators(pipeline: Pipeline) -> Any:
+    """A value that identifies the accumulators and their places."""
+    ipus, owners = pipeline.device_mapping, pipeline.traced.owners
+    dtypes = pipeline.built.accumulator_dtypes
+    homes = {name: ipus[owners[name]] for name in dtypes}
+    extra = _plan_accumulators(pipeline).extra
+    return dtypes, homes | {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
+
+
+def _plan_compiler_options(pipeline: Pipeline) -> CompilerOptions:
+    options = pipeline.options
+    return plan_options(
+        len(pipeline.device_mapping),
+        pipeline.is_one_program,
+        options.optimizer is not None,
+        options.forward_options,
+        options.backward_options,
+        options.update_options,
+        options.hooks.option_names,
+    )
+
+
+def _has_devices(pipeline: Pipeline, known: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
+    """Whether the pipeline's devices are those that it is `known` to have."""
+    assert known is not None
+    size, each = max(pipeline.device_mapping) + 1, pipeline.options.num_devices_per_ipu
+    needed = [
+        (ipu + size * replica) * each + part
+        for ipu in pipeline.device_mapping
+        for replica in range(pipeline.num_replicas)
+        for part in range(each)
+    ]
+    return all(number < len(devices) and devices[number] == known[number] for number in needed)
+
+
+def _check_element(pipeline: Pipeline, element: Any, number: int) -> list[Any]:
+    """Checks a micro-batch against the first one. Returns its leaves."""
+    may_vary = pipeline.options.max_shapes > 1
+    return check_like(element, pipeline.traced.element, f"Micro-batch {number}", may_vary=may_vary)
+
+
+def _check_optimizer_state(updates: Updates | None, state: PipelineState) -> None:
+    if updates is None or state.optimizer_state is None:
+        return
+    tree = jax.tree.structure(state.optimizer_state)
+    if tree != updates.state_tree:
+        given, made = describe_structures(tree, updates.state_tree)
         raise ValueError(
-            f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
-            f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
+            "The state's optimizer_state is of another optimizer or of other variables: it is "
+            f"{given}, and the pipeline's optimizer makes {made}."
         )
-    return iter(check_elements("Pipeline.step", micro_batches))
 
 
-def _raise(error: Exception) -> Iterator[Any]:
-    """An iterator that raises an error."""
-    yield from ()
-    raise error
+def _looks_for_nans(options: PipelineOptions) -> bool:
+    config: Any = jax.config
+    return bool(options.check_nans or config.jax_debug_nans)
 
 
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+def _is_op_by_op() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
 
 
 def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
@@ -1564,9 +1318,9 @@ def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
     return [element.leaves if element else () for element in elements]
 
 
-def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
+def _check_targets(built: Built) -> None:
     """Raises if something is enqueued for another target than those that a step serves."""
-    entries = (*traced.enqueued, *(() if updates is None else updates.enqueued))
+    entries = (*built.traced.enqueued, *(() if built.updates is None else built.updates.enqueued))
     for entry in entries:
         if not isinstance(entry.target, Metric | UserChecks):
             raise ValueError(

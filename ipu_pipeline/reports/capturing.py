@@ -333,7 +333,7 @@ def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineF
     """
     facts, owner = one.facts, one.owner
     count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
-    given = None if owner.num_micro_batches is not None else max(1, count // facts.num_serialized)
+    given = None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)
     stages = [
         select_fields(
             StageFacts,

@@ -11,7 +11,9 @@ from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fiel
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.pipeline import Pipeline, plan_in_flight
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.updates.accumulators import plan_accumulators
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight
 
 __all__ = ["find_facts", "find_searched", "find_separate_variables", "introduce", "summarize"]
@@ -56,15 +58,15 @@ def _find_facts(
     count = options.num_micro_batches if num_micro_batches is None else num_micro_batches
     chunk_size, table = 1 if plan is None else plan.chunk_size, pipeline.split_table
     trains = built.updates is not None
-    costs = pipeline.measured_costs
-    if costs is None and table is not None:
-        costs = table.costs
+    costs = None if table is None else table.costs
+    if pipeline.measured_costs is not None and pipeline.measured_costs[0] is pipeline.runner:
+        costs = pipeline.measured_costs[1]
     return describe(
         built.traced,
         pipeline.programs,
-        pipeline.plan_stages(count or 1, chunk_size),
+        plan_in_flight(pipeline, count or 1, chunk_size),
         built.accumulator_dtypes if trains else None,
-        pipeline.num_carried,
+        0 if pipeline.iterated is None else len(pipeline.iterated.carried),
         {*left_out, *filter(is_loss_weight, built.traced.variables)},
         name="Pipeline",
         kind="training" if trains else "inference",
@@ -89,7 +91,8 @@ def _find_sends(pipeline: Pipeline) -> tuple[Sent, ...]:
     sent = find_update_sends(built.updates, ipus)
     if isinstance(pipeline, Loop):
         return sent
-    extra = pipeline.plan_accumulators().extra
+    reduction = Reduction(pipeline.options.reduction)
+    extra = plan_accumulators(built.traced, pipeline.programs, ipus, reduction).extra
     return (*find_shared_sends(built.traced, ipus, extra, built.accumulator_dtypes), *sent)
 
 
@@ -150,10 +153,10 @@ def find_searched(pipeline: Pipeline, num_micro_batches: int | None = None) -> s
       all stages are on one device. Then, and until `prepare` is called, the timetable is "interleaved" with
       a split backward.
     """
-    if pipeline.searches is None:
+    searches = pipeline.timetable.searches
+    if searches is None:
         return None
-    number = pipeline.updated_every(num_micro_batches) // pipeline.options.num_serialized
-    return pipeline.searches.find(number)
+    return searches.find(pipeline.updated_every(num_micro_batches) // pipeline.options.num_serialized)
 
 
 def introduce(pipeline: Pipeline, name: str) -> None:

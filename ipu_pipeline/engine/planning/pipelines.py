@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 from ipu_pipeline.engine import schedules
@@ -10,7 +9,7 @@ from ipu_pipeline.engine.apart import apart
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
 from ipu_pipeline.engine.execution.runner import ColumnRunner
 from ipu_pipeline.engine.inspect.pipelines import find_facts
-from ipu_pipeline.engine.pipeline import Pipeline
+from ipu_pipeline.engine.pipeline import Pipeline, plan_in_flight
 from ipu_pipeline.engine.planning.choosing import HOST_SECONDS
 from ipu_pipeline.engine.planning.chunking import Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
@@ -47,7 +46,7 @@ def plan_memory(pipeline: Pipeline, num_micro_batches: int | None = None) -> tup
     """
     plan = pipeline.dispatch_plan
     count = _find_count(pipeline, num_micro_batches)
-    return pipeline.plan_stages(count, 1 if plan is None else plan.chunk_size)
+    return plan_in_flight(pipeline, count, 1 if plan is None else plan.chunk_size)
 
 
 def plan_ipu_memory(pipeline: Pipeline, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
@@ -139,7 +138,7 @@ def measure_scenario(pipeline: Pipeline, num_micro_batches: int | None = None) -
         runner,
         pipeline.built,
         measured.costs,
-        pipeline.plan_stages(count, runner.chunk_size),
+        plan_in_flight(pipeline, count, runner.chunk_size),
         pipeline.options.schedule,
         count,
         measured.num_temporary_bytes,
@@ -191,7 +190,7 @@ def _measure(caller: str, pipeline: Pipeline) -> tuple[ColumnRunner, Measured]:
     if last.is_fused:
         first = last.backward_operations - last.weight_operations
         costs = divide_last(costs, last.forward_operations, first, is_halved=last.is_halved)
-    pipeline.measured_costs = costs
+    pipeline.measured_costs = runner, costs
     return runner, measured._replace(costs=costs)
 
 
@@ -216,7 +215,9 @@ def with_recomputation(pipeline: Pipeline, recompute: Recomputation | None) -> P
       >>> recompute = engine.Recomputation.RECOMPUTE_THEN_BACKPROPAGATE
       >>> other = engine.planning.with_recomputation(pipeline, recompute)
     """
-    other = copy.copy(pipeline)
+    if recompute is pipeline.recompute:
+        return pipeline
+    other = pipeline.copied()
     other.set_recomputation(recompute)
     return other
 

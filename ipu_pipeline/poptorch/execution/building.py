@@ -108,7 +108,7 @@ def compile_model(
         return ModelOptimizer(optimizer, tensors, trained, options, wrapped.model, rows)
 
     program, training = _make_program(wrapped, arguments, begin, progress, groupings, graph)
-    devices = select_devices(program.pipeline.num_ipus * options.replication_factor, options)
+    devices = select_devices(program.pipeline.num_devices * options.replication_factor, options)
     key = make_key(seed)
     checks = options.Precision.floating_point_exceptions
     compiled = CompiledModel(wrapped.model, program, devices, key, checks, Processes.of(options))

@@ -233,7 +233,7 @@ class CompiledModel:
         """Returns a context for waiting for other processes' gradients, if the model trains."""
         return (
             contextlib.nullcontext()
-            if self.pipeline.updates is None
+            if self.pipeline.built.updates is None
             else processes.waiting("a weight update")
         )
 

@@ -77,7 +77,7 @@ class _Call(abc.ABC):
     @functools.cached_property
     def trains(self) -> bool:
         """Whether there is an optimizer."""
-        return self.runner.updates is not None
+        return self.runner.built.updates is not None
 
     @property
     @abc.abstractmethod
@@ -107,13 +107,13 @@ class _Call(abc.ABC):
     @property
     def state_tree(self) -> Any:
         """The structure of the optimizer's state; only available with training."""
-        assert self.runner.updates is not None
-        return self.runner.updates.state_tree
+        assert self.runner.built.updates is not None
+        return self.runner.built.updates.state_tree
 
     @functools.cached_property
     def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the optimizer's state by path; empty without training."""
-        updates = self.runner.updates
+        updates = self.runner.built.updates
         return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
 
 
@@ -170,7 +170,9 @@ class PipelineCall(_Call):
         """The queues that it enqueues to."""
         found: list[Outfed] = []
         if self.outfeed_queue is not None:
-            found.append(Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals))
+            found.append(
+                Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.built.collecting.avals)
+            )
         found += [Outfed(entry.target, entry.tree, entry.avals) for entry, _leaves in self._enqueued]
         found += [Outfed(entry.target, entry.tree, entry.avals, False) for entry, _leaves in self._updated]
         return found
@@ -183,7 +185,7 @@ class PipelineCall(_Call):
     @functools.cached_property
     def _updated(self) -> list[tuple[Enqueued, slice]]:
         """The values that weight updates enqueue to outfeeds, with the positions of their leaves."""
-        updates = self.pipeline.updates
+        updates = self.pipeline.built.updates
         return [] if updates is None else find_leaves(updates.enqueued, IPUOutfeedQueue)
 
     def hand_out(self, progress: Progress) -> None:
@@ -203,7 +205,7 @@ class PipelineCall(_Call):
         Raises:
           ValueError: it is not usable.
         """
-        count, num_serialized = int(value), self.pipeline.num_serialized
+        count, num_serialized = int(value), self.pipeline.options.num_serialized
         if not 1 <= count * num_serialized <= _MAX_INT32:
             raise ValueError(
                 "gradient_accumulation_count must be from 1 to "

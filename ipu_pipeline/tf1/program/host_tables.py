@@ -168,8 +168,8 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
         if table.marker not in accumulated:
             continue
         name, own = f"The host embedding {table.spec.name!r}", table.num_mini_batches
-        assert call.runner.updates is not None
-        if call.runner.updates.loss_scale is not None:
+        assert call.runner.built.updates is not None
+        if call.runner.built.updates.loss_scale is not None:
             raise NotImplementedError(
                 f"{name} is trained by {call.name!r}, whose optimizer scales the loss; the gradients of "
                 "its rows would be scaled, too. Use an optimizer without loss scaling."

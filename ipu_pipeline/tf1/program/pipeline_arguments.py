@@ -457,7 +457,7 @@ def check_outfeed(call: PipelineCall) -> None:
             f"The last computational stage has tensor outputs: {described}, but no outfeed_queue has "
             "been provided."
         )
-    if call.outfeed_queue is not None and not call.pipeline.collecting.avals:
+    if call.outfeed_queue is not None and not call.pipeline.built.collecting.avals:
         warnings.warn(
             "outfeed_queue will stay empty since the last computational stage returns nothing.",
             stacklevel=3,

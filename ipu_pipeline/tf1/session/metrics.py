@@ -81,7 +81,7 @@ class MetricLog:
 
     def add(self, call: PipelineCall, num_updates: int, last: int, progress: Progress) -> None:
         """Takes a report of a pipeline; does not wait for its values."""
-        reader = call.pipeline.metrics
+        reader = call.pipeline.built.metrics
         if not reader:
             return
         entry = _Entry(range(last - num_updates + 1, last + 1), reader, reader.select(progress))

@@ -144,7 +144,7 @@ def _run_pipeline(
         take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
     wanted = call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
-    micro_batches = pipeline.num_micro_batches if count is None else count
+    micro_batches = pipeline.options.num_micro_batches if count is None else count
     assert micro_batches is not None
     every = pipeline.updated_every(count)
     check_tables(rows.tables, call, every)
@@ -225,7 +225,9 @@ def _run_loop(
     infeed = call.infeed_queue
     if infeed is not None and uses_synthetic_data():
         infeed = None
-        take = make_synthetic(loop, jax.tree.leaves(body.pipeline.element)[loop.num_carried :], num_fetched)
+        take = make_synthetic(
+            loop, jax.tree.leaves(body.pipeline.element)[len(body.changing) :], num_fetched
+        )
     if not runner.takes_elements or count == 0:
         infeed = None
     if infeed is not None:

@@ -13,6 +13,7 @@ import pytest
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine import measuring, reference, rehearsing
 from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.pipeline import chunked_step
 from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.ground.tables import describe_bytes
 from tests.support import beside, models
@@ -406,7 +407,7 @@ def choose(cost, platform="cpu", max_live_bytes=16, rehearsal=None, **changes):
         for own in pipeline.programs
     ]
     step = dataclasses.replace(
-        pipeline._chunked_step,
+        chunked_step(pipeline),
         programs=programs,
         live_bytes=lambda size: size,
         max_live_bytes=max_live_bytes,

@@ -57,7 +57,7 @@ def in_flight(schedule, stage, num_stages):
 
 def measure(pipeline, num_replicas=1):
     """What the stages have held at most in a step."""
-    step = make_step(pipeline.num_micro_batches * num_replicas)
+    step = make_step(pipeline.options.num_micro_batches * num_replicas)
     state = pipeline.init(jax.random.key(0), step[0])
     live_bytes = LiveBytes(pipeline.prepare())
     pipeline.step(state, step)

@@ -1,0 +1,49 @@
+"""Makes the state that training begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
+from ipu_pipeline.engine.progress import initializing
+from ipu_pipeline.engine.state import PipelineState
+from ipu_pipeline.engine.tracing.specs import initial_value
+
+__all__ = ["make_optimizer_state", "make_state", "make_variables"]
+
+
+def make_state(placement: StatePlacement, key: Any) -> PipelineState:
+    """Makes a state, on the devices of its stages."""
+    variables = make_variables(placement, placement.traced.variables, key)
+    return PipelineState(
+        variables=variables,
+        optimizer_state=make_optimizer_state(placement, variables),
+        update_count=0,
+        execution_count=0,
+        key=key,
+    )
+
+
+def make_variables(placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
+    """Makes the initial values of variables, placed."""
+    variables: dict[str, Any] = {}
+    names = list(names)
+    with initializing(len(names)) as progress:
+        for name in names:  # one at a time: all of them may not fit one device
+            spec = placement.traced.variables[name]
+            made = initial_value(spec, key) if placement.has_variable(name) else spec
+            variables |= placement.place_variables({name: made})
+            progress.num_done += 1
+    return variables
+
+
+def make_optimizer_state(
+    placement: StatePlacement, variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
+) -> Any:
+    """Makes the optimizer's state; None without training, or if it needs outputs that are not given."""
+    updates = placement.updates
+    if updates is None or (updates.init_needs_outputs and outputs is None):
+        return None
+    placed = placement.place_variables(variables)
+    return updates.state_tree.unflatten(placement.init_optimizer_state(placed, outputs))
