@@ -862,10 +862,11 @@ class Pipeline:
         _check_targets(self.built)
         state = self.place(state)
         input_leaves = check_like(tuple(inputs), self.traced.inputs, "The inputs")
-        step = StepOnItsWay(self.prepare().starting, self.traced, take)
+        supply = Supply(take, self._shapes.resolve)
+        step = StepOnItsWay(self.prepare().starting, self.traced, supply)
         watch(step)
         try:
-            progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)
+            progress = self._progress(state, supply, inputs, input_leaves, num_micro_batches, leaves)
         except BaseException:
             step.failed()
             raise
@@ -902,7 +903,7 @@ class Pipeline:
     def _progress(
         self,
         state: PipelineState,
-        take: Take,
+        supply: Supply,
         inputs: Sequence[Any],
         input_leaves: Sequence[Any],
         num_micro_batches: int | None,
@@ -914,11 +915,11 @@ class Pipeline:
         runner = self.prepare()
         may_raise = has_nan_checks or hands_out_checks(self.traced.enqueued)
 
-        def run(state: PipelineState, take: Take) -> Progress:
+        def run(state: PipelineState) -> Progress:
             found: list[Progress] = []
             self.run(
                 state,
-                take,
+                supply,
                 input_leaves,
                 lambda one, _count: found.append(one),
                 num_micro_batches=num_micro_batches,
@@ -926,7 +927,7 @@ class Pipeline:
             return found[0]
 
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
-            return run(state, take)
+            return run(state)
         may_vary = self.options.max_shapes > 1
         replay = Replay(
             runner,
@@ -946,7 +947,7 @@ class Pipeline:
                         "Leave it out, or debug with num_replicas=1."
                     )
                 number = self.updated_every(num_micro_batches) * self._num_replicas
-                taken = gather(take, number, number) if leaves is None else []
+                taken = gather(supply, number, number) if leaves is None else []
                 assert self._surroundings is not None
                 call = StageCaller(
                     self._recipe.functions,
@@ -964,22 +965,16 @@ class Pipeline:
                     raise error
                 placed = runner.place_state(progress.state.pipeline)
                 return dataclasses.replace(progress, state=RunState(placed, {}))
-            kept: list[Element] = []
-
-            def recording(wanted: int) -> Sequence[Any]:
-                found = take(wanted)
-                kept.extend(found)
-                return found
-
+            supply.taken = []
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
-            progress = run(own, recording)
+            progress = run(own)
             found = find_nans(progress) if has_nan_checks else ""
             if not found:
                 return progress
             self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
             if not self.traced.uses_replicas:
-                replay.on(leaves or _leaves_of(kept)).run()
+                replay.on(leaves or _leaves_of(supply.taken)).run()
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
 
@@ -1061,7 +1056,7 @@ class Pipeline:
         Args:
           state: placed, see `place`.
           take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
-            `place_element`.
+            `place_element`. Or a `Supply` of them.
           input_leaves: the leaves of the inputs.
           on_update: called after some updates, with the progress and the number of these updates.
           num_updates: the number of updates to do.
@@ -1076,7 +1071,7 @@ class Pipeline:
           The state after the last update, still being computed.
         """
         done, total = 0, num_updates if num_total is None else num_total
-        supply = Supply(take, self._shapes.resolve)
+        supply = take if isinstance(take, Supply) else Supply(take, self._shapes.resolve)
         while done < num_updates:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
             pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
