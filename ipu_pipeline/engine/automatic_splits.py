@@ -55,7 +55,6 @@ from ipu_pipeline.engine.schedules.splitting import (
     weigh,
 )
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
 from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
@@ -67,6 +66,7 @@ from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import without_traceback_note
+from ipu_pipeline.ground.names import name_of
 from ipu_pipeline.ground.shapes import as_shapes, num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
 

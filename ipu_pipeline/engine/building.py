@@ -137,11 +137,16 @@ def build(
             hooks.collect_losses,
             options.sum_collected,
             options.sum_dtype,
+            hooks.option_names.get("sum_dtype", "sum_dtype"),
         )
         dtypes = {
             name: spec.dtype
             if loss_weights.is_loss_weight(name)
-            else find_accumulator_dtype(spec, options.accumulator_dtype, "accumulator_dtype")
+            else find_accumulator_dtype(
+                spec,
+                options.accumulator_dtype,
+                hooks.option_names.get("accumulator_dtype", "accumulator_dtype"),
+            )
             for name, spec in trained.items()
         }
         updates, traced = _make_updates(recipe, traced, trained, dtypes)

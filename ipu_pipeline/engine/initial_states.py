@@ -8,9 +8,9 @@ from typing import Any
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.progress import initializing
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.tracing.specs import initial_value
+from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 
-__all__ = ["make_optimizer_state", "make_state", "make_variables"]
+__all__ = ["initial_values", "make_optimizer_state", "make_state", "make_variables"]
 
 
 def make_state(placement: StatePlacement, key: Any) -> PipelineState:
@@ -23,6 +23,16 @@ def make_state(placement: StatePlacement, key: Any) -> PipelineState:
         execution_count=0,
         key=key,
     )
+
+
+def initial_values(specs: Sequence[VariableSpec], key: Any) -> dict[str, Any]:
+    """Makes the initial values of variables, by full name."""
+    with initializing(len(specs)) as progress:
+        values = {}
+        for spec in specs:
+            values[spec.name] = initial_value(spec, key)
+            progress.num_done += 1
+    return values
 
 
 def make_variables(placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:

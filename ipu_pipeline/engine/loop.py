@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.building import Built, Recipe
-from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put_host_copies
@@ -238,7 +238,7 @@ class Loop(Pipeline):
     def iterate(
         self,
         state: RunState,
-        take: Take,
+        take: Take | None,
         captured: Sequence[Any],
         carried: Sequence[Any],
         on_iterations: Callable[[Progress, int], Any],
@@ -255,7 +255,7 @@ class Loop(Pipeline):
 
         Args:
           state: placed, see `place_run`.
-          take: as for `Pipeline.accumulate`.
+          take: as for `Pipeline.run`.
           captured: the values that the body captured, with each replica's own where these differ.
           carried: the carried values of the first iteration, with each replica's own where these differ.
           on_iterations: called after some iterations with the progress, and the number of elements that
@@ -302,7 +302,7 @@ class Loop(Pipeline):
                 while (count is None or done.count < count) and self.goes_on(inputs, changing):
                     limit = most if count is None else min(most, count - done.count)
                     request = Request(inputs, every, limit, total, changing, done.count)
-                    pending = runner.fetch(state, request, take)
+                    pending = runner.fetch(state, request, take or take_nothing)
                     with replacing():
                         progress = runner.run(state, pending)
                         state, changing = progress.state, progress.carried

@@ -872,9 +872,8 @@ class Pipeline:
             raise
         collects = self.options.collect_outputs
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
-        reader = self.built.metrics
-        reported = reader.select(progress)
-        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
+        reported = self.built.metrics.select(progress)
+        outputs = StepOutputs(progress.collected, unflatten, lambda: reported.read(1))
         given = self._between.hide_weights(progress.state.pipeline)
         step.started(given, outputs)
         return given, outputs
@@ -1038,7 +1037,7 @@ class Pipeline:
     def run(
         self,
         state: PipelineState,
-        take: Take,
+        take: Take | None,
         input_leaves: Sequence[Any],
         on_update: Callable[[Progress, int], Any],
         num_updates: int = 1,
@@ -1056,7 +1055,7 @@ class Pipeline:
         Args:
           state: placed, see `place`.
           take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
-            `place_element`. Or a `Supply` of them.
+            `place_element`. Or a `Supply` of them. None: there is no feed.
           input_leaves: the leaves of the inputs.
           on_update: called after some updates, with the progress and the number of these updates.
           num_updates: the number of updates to do.
@@ -1071,7 +1070,7 @@ class Pipeline:
           The state after the last update, still being computed.
         """
         done, total = 0, num_updates if num_total is None else num_total
-        supply = take if isinstance(take, Supply) else Supply(take, self._shapes.resolve)
+        supply = take if isinstance(take, Supply) else Supply(take or take_nothing, self._shapes.resolve)
         while done < num_updates:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
             pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)

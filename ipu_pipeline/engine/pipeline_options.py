@@ -36,8 +36,8 @@ class Hooks:
     """What interfaces that are built on the engine set of a pipeline, besides its options.
 
     Attributes:
-      option_names: the names of options in errors: a dict from some of "gradient_map", "forward_options",
-        "backward_options" and "update_options".
+      option_names: the names of options in errors: a dict from some of "accumulator_dtype", "sum_dtype",
+        "gradient_map", "forward_options", "backward_options" and "update_options".
       program_names: the names of variables, layers and random keys that a program has used so far.
         Pipelines with the same `ProgramNames` give automatically named layers different names.
       captures: collects outer traced values that the stages and the optimizer use, as further inputs of the

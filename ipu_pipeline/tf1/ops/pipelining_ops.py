@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ipu_pipeline.engine import (
     AutoStages,
@@ -21,14 +20,7 @@ from ipu_pipeline.engine import (
 )
 from ipu_pipeline.engine import auto_stages as engine_auto_stages
 from ipu_pipeline.engine import split as engine_split
-from ipu_pipeline.engine.fronts import (
-    Captures,
-    Hooks,
-    InsideOfBodyError,
-    find_sum_dtype,
-    is_in_stage,
-    join_layers,
-)
+from ipu_pipeline.engine.fronts import Captures, Hooks, InsideOfBodyError, find_frame, join_layers
 from ipu_pipeline.engine.schedules import Schedule
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.checks import is_integer
@@ -329,7 +321,8 @@ def pipeline(
             "pipelining_ops.pipeline must be called in a function that ipu_compiler.compile traces, "
             "within an ipu_scope; here it is not placed on an IPU device."
         )
-    if is_in_stage():
+    frame = find_frame()
+    if frame is not None and frame.is_stage:
         raise InsideOfBodyError(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
@@ -354,9 +347,6 @@ def pipeline(
         rest, is_chosen = apply_mask(outfeed_mask, outputs)
         outfeed_tree = jax.tree.structure(rest)
         return is_chosen
-
-    def sum_dtype(aval: jax.ShapeDtypeStruct) -> np.dtype[Any]:
-        return find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype")
 
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     captures = Captures(builder.is_captured_placeholder, builder.describe_input)
@@ -386,7 +376,7 @@ def pipeline(
         num_serialized=batch_serialization_iterations,
         collect_outputs=collect_outputs,
         sum_collected=accumulate_outfeed,
-        sum_dtype=sum_dtype if accumulate_outfeed else None,
+        sum_dtype=accumulate_outfeed_dtype if accumulate_outfeed else None,
         **options,
         dispatch_plan=dispatch_plan,
         tensor_parallel=tensor_parallel,
@@ -673,12 +663,17 @@ def _give(
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     targets = None if optimizer is None else optimizer.gradient_targets
     if builder is None:
-        given, hooks = input_shapes(inputs), Hooks(gradient_targets=targets)
+        given, hooks = input_shapes(inputs), Hooks(option_names=OPTION_NAMES, gradient_targets=targets)
     else:
         leaves, tree = as_traced_inputs(inputs)
         given = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
         captures = Captures(builder.is_captured_placeholder, builder.describe_input)
-        hooks = Hooks(program_names=builder.names, captures=captures, gradient_targets=targets)
+        hooks = Hooks(
+            option_names=OPTION_NAMES,
+            program_names=builder.names,
+            captures=captures,
+            gradient_targets=targets,
+        )
     recompute = check_recomputation(recomputation_mode, optimizer is None)
     options = {
         "devices": selection.devices_for(ipu_device, num_ipus) if measure else None,

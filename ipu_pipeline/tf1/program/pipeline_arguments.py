@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import Offload, Recomputation
-from ipu_pipeline.engine.fronts import as_level, find_accumulator_dtype
+from ipu_pipeline.engine.fronts import as_level
 from ipu_pipeline.engine.schedules import ScheduleFunction, ScheduleName, SearchedSchedule, find_schedule
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
@@ -248,7 +248,7 @@ def check_accumulator_dtype(wanted: Any) -> Any:
     if wanted is None:
         return None
     if callable(wanted) and not isinstance(wanted, type):
-        return lambda spec: find_accumulator_dtype(spec, wanted, f"{argument} of variable {spec.name}")
+        return wanted
     return check_float_dtype(wanted, argument)
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Chunking, VariableSpec
-from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Values, segment
+from ipu_pipeline.engine.fronts import CallStep, SegmentedFunction, Values
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.launched import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -283,7 +283,7 @@ def build_program(
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
         for value in (*inputs, *live)
     ]
-    cut = segment(traced, avals, builder.names)
+    cut = SegmentedFunction.trace(traced, avals, builder.names)
     outfeeds = [(call.replication, outfed) for call in builder.calls for outfed in call.outfeeds]
     for _replication, outfed in outfeeds:
         outfed.queue.check(outfed.tree, outfed.avals)
@@ -301,11 +301,11 @@ def build_program(
         cut.with_inputs(places),
         builder.calls,
         tree,
-        _check_tables(builder, cut.steps),
+        _check_tables(builder, cut.read_outside),
     )
 
 
-def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) -> list[HostTable]:
+def _check_tables(builder: ProgramBuilder, outside: set[str]) -> list[HostTable]:
     """Finds the tables in host memory that a program looks up, and checks them against its other parts."""
     tables: list[HostTable] = list(builder.names.host_tables.values())
     for table in tables:
@@ -316,7 +316,6 @@ def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) 
             )
     for call in builder.calls if tables else ():
         check_tables(tables, call, call.updated_every)
-    outside = {spec.name for step in steps if isinstance(step, Segment) for spec in step.reads.values()}
     for table in tables:
         if table.marker in outside and any(call.trains for call in builder.calls):
             warnings.warn(

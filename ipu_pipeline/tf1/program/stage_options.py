@@ -13,6 +13,8 @@ __all__ = ["OPTION_NAMES", "PipelineStageOptions", "compiler_options"]
 
 _POPLAR = ("convolution_options", "matmul_options", "slice_options")
 OPTION_NAMES = {  # of the engine, in errors
+    "accumulator_dtype": "gradient_accumulation_dtype",
+    "sum_dtype": "accumulate_outfeed_dtype",
     "gradient_map": "gradient_mapping_function",
     "forward_options": "forward_propagation_stages_poplar_options",
     "backward_options": "backward_propagation_stages_poplar_options",

@@ -16,15 +16,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.fronts import (
-    CallStep,
-    Progress,
-    Take,
-    Values,
-    fit_replicas,
-    read_count,
-    take_nothing,
-)
+from ipu_pipeline.engine.fronts import CallStep, Progress, Take, Values, fit_replicas, read_count
 from ipu_pipeline.engine.inspect import Runner, introduce
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
@@ -132,7 +124,7 @@ def _run_pipeline(
         begin = store.update_count(call) - limit.num_done
         inputs[call.begin_input] = np.array(begin % 2**32, np.uint32).astype(np.int32)
     introduce(pipeline, call.name)
-    take: Take = take_nothing
+    take: Take | None = None
     is_synthetic = uses_synthetic_data()
     if call.infeed_queue is not None and is_synthetic:
         fed = jax.tree.leaves(pipeline.traced.element)
@@ -221,7 +213,7 @@ def _run_loop(
     num_fetched = loop.num_fetched_by(total)
     states = [store.place_loop_state(call)]  # nothing holds on to it while it runs
     rows.resume(call, states[0].num_accumulated)
-    take: Take = take_nothing
+    take: Take | None = None
     infeed = call.infeed_queue
     if infeed is not None and uses_synthetic_data():
         infeed = None
