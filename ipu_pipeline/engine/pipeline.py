@@ -910,7 +910,6 @@ class Pipeline:
     ) -> Progress:
         """Runs a step, or computes it op by op where that is asked for, and looks for nans."""
         has_nan_checks, is_op_by_op = _looks_for_nans(self.options), _is_op_by_op()
-        element_tree: Any = jax.tree.structure(self.traced.element)
         runner = self.prepare()
         may_raise = has_nan_checks or hands_out_checks(self.traced.enqueued)
 
@@ -927,6 +926,7 @@ class Pipeline:
 
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
             return run(state)
+        element_tree: Any = jax.tree.structure(self.traced.element)
         may_vary = self.options.max_shapes > 1
         replay = Replay(
             runner,
@@ -964,16 +964,17 @@ class Pipeline:
                     raise error
                 placed = runner.place_state(progress.state.pipeline)
                 return dataclasses.replace(progress, state=RunState(placed, {}))
-            supply.taken = []
+            taken = supply.taken = []
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
             progress = run(own)
+            supply.taken = None  # whoever watches the step keeps the supply
             found = find_nans(progress) if has_nan_checks else ""
             if not found:
                 return progress
             self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
             if not self.traced.uses_replicas:
-                replay.on(leaves or _leaves_of(supply.taken)).run()
+                replay.on(leaves or _leaves_of(taken)).run()
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
 

@@ -33,28 +33,20 @@ __all__ = ["Hooks", "PipelineOptions", "check_positive", "make_options"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Hooks:
-    """What interfaces that are built on the engine set of a pipeline, besides its options.
+    """What interfaces that are built on the engine set of a pipeline, besides its options."""
 
-    Attributes:
-      option_names: the names of options in errors: a dict from some of "accumulator_dtype", "sum_dtype",
-        "gradient_map", "forward_options", "backward_options" and "update_options".
-      program_names: the names of variables, layers and random keys that a program has used so far.
-        Pipelines with the same `ProgramNames` give automatically named layers different names.
-      captures: collects outer traced values that the stages and the optimizer use, as further inputs of the
-        pipeline. By default such values are an error.
-      gradient_targets: a function, called once the stages are traced, that returns the targets of each
-        micro-batch's gradients. `step` refuses it.
-      collect_losses: False leaves `StepOutputs.losses` empty.
-      gathers_outputs: with replicas in several processes, whether the results of all replicas are sent to
-        the first replica's process. False: each process keeps the results of its own replicas, with an axis
-        of their number if that is above 1; each replica must then be in one process.
-    """
-
+    # the names of options in errors, of accumulator_dtype, sum_dtype, gradient_map and XLA's options
     option_names: Mapping[str, str] = field(default_factory=dict)
+    # what a program's variables, layers and keys are named so far; pipelines with the same one give
+    # automatically named layers different names
     program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    # collects outer traced values, which become further inputs of the pipeline; else they are an error
     captures: Captures = field(default_factory=Captures)
+    # called once the stages are traced; returns the targets of each micro-batch's gradients
     gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
-    collect_losses: bool = True
+    collect_losses: bool = True  # False: `StepOutputs.losses` are empty
+    # with replicas in several processes: whether the first replica's process gets all results; else each
+    # keeps those of its own replicas, and each replica must be in one process
     gathers_outputs: bool = True
 
 

@@ -18,6 +18,7 @@ from ipu_pipeline import engine, reports
 from ipu_pipeline.data.buckets import Buckets
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
 from tests.support import beside, models
 from tests.support.compilations import compilations
 
@@ -253,9 +254,7 @@ def test_questions_about_one_of_the_shapes():
     longer = pipeline.for_shapes(texts(8)[0])
     assert pipeline.for_shapes(texts(4)[0]) is pipeline
     assert pipeline.for_shapes(texts(8)[0]) is longer
-    short, long = (
-        [plan.num_live_bytes for plan in engine.planning.plan_memory(own)] for own in (pipeline, longer)
-    )
+    short, long = ([plan.num_live_bytes for plan in plan_memory(own)] for own in (pipeline, longer))
     assert [2 * own for own in short] == long
     with pytest.raises(ValueError, match="Micro-batch 0 must be a tuple of 2 arrays"):
         pipeline.trace(texts(8)[0][0])
@@ -268,7 +267,7 @@ def test_other_devices_and_plans_have_the_same_shapes():
     pipeline, step = make(), texts(4, 6, 6, 4)
     state = start(pipeline, step[0])
     expected, _outputs = pipeline.step(state, step)
-    after, _outputs = engine.planning.with_dispatch_plan(pipeline, engine.Chunking(2)).step(state, step)
+    after, _outputs = with_dispatch_plan(pipeline, engine.Chunking(2)).step(state, step)
     models.assert_trees_close(after.variables, expected.variables)
     pipeline.prepare(jax.devices()[3:])
     after, _outputs = pipeline.step(dataclasses.replace(state), step)
@@ -404,5 +403,5 @@ def test_live_bytes_of_several_shapes():
     for step in (texts(8, 8, 8, 8), texts(4, 8, 4, 8), texts(16, 16, 16, 16)):
         pipeline.step(state, step)
         of_shapes = pipeline.for_shapes(step[-1])
-        planned = [stage.num_live_bytes for stage in engine.planning.plan_memory(of_shapes)]
+        planned = [stage.num_live_bytes for stage in plan_memory(of_shapes)]
         assert live_bytes.peaks == planned

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline import engine
+from ipu_pipeline.engine.planning import plan_memory
 from tests.support.poptorch_front import (
     assert_close,
     infer,
@@ -196,10 +196,7 @@ def test_activation_checkpointing():
         return hf.Trained(model, hf.questions)
 
     def held(trained):
-        return sum(
-            stage.num_held_bytes
-            for stage in engine.planning.plan_memory(trained.executor._compiled.pipeline)
-        )
+        return sum(stage.num_held_bytes for stage in plan_memory(trained.executor._compiled.pipeline))
 
     trained, other = make(True), make(False)
     assert_same_training(trained, 1)
