@@ -22,9 +22,7 @@ from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarg
 from ipu_pipeline.engine.progress import watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
 from ipu_pipeline.engine.segments import (
-    CallStep,
     SegmentedFunction,
-    Values,
     fit_replicas,
     mark_call,
     read_count,
@@ -59,7 +57,6 @@ from ipu_pipeline.engine.watching import read_outfeed
 
 __all__ = [
     "NUMBERS",
-    "CallStep",
     "Captures",
     "Collected",
     "Enqueued",
@@ -79,7 +76,6 @@ __all__ = [
     "SegmentedFunction",
     "StageRunner",
     "Take",
-    "Values",
     "absolute_scope",
     "as_level",
     "check_pipeline",

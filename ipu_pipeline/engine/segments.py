@@ -27,10 +27,7 @@ from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = [
-    "CallStep",
-    "Segment",
     "SegmentedFunction",
-    "Values",
     "fit_replicas",
     "in_every_process",
     "mark_call",
@@ -87,6 +84,7 @@ class Segment:
     arguments: list[Any]  # the jaxpr variables that it takes
     results: list[Any]  # the jaxpr variables that it returns
     reads: dict[Any, VariableSpec]  # the arguments that are variables, read just before the segment
+    number: None = None  # it is no call
 
 
 Step: TypeAlias = CallStep | Segment
@@ -156,6 +154,10 @@ class SegmentedFunction:
         computed = [equation for equation in flat.equations if equation.primitive is not _call_p]
         resolve(computed, flat.constants, initialized, _PLACE)
         return cls(_make_steps(flat, reads), flat.inputs, list(flat.outputs), flat.constants)
+
+    def begin(self, inputs: Sequence[Any]) -> Values:
+        """The values of the inputs, and later of what the steps give."""
+        return Values(self, inputs)
 
     @property
     def read_outside(self) -> set[str]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Chunking, VariableSpec
-from ipu_pipeline.engine.fronts import CallStep, SegmentedFunction, Values
+from ipu_pipeline.engine.fronts import SegmentedFunction
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.launched import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -187,7 +187,7 @@ class Program:
         """All variables that the program uses, by full name."""
         found: dict[str, VariableSpec] = {}
         for step in self.function.steps:
-            used = self.calls[step.number].variables if isinstance(step, CallStep) else step.reads
+            used = step.reads if step.number is None else self.calls[step.number].variables
             found.update((spec.name, spec) for spec in used.values() if not is_internal(spec.name))
         return found | {table.spec.name: table.spec for table in self.host_tables}
 
@@ -209,9 +209,9 @@ class Program:
             value.check_value(known[value]) if isinstance(value, Placeholder) and value in known else value
             for value in self._inputs
         ]
-        values = Values(self.function, given)
+        values = self.function.begin(given)
         for step in self.function.steps:
-            if isinstance(step, CallStep):
+            if step.number is not None:
                 assert self.calls[step.number] is call
                 return values.operands(step)
             variables = [read(spec) for spec in step.reads.values()]

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.fronts import CallStep, Progress, Take, Values, fit_replicas, read_count
+from ipu_pipeline.engine.fronts import Progress, Take, fit_replicas, read_count
 from ipu_pipeline.engine.inspect import Runner, introduce
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
@@ -51,10 +51,10 @@ def run_program(
     limit: Limit,
 ) -> list[np.ndarray[Any, Any]]:
     """Runs a program; see `Session.run`."""
-    values = Values(program.function, program.feed(feed_dict))
+    values = program.function.begin(program.feed(feed_dict))
     for step in program.function.steps:  # checks a fed count before anything runs
-        call = program.calls[step.number] if isinstance(step, CallStep) else None
-        if isinstance(step, CallStep) and isinstance(call, PipelineCall) and call.has_count_operand:
+        call = None if step.number is None else program.calls[step.number]
+        if step.number is not None and isinstance(call, PipelineCall) and call.has_count_operand:
             value = values.find(step.operands[0])
             if value is not None:
                 count = call.check_count(read_count(call.name, value))
@@ -62,31 +62,19 @@ def run_program(
     for infeed in program.infeeds:
         infeed.check_initialized()
     with connected(program.host_tables, store) as rows:
-        return _run_steps(program, values, rows, store, resumption, limit)
-
-
-def _run_steps(
-    program: Program,
-    values: Values,
-    rows: HostRows,
-    store: Store,
-    resumption: Resumption,
-    limit: Limit,
-) -> list[np.ndarray[Any, Any]]:
-    """Runs the steps of a program."""
-    devices = selection.devices_for(program.ipu_device, program.num_ipus)
-    for step in program.function.steps:
-        if not isinstance(step, CallStep):
-            variables = [store.variable(spec) for spec in step.reads.values()]
-            # Rows of tables are looked up before what follows changes them.
-            values.compute(step, variables, devices, waits=bool(rows.tables))
-            continue
-        call, operands = program.calls[step.number], values.operands(step)
-        if isinstance(call, PipelineCall):
-            _run_pipeline(call, operands, devices, rows, store, resumption, limit)
-        else:
-            values.set_results(step, _run_loop(call, operands, devices, rows, store, resumption))
-    return values.outputs()
+        devices = selection.devices_for(program.ipu_device, program.num_ipus)
+        for step in program.function.steps:
+            if step.number is None:
+                variables = [store.variable(spec) for spec in step.reads.values()]
+                # Rows of tables are looked up before what follows changes them.
+                values.compute(step, variables, devices, waits=bool(rows.tables))
+                continue
+            call, operands = program.calls[step.number], values.operands(step)
+            if isinstance(call, PipelineCall):
+                _run_pipeline(call, operands, devices, rows, store, resumption, limit)
+            else:
+                values.set_results(step, _run_loop(call, operands, devices, rows, store, resumption))
+        return values.outputs()
 
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
