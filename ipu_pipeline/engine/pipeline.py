@@ -111,14 +111,14 @@ _MOVED = {
     "facts": "engine.inspect.find_facts(pipeline)",
     "measure_costs": "engine.planning.measure_costs(pipeline)",
     "num_micro_batches": "pipeline.options.num_micro_batches",
-    "plan_host_memory": "engine.planning.plan_host_memory(pipeline)",
+    "plan_host_memory": "engine.planning.plan_host_memory(pipeline, link)",
     "plan_ipu_memory": "engine.planning.plan_ipu_memory(pipeline)",
     "plan_memory": "engine.planning.plan_memory(pipeline)",
     "scenario": "engine.planning.measure_scenario(pipeline)",
     "searched": "engine.inspect.find_searched(pipeline)",
     "summary": "engine.inspect.summarize(pipeline)",
-    "with_dispatch_plan": "engine.planning.with_dispatch_plan(pipeline)",
-    "with_recomputation": "engine.planning.with_recomputation(pipeline)",
+    "with_dispatch_plan": "engine.planning.with_dispatch_plan(pipeline, plan)",
+    "with_recomputation": "engine.planning.with_recomputation(pipeline, recompute)",
 }
 
 
