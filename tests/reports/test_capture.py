@@ -461,7 +461,7 @@ def test_no_thread_begins_the_recording_while_another_one_measures(tmp_path, mon
         has_begun.append(watching.current()._has_begun)
         raise ValueError("not this time")
 
-    monkeypatch.setattr(engine.Pipeline, "measure_costs", measure)
+    monkeypatch.setattr("ipu_pipeline.reports.recorder.measure_costs", measure)
     made = [make_pipeline() for _ in range(2)]
     states = [run(pipeline, data, 1)[0] for pipeline, data in made]
 
