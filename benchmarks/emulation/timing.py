@@ -186,7 +186,7 @@ def make_scenario(
       link: between IPUs and host memory, in seconds and bytes per second, for a pipeline in phases; None:
         what they bring takes no time.
     """
-    count = pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
+    count = pipeline.options.num_micro_batches if num_micro_batches is None else num_micro_batches
     plan = pipeline.dispatch_plan
     assert count is not None
     assert plan is not None
@@ -202,7 +202,7 @@ def make_scenario(
         is_last = stage == stages[-1]
         target = stage - 1 if is_last or kind is not ActionKind.FORWARD else stage + 1
         transfers[stage, target] = seconds
-    host_memory = None if link is None else pipeline.plan_host_memory(link)
+    host_memory = None if link is None else engine.planning.plan_host_memory(pipeline, link)
     # In phases each stage has an update of its own.
     shares = [
         float(list(ipus).index(ipu) == stage) if host_memory is None else 1 / list(ipus).count(ipu)

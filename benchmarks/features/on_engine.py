@@ -420,7 +420,7 @@ def split_advice() -> Verdict:
     pipeline = pipeline_of()
     one = micro_batch(2)
     pipeline.step(pipeline.init(jax.random.key(0), one), [one] * 4)
-    assert "would" in engine.advise(pipeline.scenario()).sentence
+    assert "would" in engine.advise(engine.planning.measure_scenario(pipeline)).sentence
     return Verdict(WORKS, "`engine.auto_stages`; `engine.advise` for stages made by hand")
 
 

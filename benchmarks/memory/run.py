@@ -57,7 +57,7 @@ def measure(schedule: str, plan: str) -> Row:
     measured = LiveBytes(executor)
     jax.block_until_ready(pipeline.step(state, micro_batches)[0])
     worst, text = 1.0, ""
-    for stage, memory in enumerate(pipeline.plan_memory()[:-1]):
+    for stage, memory in enumerate(engine.planning.plan_memory(pipeline)[:-1]):
         depth = NUM_STAGES - stage
         in_flight = {"grouped": 2 * depth - 1, "interleaved": depth, "sequential": 1}[schedule]
         in_flight = min(in_flight, NUM_MICRO_BATCHES // chunk_size) * chunk_size

@@ -59,7 +59,7 @@ def temporary_bytes(mode: str | None, micro_batch: Any) -> int:
     pipeline = make_pipeline(mode, "grouped", [0] * NUM_STAGES)
     state = pipeline.init(jax.random.key(0), micro_batch)
     pipeline.step(state, [micro_batch] * NUM_MICRO_BATCHES)
-    (memory,) = pipeline.plan_ipu_memory()
+    (memory,) = engine.planning.plan_ipu_memory(pipeline)
     assert memory.num_temporary_bytes is not None
     return memory.num_temporary_bytes
 
@@ -81,7 +81,7 @@ def main() -> None:
         for mode in MODES:
             pipeline = make_pipeline(mode, schedule, list(range(NUM_STAGES)))
             pipeline.trace(micro_batch)
-            plans = pipeline.plan_memory()
+            plans = engine.planning.plan_memory(pipeline)
             held[mode] = plans[0].num_live_bytes
             cells = [f"{plan.num_live_bytes / 1024:,.0f} ({plan.in_flight})" for plan in plans]
             print(f"  {schedule:11} {mode or 'no recomputation':39} {', '.join(cells)}")

@@ -270,7 +270,7 @@ def measure_model(name: str) -> dict[str, Any]:
     by_hand = engine.Pipeline(functions, parameters=own, **options)
     taken = time_in_turns(make_steps([ours, by_hand], data))
     row = min(stages.table.rows, key=lambda row: row.step_seconds)  # what is best on devices of their own
-    costs = by_hand.scenario().costs
+    costs = engine.planning.measure_scenario(by_hand).costs
     longest = max(*row.forward_seconds, *row.backward_seconds, *costs.forward, *costs.backward)
     scale = LONGEST / longest
     emulated, predicted = [], []

@@ -60,6 +60,7 @@ PUBLIC = (
     "engine",
     "engine.schedules",
     "engine.inspect",
+    "engine.planning",
 )
 # PopTorch's modules, which need torch to be imported: the site has them, and pages show how they are used.
 POPTORCH = ("poptorch", "poptorch.optim", "poptorch.autocasting", "poptorch.profiling")
@@ -81,6 +82,9 @@ _ONLY = {
         "Work",
         "count_costs",
         "count_work",
+        "find_facts",
+        "find_searched",
+        "summarize",
     )
 }
 # Of a class whose other members are for the library's own parts.
@@ -90,31 +94,19 @@ _MEMBERS = {
         "compile",
         "device_mapping",
         "dispatch_plan",
-        "facts",
         "for_shapes",
         "init",
         "init_optimizer_state",
-        "measure_costs",
         "num_devices",
-        "num_micro_batches",
         "num_replicas",
         "options",
         "parameters",
         "place_micro_batches",
-        "plan_host_memory",
-        "plan_ipu_memory",
-        "plan_memory",
         "run",
-        "scenario",
-        "searched",
         "step",
-        "summary",
-        "timetable",
         "trace",
         "variables",
-        "with_dispatch_plan",
         "with_parameters",
-        "with_recomputation",
     )
 }
 # What examples in docstrings begin with; the page "Look up" says so.

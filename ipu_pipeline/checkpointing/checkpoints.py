@@ -25,7 +25,7 @@ from ipu_pipeline.checkpointing.arrays import ARRAYS, read_arrays, with_empty_on
 from ipu_pipeline.checkpointing.snapshots import Snapshot, furthest
 from ipu_pipeline.checkpointing.together import beside, do_each, do_first, is_first
 from ipu_pipeline.checkpointing.writable import check_writable
-from ipu_pipeline.engine.fronts import between_bars
+from ipu_pipeline.ground.bars import between_bars
 from ipu_pipeline.ground.errors import CheckpointError, NoCheckpointError
 from ipu_pipeline.processes.ending import written_whole
 

@@ -13,6 +13,7 @@ from ipu_pipeline.checkpointing.engine_snapshots import place_state, take_parts
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
 from ipu_pipeline.engine.fronts import check_pipeline, check_state
+from ipu_pipeline.engine.inspect import find_separate_variables
 
 __all__ = ["InMemoryCheckpoints"]
 
@@ -126,7 +127,7 @@ class InMemoryCheckpoints:
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.
         own = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
-        state, separate = dataclasses.replace(state, variables=own), self._pipeline.separate_variables
+        state, separate = dataclasses.replace(state, variables=own), find_separate_variables(self._pipeline)
         series.meet()
         series.take(lambda: take_parts(state, separate, kept))
 

@@ -15,6 +15,7 @@ from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, Sess
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
 from ipu_pipeline.engine.fronts import move_state
+from ipu_pipeline.engine.inspect import find_separate_variables
 from ipu_pipeline.ground.errors import CheckpointError
 
 __all__ = ["first_rows", "place_state", "take_parts", "take_state"]
@@ -92,7 +93,7 @@ def place_state(snapshot: Snapshot, what: str, pipeline: Pipeline) -> PipelineSt
     variables = first_rows(snapshot)
     state = PipelineState(variables, None, record.update_count, record.execution_count, key)
     placed = move_state(state, leaves, pipeline)
-    for name in pipeline.separate_variables & set(snapshot.extra.get(_ROWS, ())):
+    for name in find_separate_variables(pipeline) & set(snapshot.extra.get(_ROWS, ())):
         rows = snapshot.state.variables[name]
         if len(rows) == pipeline.num_replicas:
             placed.variables[name] = processes.spread_rows(rows, placed.variables[name])

@@ -44,7 +44,8 @@ from ipu_pipeline.checkpointing.arrays import flatten
 from ipu_pipeline.checkpointing.snapshots import Parts, Snapshot, describe_array, from_numpy, furthest
 from ipu_pipeline.checkpointing.together import do_each, process_index
 from ipu_pipeline.engine import processes
-from ipu_pipeline.engine.fronts import between_bars, keep
+from ipu_pipeline.engine.fronts import keep
+from ipu_pipeline.ground.bars import between_bars
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.ground.tables import describe_bytes
 from ipu_pipeline.processes import interrupts, launched

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
-from ipu_pipeline.engine.fronts import is_readable
+from ipu_pipeline.ground.values import is_readable
 from ipu_pipeline.queues.positions import Position
 
 __all__ = [

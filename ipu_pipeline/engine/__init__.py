@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.variants import what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
     from ipu_pipeline.engine.tracing.counting import update_count
-    from ipu_pipeline.engine.tracing.frames import ProgramNames
     from ipu_pipeline.engine.tracing.keys import micro_batch_tag, next_rng_key
     from ipu_pipeline.engine.tracing.metrics import metric
     from ipu_pipeline.engine.tracing.recomputation_marks import recomputation_checkpoint
@@ -84,7 +83,6 @@ __all__ = [
     "PipelineState",
     "PlacedMicroBatches",
     "ProcessError",
-    "ProgramNames",
     "Recomputation",
     "Reduction",
     "Request",
@@ -156,7 +154,6 @@ _HOMES = {
     "PipelineState": "engine.state",
     "PlacedMicroBatches": "engine.devices.feeds",
     "ProcessError": "ground.errors",
-    "ProgramNames": "engine.tracing.frames",
     "Recomputation": "engine.programs.recomputation",
     "Reduction": "engine.programs.accumulation",
     "Request": "engine.generation.requests",

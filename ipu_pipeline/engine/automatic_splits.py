@@ -39,6 +39,7 @@ from ipu_pipeline.engine.planning.choosing import (
     possible_chunk_sizes,
 )
 from ipu_pipeline.engine.planning.chunking import Chunking
+from ipu_pipeline.engine.planning.pipelines import plan_memory
 from ipu_pipeline.engine.programs.stage_programs import ValueKind, read_sources
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.graph_splits import Order, find_graph_split
@@ -54,7 +55,7 @@ from ipu_pipeline.engine.schedules.splitting import (
     weigh,
 )
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.tracing.faults import name_of
+from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
 from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
 from ipu_pipeline.engine.tracing.model_stages import ModelCut, make_model_stages
@@ -65,6 +66,7 @@ from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import without_traceback_note
+from ipu_pipeline.ground.names import name_of
 from ipu_pipeline.ground.shapes import as_shapes, num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
 
@@ -72,7 +74,7 @@ __all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages",
 
 _WIDTH = 60  # of a stage's layers in the table
 _PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
-_OWN = ("parameters", "device_mapping", "program_names")  # that layers have of their own
+_OWN = ("parameters", "device_mapping", "hooks")  # that layers have of their own
 # options of pipelines that say something of each stage, or do not go with several devices
 _NOT_FOR_LAYERS = (
     "forward_options",
@@ -433,11 +435,12 @@ def split(
     task = _Task.of("split", num_stages, None, "parts", bytes_per_ipu, options)
     if parameters is not None:
         model = Stage(model, parameters, "model")  # type: ignore[arg-type]  # it is a function
-    surroundings = Surroundings.now(task.options.program_names)
+    surroundings = Surroundings.now(task.options.hooks.program_names)
     graph = _trace_model(model, task.options, micro_batch, inputs, cut_scans)
 
     def trace(args: Any, kwargs: Any) -> ModelGraph:
-        options = dataclasses.replace(task.options, program_names=surroundings.names.copy())
+        hooks = dataclasses.replace(task.options.hooks, program_names=surroundings.names.copy())
+        options = dataclasses.replace(task.options, hooks=hooks)
         element = kwargs or args[len(inputs) :] or None
         return surroundings.run(_trace_model, model, options, element, args[: len(inputs)], cut_scans)
 
@@ -457,7 +460,7 @@ def split(
     each = join([[part] for part in range(number)])
     layers = _Layers(each, parts.names, task, micro_batch, inputs, measure, join)
     groups, table = layers.choose(parts.before)
-    return ModelStages(parts, groups, table, task.options.program_names.variables, trace)
+    return ModelStages(parts, groups, table, task.options.hooks.program_names.variables, trace)
 
 
 def _trace_model(
@@ -469,10 +472,10 @@ def _trace_model(
     else:
         layout, function = None, model
     shapes = as_shapes(micro_batch, "The micro-batch"), as_shapes(list(inputs), "The inputs")
-    captures = options.captures
+    hooks, trains = options.hooks, options.loss is not None
     with without_traceback_note():
-        traced = trace_model(function, *shapes, options.loss is not None, options.program_names, captures)
-    return ModelGraph(traced, captures.values, layout, model, cut_scans=cut_scans)
+        traced = trace_model(function, *shapes, trains, hooks.program_names, hooks.captures)
+    return ModelGraph(traced, hooks.captures.values, layout, model, cut_scans=cut_scans)
 
 
 @dataclass(frozen=True)
@@ -627,7 +630,7 @@ class _Layers:
             for field in dataclasses.fields(options)
             if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
-        kept |= {"num_replicas": 1, "gathers_outputs": True, "shard": ()}
+        kept |= {"num_replicas": 1, "shard": ()}
         schedule = options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         may_chunk = may_chunk and not self._is_one_program
@@ -638,6 +641,9 @@ class _Layers:
                 schedule="zero_bubble" if is_halved else "interleaved",
                 device_mapping=range(len(stages)),
                 dispatch_plan=Chunking() if len(stages) > 1 else None,
+                hooks=dataclasses.replace(
+                    options.hooks, program_names=ProgramNames(), gathers_outputs=True
+                ),
                 **kept,
             )
             pipeline.trace(micro_batch, *inputs)
@@ -769,7 +775,7 @@ class _Layers:
         transfers = {edge: speed.per_transfer + size * speed.per_byte for edge, size in sizes.items()}
         number = len(pipeline.programs)
         update = [0.0] * number
-        for own in () if pipeline.updates is None else pipeline.updates.updates:
+        for own in () if pipeline.built.updates is None else pipeline.built.updates.updates:
             update[own.stage] += own.num_operations * speed.per_operation + speed.per_dispatch
         costs = Costs.of(
             number,
@@ -928,7 +934,7 @@ def _find_memory(pipeline: Pipeline, options: PipelineOptions, temporaries: Sequ
             for value in values if kept else ():
                 if value.kind is ValueKind.OUTPUT:
                     holding.setdefault(Source("output", value.index, index), set()).add(index)
-    stages = pipeline.plan_memory()
+    stages = plan_memory(pipeline)
     return LayerMemory(
         tuple(state.of_layer(index) for index in range(len(programs))),
         tuple(stage.num_held_bytes for stage in stages),
@@ -957,10 +963,10 @@ class _State:
         """Its variables and accumulators, and the leaves of the optimizer's state that belong to it."""
         pipeline = self._pipeline
         found = sum(self.of_copy(spec.name) for spec in pipeline.traced.stages[index].variables)
-        if pipeline.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
+        if pipeline.built.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
             return found
         is_shared_out = Shard.OPTIMIZER_STATE in self._shard
-        leaves = [leaf for leaf in pipeline.updates.state_leaves if leaf.stage == index]
+        leaves = [leaf for leaf in pipeline.built.updates.state_leaves if leaf.stage == index]
         return found + sum(self._part(leaf.aval, leaf.variable, is_shared_out) for leaf in leaves)
 
     def of_copy(self, name: str) -> int:

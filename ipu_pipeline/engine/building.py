@@ -98,9 +98,9 @@ def build(
       ValueError, TypeError: something is wrong with the stages, reported in one error as far as it can be
         found, or with the optimizer, a dtype, or what is to be summed.
     """
-    options = recipe.options
+    options, hooks = recipe.options, recipe.options.hooks
     parallel = options.tensor_parallel or TensorParallel(1)
-    with frames.unchanged_on_error(options.program_names):
+    with frames.unchanged_on_error(hooks.program_names):
         faults = Faults()
         loss = options.loss
         if loss is not None and options.loss_weight is not None:
@@ -111,9 +111,9 @@ def build(
                 element,
                 inputs,
                 loss,
-                options.program_names,
+                hooks.program_names,
                 faults,
-                options.captures,
+                hooks.captures,
             )
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
@@ -134,22 +134,27 @@ def build(
         collecting = make_collecting(
             traced,
             options.collect_outputs,
-            options.collect_losses,
+            hooks.collect_losses,
             options.sum_collected,
             options.sum_dtype,
+            hooks.option_names.get("sum_dtype", "sum_dtype"),
         )
         dtypes = {
             name: spec.dtype
             if loss_weights.is_loss_weight(name)
-            else find_accumulator_dtype(spec, options.accumulator_dtype, "accumulator_dtype")
+            else find_accumulator_dtype(
+                spec,
+                options.accumulator_dtype,
+                hooks.option_names.get("accumulator_dtype", "accumulator_dtype"),
+            )
             for name, spec in trained.items()
         }
         updates, traced = _make_updates(recipe, traced, trained, dtypes)
         metrics = _find_metrics(traced, updates)
         gradient_map = None if options.gradient_map is None else options.gradient_map()
-        targets = () if options.gradient_targets is None else options.gradient_targets()
+        targets = () if hooks.gradient_targets is None else hooks.gradient_targets()
         if gradient_map is not None:
-            called = options.option_names.get("gradient_map", "map of gradient_map")
+            called = hooks.option_names.get("gradient_map", "map of gradient_map")
             loss_weights.check_not_mapped(trained.values())
             check_gradient_map(gradient_map, trained.values(), called)
         if gradient_map is not None or targets:  # both see the whole gradient of a micro-batch
@@ -167,7 +172,7 @@ def build(
                 )
 
         programs = make_programs(recompute)
-        options.program_names.reads.clear()
+        hooks.program_names.reads.clear()
     return Built(traced, updates, dtypes, collecting, programs, make_programs, metrics, partitions)
 
 
@@ -189,7 +194,7 @@ def _make_updates(
         dtypes,
         may_enqueue=True,
     )
-    captures = recipe.options.captures
+    captures = recipe.options.hooks.captures
     for flat in (optimizer.init, optimizer.update):
         captures.check(flat.constants.values(), "the optimizer")
     read: list[int] = []  # positions of what was captured
@@ -248,7 +253,7 @@ def _enqueue_gradients(
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool) -> dict[str, VariableSpec]:
     # The specs as first asked for: conflicts between stages are reported elsewhere.
-    known = {name: recipe.options.program_names.variables[name] for name in traced.variables}
+    known = {name: recipe.options.hooks.program_names.variables[name] for name in traced.variables}
     wanted = recipe.options.trained
     if callable(wanted):
         wanted = wanted(known)

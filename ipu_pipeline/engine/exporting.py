@@ -74,7 +74,9 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
                 ],
             }
         )
-    return ExportedStages(files, stages, [_describe_source(one) for one in pipeline.collecting.sources])
+    return ExportedStages(
+        files, stages, [_describe_source(one) for one in pipeline.built.collecting.sources]
+    )
 
 
 def _with_key_numbers(function: Callable[..., Any], bindings: Sequence[Binding]) -> Callable[..., Any]:

@@ -6,59 +6,48 @@ functions that call them, has layers that ask the function being traced, keeps s
 
 from __future__ import annotations
 
-from ipu_pipeline.engine.devices.feeds import Element, Take, take_nothing
+from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.placing import keep
-from ipu_pipeline.engine.execution.feeding import Dealt
 from ipu_pipeline.engine.execution.kept import KeptPrograms
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
+from ipu_pipeline.engine.initial_states import initial_values
 from ipu_pipeline.engine.jaxprs.slicing import split_results
 from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import look_at_body
 from ipu_pipeline.engine.loops.recording import current_body, record_training_step
 from ipu_pipeline.engine.loops.shards import ipu_shard
-from ipu_pipeline.engine.programs.accumulation import count_dtype, find_accumulator_dtype
-from ipu_pipeline.engine.programs.collecting import find_sum_dtype
+from ipu_pipeline.engine.pipeline_options import Hooks
+from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
-from ipu_pipeline.engine.progress import between_bars, initializing, is_shown_on, watched_by
+from ipu_pipeline.engine.progress import watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
 from ipu_pipeline.engine.segments import (
-    CallStep,
-    Segment,
     SegmentedFunction,
-    Values,
     fit_replicas,
     mark_call,
     read_count,
-    segment,
 )
-from ipu_pipeline.engine.state import Collected, Progress, RunState, is_readable
+from ipu_pipeline.engine.state import Collected, Progress, RunState
 from ipu_pipeline.engine.state_checks import check_state
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import enqueue_to, find_leaves
-from ipu_pipeline.engine.tracing.faults import find_calling_line, name_of
+from ipu_pipeline.engine.tracing.faults import find_calling_line
 from ipu_pipeline.engine.tracing.frames import (
     Enqueued,
     InsideOfBodyError,
     OutsideOfBodyError,
-    has_update_count,
-    is_in_stage,
-    is_traced_again,
-    is_tracing,
-    is_training,
-    program_names,
+    ProgramNames,
+    current_frame,
+    find_frame,
     tracing_again,
 )
-from ipu_pipeline.engine.tracing.initializers import find_initializer, glorot_uniform
+from ipu_pipeline.engine.tracing.initializers import find_initializer
 from ipu_pipeline.engine.tracing.keys import draw_key
-from ipu_pipeline.engine.tracing.metrics import NUMBERS, MetricReader, Reported
+from ipu_pipeline.engine.tracing.metrics import NUMBERS, Reported
 from ipu_pipeline.engine.tracing.scopes import (
-    Scope,
     absolute_scope,
-    current_scope,
-    isolated,
-    opened,
 )
-from ipu_pipeline.engine.tracing.specs import initial_value, make_spec
+from ipu_pipeline.engine.tracing.specs import make_spec
 from ipu_pipeline.engine.tracing.stage_lists import as_level, join_layers
 from ipu_pipeline.engine.tracing.stages import check_signature
 from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
@@ -68,62 +57,45 @@ from ipu_pipeline.engine.watching import read_outfeed
 
 __all__ = [
     "NUMBERS",
-    "CallStep",
     "Captures",
     "Collected",
-    "Dealt",
-    "Element",
     "Enqueued",
     "GradientMap",
     "GradientTarget",
+    "Hooks",
     "InsideOfBodyError",
     "KeptPrograms",
     "Loop",
     "LossScaleState",
     "LossScaled",
-    "MetricReader",
     "OutsideOfBodyError",
+    "ProgramNames",
     "Progress",
     "Reported",
     "RunState",
-    "Scope",
-    "Segment",
     "SegmentedFunction",
     "StageRunner",
     "Take",
-    "Values",
     "absolute_scope",
     "as_level",
-    "between_bars",
     "check_pipeline",
     "check_signature",
     "check_state",
     "count_dtype",
     "current_body",
-    "current_scope",
+    "current_frame",
     "describe_other_optimizer",
     "draw_key",
     "enqueue_to",
     "export_stages",
-    "find_accumulator_dtype",
     "find_calling_line",
+    "find_frame",
     "find_initializer",
     "find_leaves",
-    "find_sum_dtype",
     "fit_replicas",
-    "glorot_uniform",
-    "has_update_count",
-    "initial_value",
-    "initializing",
+    "initial_values",
     "ipu_shard",
-    "is_in_stage",
     "is_loss_weight",
-    "is_readable",
-    "is_shown_on",
-    "is_traced_again",
-    "is_tracing",
-    "is_training",
-    "isolated",
     "join_gradient_maps",
     "join_layers",
     "keep",
@@ -131,16 +103,11 @@ __all__ = [
     "make_spec",
     "mark_call",
     "move_state",
-    "name_of",
-    "opened",
-    "program_names",
     "read_count",
     "read_outfeed",
     "record_training_step",
     "scale_loss",
-    "segment",
     "split_results",
-    "take_nothing",
     "tracing_again",
     "watched_by",
     "weigh",

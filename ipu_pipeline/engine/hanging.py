@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ipu_pipeline.engine import peers, progress
-from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.feeds import Supply
 from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.faults import find_line_of
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -38,28 +38,19 @@ class StepOnItsWay:
     """
 
     def __init__(
-        self, describe_start: Callable[[Sequence[str]], str], traced: TracedPipeline, take: Take
+        self, describe_start: Callable[[Sequence[str]], str], traced: TracedPipeline, supply: Supply
     ) -> None:
         """Begins it.
 
         Args:
           describe_start: says which program the host starts.
           traced: the stages.
-          take: takes micro-batches.
+          supply: supplies micro-batches.
         """
         self.begun, self.is_told = time.monotonic(), False
-        self._describe_start, self._traced, self._take = describe_start, traced, take
-        self._num_taken, self._is_taking = 0, False
+        self._describe_start, self._traced, self._supply = describe_start, traced, supply
         self._made: tuple[weakref.ref[PipelineState], weakref.ref[StepOutputs]] | None = None
         self._has_failed = False
-
-    def take(self, wanted: int) -> Sequence[Any]:
-        """Takes micro-batches, and notes that the host waits for them."""
-        self._is_taking = True
-        taken = self._take(wanted)
-        self._is_taking = False
-        self._num_taken += len(taken)
-        return taken
 
     def failed(self) -> None:
         """Notes that it has ended in an error."""
@@ -81,8 +72,8 @@ class StepOnItsWay:
         lines = [f"A step of a pipeline has not ended after {_SECONDS:.0f} s."]
         places = [stage.place for stage in self._traced.stages]
         state, outputs = (None, None) if self._made is None else (self._made[0](), self._made[1]())
-        if self._is_taking:
-            lines.append(f"The host waits for micro-batch {self._num_taken} of the data.")
+        if self._supply.is_taking:
+            lines.append(f"The host waits for micro-batch {self._supply.num_taken} of the data.")
         elif self._made is None:
             program = self._describe_start(places) or f"the program of {', '.join(places)}"
             lines.append(f"The host has not started all of it; the last it came to is {program}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.engine.building import Built, Recipe
-from ipu_pipeline.engine.devices.feeds import Take
+from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.placing import put_host_copies
@@ -23,10 +23,6 @@ from ipu_pipeline.engine.execution.agreeing import answer_everywhere
 from ipu_pipeline.engine.execution.comparing import agree_on
 from ipu_pipeline.engine.execution.contract import Iterated, Request
 from ipu_pipeline.engine.execution.watched import rehearse
-from ipu_pipeline.engine.inspect.describing import find_update_sends
-from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
-from ipu_pipeline.engine.inspect.summary import PipelineSummary
-from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.loops.bodies import TracedBody, trace_body, trace_condition
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
@@ -83,11 +79,12 @@ class Loop(Pipeline):
             shard=[Shard.OPTIMIZER_STATE] if training and training.shards_state else [],
         )
         self._begin(Recipe((), shards, options), range(len(shards)), training is not None)
-        # Iterations run one after the other, however many there are.
-        one = self._make_timetable(1)
-        self._make_timetable = lambda _count: one
+        self.timetable = dataclasses.replace(self.timetable, of_any_number=self.timetable(1))
         self._built = self._build()
-        self._programs = self._built.programs
+        self.programs = self._built.programs
+        first, last = body.num_read, body.num_read + len(body.changing)
+        condition_of_values = None if condition is None else self._holds
+        self.iterated = Iterated(body.pipeline.outputs[first:last], condition_of_values)
 
     @classmethod
     def of_body(
@@ -168,12 +165,6 @@ class Loop(Pipeline):
         return self._condition is not None
 
     @property
-    def _iterated(self) -> Iterated:
-        first, last = self.body.num_read, self.body.num_read + len(self.body.changing)
-        condition = None if self._condition is None else self._holds
-        return Iterated(self.body.pipeline.outputs[first:last], condition)
-
-    @property
     def dispatch_plan(self) -> Chunking | None:
         """The dispatch plan, of one iteration per program; None on one device."""
         return None if self.is_one_program else ONE_BY_ONE
@@ -198,33 +189,7 @@ class Loop(Pipeline):
             "the shards": str(list(self.body.shards)),
             "the training step": settings,
         }
-        agree_on("loop", self.body.pipeline, self.updates, told, devices)
-
-    def facts(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineDetails:
-        """What is known of the loop before anything is compiled; see `Pipeline.facts`."""
-        del num_micro_batches
-        training = self.body.training
-        return dataclasses.replace(
-            super().facts(1, left_out=left_out),
-            name="Loop",
-            kind="loop",
-            num_micro_batches=1 if training is None else training.num_mini_batches,
-            dispatch="",
-        )
-
-    def _find_sends(self) -> tuple[Sent, ...]:
-        return find_update_sends(self.updates, self.device_mapping)
-
-    def summary(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineSummary:
-        """What each part will need and do, before anything is compiled; see `Pipeline.summary`."""
-        del num_micro_batches
-        facts = self.facts(left_out=left_out)
-        bubble = estimate_bubble(facts.stages, self.timetable, 1, repeats=True)
-        return select_fields(PipelineSummary, facts, schedule="", bubble=bubble)
+        agree_on("loop", self.body.pipeline, self.built.updates, told, devices)
 
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
@@ -273,7 +238,7 @@ class Loop(Pipeline):
     def iterate(
         self,
         state: RunState,
-        take: Take,
+        take: Take | None,
         captured: Sequence[Any],
         carried: Sequence[Any],
         on_iterations: Callable[[Progress, int], Any],
@@ -290,7 +255,7 @@ class Loop(Pipeline):
 
         Args:
           state: placed, see `place_run`.
-          take: as for `Pipeline.accumulate`.
+          take: as for `Pipeline.run`.
           captured: the values that the body captured, with each replica's own where these differ.
           carried: the carried values of the first iteration, with each replica's own where these differ.
           on_iterations: called after some iterations with the progress, and the number of elements that
@@ -337,7 +302,7 @@ class Loop(Pipeline):
                 while (count is None or done.count < count) and self.goes_on(inputs, changing):
                     limit = most if count is None else min(most, count - done.count)
                     request = Request(inputs, every, limit, total, changing, done.count)
-                    pending = runner.fetch(state, request, take)
+                    pending = runner.fetch(state, request, take or take_nothing)
                     with replacing():
                         progress = runner.run(state, pending)
                         state, changing = progress.state, progress.carried

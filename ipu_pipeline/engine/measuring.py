@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.planning.choosing import describe_seconds, possible_chunk_sizes
 from ipu_pipeline.engine.planning.chunking import Chunking
+from ipu_pipeline.engine.planning.pipelines import with_dispatch_plan
 from ipu_pipeline.engine.rehearsing import time_in_turns
 from ipu_pipeline.engine.state import PipelineState
 
@@ -56,7 +57,7 @@ def measure_dispatch_plan(
         )
     steps = {}
     for chunk_size in possible_chunk_sizes(len(micro_batches), least_chunks=1):
-        other = pipeline.with_dispatch_plan(Chunking(chunk_size))
+        other = with_dispatch_plan(pipeline, Chunking(chunk_size))
         steps[chunk_size] = _make_step(other, state, micro_batches, inputs)
         jax.block_until_ready(steps[chunk_size]())
     medians = time_in_turns(steps, num_steps)

@@ -7,22 +7,35 @@ state.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 from ipu_pipeline.engine.building import Built
-from ipu_pipeline.engine.devices.feeds import NEW_SHAPES, Element, copy_leaves
+from ipu_pipeline.engine.devices.feeds import NEW_SHAPES, Element, copy_leaves, shapes_of
 from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.metrics import metric_names
+from ipu_pipeline.engine.tracing.surroundings import Surroundings
+from ipu_pipeline.engine.tracing.traced import TracedPipeline
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan
 from ipu_pipeline.engine.updates.cutting import find_read
 from ipu_pipeline.ground.shapes import describe, describe_structures
 
-__all__ = ["MicroBatchShapes", "ShapesKey", "check_alike", "check_number", "describe_shapes", "find_key"]
+__all__ = [
+    "MicroBatchShapes",
+    "check_alike",
+    "check_number",
+    "describe_number",
+    "describe_shapes",
+    "find_key",
+    "trace_again",
+]
 
 ShapesKey: TypeAlias = "tuple[tuple[int, ...], ...]"  # the shapes of a micro-batch's leaves
+MakeRunner: TypeAlias = "Callable[[Runner[Any], Any, int], Runner[Any]]"
 
 
 def find_key(element: Any) -> ShapesKey:
@@ -33,6 +46,11 @@ def find_key(element: Any) -> ShapesKey:
 def describe_shapes(element: Any) -> str:
     """Describes the leaves of a micro-batch."""
     return ", ".join(map(describe, jax.tree.leaves(element))) or "nothing"
+
+
+def describe_number(element: Any, number: int, max_shapes: int) -> str:
+    """What is told while programs compile for other shapes than the first micro-batch's."""
+    return f"for micro-batches of {describe_shapes(element)} ({number + 1} of at most {max_shapes} shapes)"
 
 
 def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
@@ -146,21 +164,73 @@ def _list(avals: Sequence[Any]) -> str:
     return ", ".join(map(describe, avals))
 
 
+def trace_again(
+    first: TracedPipeline, element: Any, around: Surroundings, captures: Captures, trace: Callable[..., Any]
+) -> Any:
+    """Traces a pipeline for other shapes than the first ones, in the surroundings of the first trace."""
+    try:
+        return around.run(captures.trace_again, first.captured, trace)
+    except Exception as error:
+        error.add_note(
+            f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
+            f"{describe_shapes(first.element)}. With max_shapes=1 that is an error by itself."
+        )
+        raise
+
+
 class MicroBatchShapes:
-    """Numbers the shapes of micro-batches, and has the runner of each.
+    """What a pipeline has for each of the shapes of its micro-batches.
 
     Attributes:
-      runners: by number; the list that these share.
+      others: the same pipeline for other shapes than the first ones.
+      runners: the runner of each of the shapes, once the pipeline is prepared.
     """
 
-    def __init__(self, element: Any, runner: Runner[Any]) -> None:
+    def __init__(self) -> None:
+        """Begins with none."""
+        self.others: dict[ShapesKey, Any] = {}
+        self.runners: RunnersOfShapes | None = None
+
+    def set_runner(self, element: Any, runner: Runner[Any], make: MakeRunner, lock: Any) -> None:
+        """Sets the runner for the first shapes, and makes one for each of the others."""
+        runners = RunnersOfShapes(element, runner, make, lock)
+        for other in self.others.values():
+            runners.add(other.traced.element)
+        self.runners = runners
+
+    def resolve(self, element: Any) -> Any:
+        """A micro-batch from a pipeline's `place_element`, once there is a runner for its shapes."""
+        if shapes_of(element) != NEW_SHAPES:
+            return element
+        assert self.runners is not None
+        return self.runners.resolve(element)
+
+    def compile(self, state: Any, request: Any) -> None:
+        """Compiles what is run for other shapes than the first ones."""
+        assert self.runners is not None
+        for runner in self.runners.all[1:]:
+            runner.compile(state, request)
+
+
+class RunnersOfShapes:
+    """Numbers the shapes of micro-batches, and has the runner of each. An infeed may hold it for long.
+
+    Attributes:
+      all: the runners by number; the list that these share.
+    """
+
+    def __init__(self, element: Any, runner: Runner[Any], make: MakeRunner, lock: Any) -> None:
         """Begins with the shapes of the first micro-batch.
 
         Args:
           element: shapes and dtypes of the first micro-batch.
-          runner: its runner.
+          runner: its runner, which leads.
+          make: a pipeline's method that makes the runner for other shapes, from the one that leads, a
+            micro-batch's shapes and dtypes, and their number. The pipeline is not kept alive.
+          lock: held while a runner is made.
         """
-        self.runners: list[Runner[Any]] = runner.of_shapes
+        self.all: list[Runner[Any]] = runner.of_shapes
+        self._make, self._lock = weakref.WeakMethod(make), lock
         self._leaves, self._tree = jax.tree.flatten(element)
         self._numbers: Mapping[ShapesKey, int] = {find_key(element): 0}
 
@@ -172,14 +242,10 @@ class MicroBatchShapes:
         number = self._numbers.get(tuple(leaf.shape for leaf in leaves))
         if number is None:
             return Element(None, 0, copy_leaves(leaves), NEW_SHAPES)
-        return self.runners[number].place_element(leaves)
+        return self.all[number].place_element(leaves)
 
-    def resolve(self, element: Any, make: Callable[[Any, int], Runner[Any]]) -> Any:
+    def resolve(self, element: Any) -> Any:
         """A micro-batch with new shapes, once there is a runner for them, on its devices.
-
-        Args:
-          element: from `place_element`, which knew no runner for it. There may be one now.
-          make: makes the runner for other shapes, from a micro-batch's shapes and dtypes, and their number.
 
         Raises:
           ValueError: there are too many shapes, or they cannot share the state; see `check_alike`.
@@ -189,15 +255,15 @@ class MicroBatchShapes:
             jax.ShapeDtypeStruct(leaf.shape, known.dtype)
             for leaf, known in zip(element.leaves, self._leaves, strict=True)
         ]
-        self.add(jax.tree.unflatten(self._tree, structs), make)
+        self.add(jax.tree.unflatten(self._tree, structs))
         return self.place_element(element.leaves)
 
-    def add(self, element: Any, make: Callable[[Any, int], Runner[Any]]) -> Runner[Any]:
-        """The runner for a micro-batch's shapes, which is made if there is none; see `resolve`."""
+    def add(self, element: Any) -> None:
+        """Makes the runner for a micro-batch's shapes if there is none; see `resolve`."""
         key = find_key(element)
-        number = self._numbers.get(key)
-        if number is None:
-            number = len(self.runners)
-            self.runners.append(make(element, number))
-            self._numbers = {**self._numbers, key: number}  # one that other threads read stays as it is
-        return self.runners[number]
+        with self._lock:
+            if key not in self._numbers:
+                make, number = self._make(), len(self.all)
+                assert make is not None
+                self.all.append(make(self.all[0], element, number))
+                self._numbers = {**self._numbers, key: number}  # one that other threads read stays as it is

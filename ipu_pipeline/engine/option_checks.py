@@ -13,8 +13,6 @@ from ipu_pipeline.engine.devices.offloading import Offload
 from ipu_pipeline.engine.devices.sharding import Shard
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
-from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.frames import ProgramNames
 from ipu_pipeline.ground.checks import is_integer
 
 __all__ = ["check_fields", "find_unused"]
@@ -51,8 +49,7 @@ def find_unused(fields: Fields) -> Iterator[str]:
     if fields["optimizer"] is None:
         for name in _find_only_for_training(fields):
             yield f"{name} has no effect: the pipeline only runs forwards."
-    has_loss = fields["loss"] is not None and fields["collect_losses"]
-    if fields["sum_collected"] and not has_loss and fields["collect_outputs"] is False:
+    if fields["sum_collected"] and fields["loss"] is None and fields["collect_outputs"] is False:
         yield "sum_collected has no effect: neither outputs nor losses are collected."
     elif fields["sum_dtype"] is not None and not fields["sum_collected"]:
         yield "sum_dtype has no effect without sum_collected."
@@ -60,7 +57,7 @@ def find_unused(fields: Fields) -> Iterator[str]:
 
 def _find_only_for_training(fields: Fields) -> Iterator[str]:
     """The options that were given, and that only training has a use for."""
-    for name in ("trained", "gradient_map", "gradient_targets", "accumulator_dtype", "recompute"):
+    for name in ("trained", "gradient_map", "accumulator_dtype", "recompute"):
         if fields[name] is not None:
             yield name
     if Reduction(fields["reduction"]) is not Reduction.MEAN:
@@ -73,8 +70,6 @@ def _find_only_for_training(fields: Fields) -> Iterator[str]:
             yield f'"{offload.value}" in offload'
     if Shard.OPTIMIZER_STATE in map(Shard, fields["shard"]):
         yield f'"{Shard.OPTIMIZER_STATE.value}" in shard'
-    if not fields["collect_losses"]:
-        yield "collect_losses"
 
 
 def _is_boolean(value: Any) -> bool:
@@ -108,10 +103,9 @@ def _is_devices(value: Any) -> bool:
     return isinstance(value, Collection) and all(isinstance(device, jax.Device) for device in value)
 
 
-_RENAMED = frozenset({"forward_options", "backward_options", "update_options", "gradient_map"})
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "check_nans donate joins_assigned gathers_outputs collect_losses sum_collected",
+        "check_nans donate joins_assigned sum_collected",
         _is_boolean,
         "True or False",
     ),
@@ -131,19 +125,11 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _is_late,
         "a function without arguments that returns the map, as in gradient_map=lambda: halve, or None",
     ),
-    ("gradient_targets", _is_late, "a function without arguments that returns targets, or None"),
     ("devices", _is_devices, "a list of devices, as jax.devices() returns it, or None"),
     (
         "execution_phases",
         lambda value: value is None or isinstance(value, ExecutionPhases),
         "an engine.ExecutionPhases, or None",
     ),
-    (
-        "option_names",
-        lambda value: isinstance(value, Mapping) and value.keys() <= _RENAMED,
-        f"a dict with names for some of {', '.join(sorted(_RENAMED))}",
-    ),
-    ("captures", lambda value: isinstance(value, Captures), "a Captures of a front"),
-    ("program_names", lambda value: isinstance(value, ProgramNames), "engine.ProgramNames"),
     ("block_bytes max_chunked_bytes", lambda value: is_integer(value, 0), "an integer of at least 0"),
 )

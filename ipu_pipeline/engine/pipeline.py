@@ -1,6 +1,6 @@
 """The engine's public class: a pipeline of stage functions, whose steps take a state and return the next.
 
-It builds, runs and describes pipelines, and delegates all of this.
+It builds and runs pipelines; `inspect` and `planning` have functions that answer questions about them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import functools
 import inspect
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +22,18 @@ import numpy as np
 from ipu_pipeline.engine import fingerprints, peers, schedules, watching
 from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
 from ipu_pipeline.engine.apart import apart
+from ipu_pipeline.engine.between_steps import BetweenSteps
 from ipu_pipeline.engine.building import Built, Recipe, build
 from ipu_pipeline.engine.calling import StageCaller
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
 from ipu_pipeline.engine.devices.feeds import (
-    NEW_SHAPES,
     Element,
     PlacedMicroBatches,
     Supply,
     Take,
     copy_leaves,
     gather,
-    shapes_of,
     take_nothing,
 )
 from ipu_pipeline.engine.devices.links import naming_peers
@@ -46,61 +43,55 @@ from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution import kept
 from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
-from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
+from ipu_pipeline.engine.execution.measured_costs import why_not_timed
 from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
 from ipu_pipeline.engine.execution.watched import copy_state, rehearse
 from ipu_pipeline.engine.hanging import StepOnItsWay, watch
-from ipu_pipeline.engine.inspect.describing import describe, find_shared_sends, find_update_sends
-from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fields
-from ipu_pipeline.engine.inspect.summary import PipelineSummary
-from ipu_pipeline.engine.inspect.waiting import estimate_bubble
+from ipu_pipeline.engine.initial_states import make_optimizer_state, make_state, make_variables
 from ipu_pipeline.engine.micro_batch_shapes import (
     MicroBatchShapes,
-    ShapesKey,
     check_alike,
     check_number,
+    describe_number,
     describe_shapes,
     find_key,
+    trace_again,
 )
 from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
 from ipu_pipeline.engine.planning.choosing import (
-    HOST_SECONDS,
     ChunkedStep,
     choose_dispatch_plan,
 )
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory import find_moments, plan_stages
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory, Moments, StageMemory
+from ipu_pipeline.engine.planning.memory_plans import Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.progress import initializing, tracing
+from ipu_pipeline.engine.progress import tracing
 from ipu_pipeline.engine.rehearsing import choose_by_steps
 from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
+    Timetables,
     check_one_process,
-    make_scenario,
     measure_scenario,
 )
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
 from ipu_pipeline.engine.state_checks import (
     MOVES,
     as_plain_state,
-    check_elements,
     check_exists,
     check_not_traced,
     check_state,
     without_aliases,
 )
+from ipu_pipeline.engine.step_feeds import StepFeed
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.metrics import Metric, MetricReader
-from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
-from ipu_pipeline.engine.tracing.replicas import uses_replicas
-from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
+from ipu_pipeline.engine.tracing.metrics import Metric
+from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.surroundings import Surroundings
 from ipu_pipeline.engine.tracing.traced import TracedPipeline
@@ -108,15 +99,27 @@ from ipu_pipeline.engine.tracing.user_checks import UserChecks, find_failed, han
 from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
 from ipu_pipeline.engine.updates.cutting import Updates
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
-from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.enumerations import parse_member
-from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.first_run import begin_first_run
 from ipu_pipeline.ground.shapes import as_shapes, check_like, describe_structures
 
 __all__ = ["Pipeline"]
 
 P = ParamSpec("P")
+# What takes the place of methods that are gone.
+_MOVED = {
+    "facts": "engine.inspect.find_facts(pipeline)",
+    "measure_costs": "engine.planning.measure_costs(pipeline)",
+    "num_micro_batches": "pipeline.options.num_micro_batches",
+    "plan_host_memory": "engine.planning.plan_host_memory(pipeline, link)",
+    "plan_ipu_memory": "engine.planning.plan_ipu_memory(pipeline)",
+    "plan_memory": "engine.planning.plan_memory(pipeline)",
+    "scenario": "engine.planning.measure_scenario(pipeline)",
+    "searched": "engine.inspect.find_searched(pipeline)",
+    "summary": "engine.inspect.summarize(pipeline)",
+    "with_dispatch_plan": "engine.planning.with_dispatch_plan(pipeline, plan)",
+    "with_recomputation": "engine.planning.with_recomputation(pipeline, recompute)",
+}
 
 
 def _with_options(
@@ -133,7 +136,8 @@ def _with_options(
             init(self, stages, make_options("Pipeline", *args, **options))
 
         known = inspect.signature(init)
-        parameters = [*list(known.parameters.values())[:2], *inspect.signature(make).parameters.values()]
+        options = [one for name, one in inspect.signature(make).parameters.items() if name != "hooks"]
+        parameters = [*list(known.parameters.values())[:2], *options]
         functools.update_wrapper(wrapped, init)
         vars(wrapped)["__signature__"] = known.replace(parameters=parameters)
         return wrapped  # type: ignore[return-value]  # it may be called with `stages=`, too
@@ -160,11 +164,15 @@ class Pipeline:
       >>> state, outputs = pipeline.step(state, micro_batches)
       >>> len(outputs.losses), state.update_count
       (4, 1)
+
+    Attributes:
+      timetable: a function that returns the checked timetable of a step, from its number of micro-batches,
+        or of groups of `num_serialized`. For a searched schedule, see `engine.inspect.find_searched`.
     """
 
-    _split_costs: schedules.Costs | None = None  # what its stages take, if the engine cut it by that
-    _measured_costs: tuple[Any, schedules.Costs] | None = None  # a runner, and what its stages take
-    _cuts = ""  # where its stages begin, and why, if the engine cut it
+    split_table: Any = None  # where its stages begin, and why, if the engine cut it
+    measured_costs: tuple[Any, schedules.Costs] | None = None  # a runner, and what its stages take
+    iterated: Iterated | None = None  # the loop whose body the pipeline is
 
     @_with_options(PipelineOptions)
     def __init__(
@@ -187,9 +195,7 @@ class Pipeline:
         functions, mapping, self._parameters = flatten_stages(
             stages, options.device_mapping, options.parameters
         )
-        table = getattr(stages, "table", None)
-        self._cuts = "" if table is None else table.cuts
-        self._split_costs = None if table is None else table.costs
+        self.split_table = getattr(stages, "table", None)
         levels = tuple(level for level, parallel in enumerate(functions) for _stage in parallel)
         schedule, count = options.schedule, options.num_micro_batches
         if options.num_serialized > 1 and (schedule != "sequential" or len(set(mapping)) > 1):
@@ -213,6 +219,13 @@ class Pipeline:
         for sentence in find_unused(vars(options)):
             warnings.warn(sentence, stacklevel=3)
 
+    if not TYPE_CHECKING:  # for which there would be any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what takes the place of a method that is gone."""
+            instead = f"; use {_MOVED[name]}" if name in _MOVED else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
         """Checks a recipe, and takes it.
 
@@ -221,16 +234,15 @@ class Pipeline:
           levels: the levels of its stages.
           trains: whether it goes backward.
         """
-        self._recipe, options, mapping = recipe, recipe.options, recipe.mapping
-        schedule, count = options.schedule, options.num_micro_batches
+        self._recipe, options = recipe, recipe.options
         self._num_replicas, self._has_identical_keys = options.num_replicas, False
         if options.dispatch_plan is not None:
-            check_dispatch_plan(options.dispatch_plan, count, self.is_one_program)
-        self._compiler_options = self._plan_compiler_options()
+            check_dispatch_plan(options.dispatch_plan, options.num_micro_batches, self.is_one_program)
+        self._compiler_options = _plan_compiler_options(self)
         self._reduction = parse_member(Reduction, options.reduction, "reduction")
         self._offload = parse_offload(options.offload)
         self._shard = parse_shard(options.shard)
-        self._recompute = (
+        self.recompute = (
             None
             if options.recompute is None
             else parse_member(Recomputation, options.recompute, "recompute, unless it is None,")
@@ -238,81 +250,21 @@ class Pipeline:
         self._devices = options.devices
         self._chosen_plan: Chunking | None = None
         self._built: Built | None = None
-        self._programs: tuple[StagePrograms, ...] = ()
-        self._runner: Runner[Any] | None = None
-        self._shapes: MicroBatchShapes | None = None  # made with the runner, and dropped with it
-        # the same pipeline for micro-batches of other shapes than the first one
-        self._others: dict[ShapesKey, Pipeline] = {}
+        self.programs: tuple[StagePrograms, ...] = ()  # of each stage, before XLA
+        self.runner: Runner[Any] | None = None
+        self._shapes = MicroBatchShapes()
         self._surroundings: Surroundings | None = None  # of the first trace
         self._kept = kept.current()
-        self._accumulators: dict[str, Any] | None = None  # the zeros that the last update left
-        self._placed: _Placed | None = None
-        # A function by itself, so that its callers do not hold the pipeline: an infeed holds the runner,
-        # and the pipeline's program the infeed.
-        self._follow: Callable[[frozenset[int] | None, int], schedules.Timetable] = functools.partial(
-            _make_timetable, schedule, mapping, trains, tuple(levels)
-        )
-        self._make_timetable: Callable[[int], schedules.Timetable] = functools.partial(self._follow, None)
-        self._searched: SearchedTimetables | None = None  # made with the runner, and dropped with it
+        self._between = BetweenSteps()
+        # Without the pipeline itself, which callers of it are not to hold: an infeed holds the runner, and
+        # the pipeline's program the infeed.
+        self.timetable = Timetables(options.schedule, recipe.mapping, trains, tuple(levels))
         self._building = threading.RLock()  # held while it is traced, and while its runner is made
-
-    def _plan_compiler_options(self) -> CompilerOptions:
-        options = self.options
-        return plan_options(
-            len(self.device_mapping),
-            self.is_one_program,
-            options.optimizer is not None,
-            options.forward_options,
-            options.backward_options,
-            options.update_options,
-            options.option_names,
-        )
-
-    def timetable(self, num_micro_batches: int) -> schedules.Timetable:
-        """Returns the checked timetable of a step.
-
-        For a schedule that is searched, see `searched`.
-
-        Args:
-          num_micro_batches: micro-batches of a step, or groups of `num_serialized`.
-        """
-        return (self._searched or self._make_timetable)(num_micro_batches)
-
-    def _find_halved(self) -> Collection[int]:
-        """The stages whose backward is done in halves, from now on with any number of micro-batches."""
-        if self.is_one_program:
-            return ()
-        halved = self._follow(None, self.num_micro_batches or 2 * len(self.device_mapping)).halved
-        self._make_timetable = functools.partial(self._follow, halved)
-        return halved
-
-    def searched(self, num_micro_batches: int | None = None) -> schedules.Searched | None:
-        """Returns the result of the schedule's search, with its bound.
-
-        Args:
-          num_micro_batches: as for `step`.
-
-        Returns:
-          The rows, the step time by the measured costs, without updates, a lower bound for any order, and
-          the gap between them. None if nothing is searched: the schedule is another one, there is no
-          training, or all stages are on one device. Then, and until `prepare` is called, the timetable is
-          "interleaved" with a split backward.
-        """
-        if self._searched is None:
-            return None
-        return self._searched.find(self.updated_every(num_micro_batches) // self.num_serialized)
-
-    # What is known about the pipeline.
-
-    @property
-    def num_ipus(self) -> int:
-        """The number of devices that each replica needs."""
-        return max(self.device_mapping) + 1
 
     @property
     def num_devices(self) -> int:
         """The number of devices that each replica needs."""
-        return self.num_ipus * self.options.num_devices_per_ipu
+        return (max(self.device_mapping) + 1) * self.options.num_devices_per_ipu
 
     @property
     def num_replicas(self) -> int:
@@ -338,21 +290,6 @@ class Pipeline:
         return is_one_device and len(set(self.device_mapping)) == 1
 
     @property
-    def _iterated(self) -> Iterated | None:
-        """The loop whose body the pipeline is; None if there is none."""
-        return None
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether the micro-batches are iterations of a loop."""
-        return self._iterated is not None
-
-    @property
-    def num_carried(self) -> int:
-        """The number of a micro-batch's first leaves that come from the one before; 0 except in a loop."""
-        return 0 if self._iterated is None else len(self._iterated.carried)
-
-    @property
     def built(self) -> Built:
         """The traced pipeline and its programs."""
         if self._built is None:
@@ -365,261 +302,9 @@ class Pipeline:
         return self.built.traced
 
     @property
-    def programs(self) -> tuple[StagePrograms, ...]:
-        """The programs of each stage, before XLA."""
-        return self._programs or self.built.programs
-
-    @property
-    def updates(self) -> Updates | None:
-        """The optimizer's programs; None without training."""
-        return self.built.updates
-
-    @property
-    def num_micro_batches(self) -> int | None:
-        """Micro-batches per step, or groups of `num_serialized`; None if each step is given the number."""
-        return self.options.num_micro_batches
-
-    @property
-    def num_serialized(self) -> int:
-        """The number of micro-batches that a stage handles before the next stage starts."""
-        return self.options.num_serialized
-
-    @property
-    def collecting(self) -> Collecting:
-        """The results that are collected from the last stage."""
-        return self.built.collecting
-
-    @property
-    def metrics(self) -> MetricReader:
-        """A reader of the metrics of stages and the optimizer."""
-        return self.built.metrics
-
-    @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables by full name."""
         return without_weights(self.traced.variables)
-
-    @property
-    def separate_variables(self) -> frozenset[str]:
-        """The full names of the variables that have a separate value in each replica."""
-        if self.options.joins_assigned or self._num_replicas == 1:
-            return frozenset()
-        return frozenset(spec.name for stage in self.traced.stages for spec in stage.assigned)
-
-    def plan_memory(self, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:
-        """Plans the memory that each stage holds between forwards and backwards.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
-
-        Raises:
-          ValueError: the number of micro-batches is given neither here nor to the pipeline.
-        """
-        plan = self.dispatch_plan
-        return self._plan_memory(self._count(num_micro_batches), 1 if plan is None else plan.chunk_size)
-
-    def _plan_memory(self, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
-        if self.is_one_program:  # it ends a micro-batch before the next one starts
-            fullest: Sequence[Moments] = [((self.num_serialized, 0),)] * len(self.device_mapping)
-        else:
-            fullest = [
-                tuple((chunk_size * before, chunk_size * between) for before, between in moments)
-                for moments in find_moments(self._programs, self.timetable(count // chunk_size))
-            ]
-        known = {} if self._runner is None else self._runner.residual_bytes
-        return plan_stages(self.traced, self._programs, self.device_mapping, fullest, known)
-
-    def plan_ipu_memory(self, num_micro_batches: int | None = None) -> tuple[IpuMemory, ...]:
-        """Plans the memory of each device while steps run: state, accumulators, micro-batches and programs.
-
-        The programs' memory is known once they are compiled, in the first step. With all stages on one
-        device it includes the micro-batches.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
-
-        Returns:
-          One entry per device, in order.
-
-        Raises:
-          ValueError: the number of micro-batches is given neither here nor to the pipeline; or see
-            `prepare`.
-        """
-        count = self._count(num_micro_batches)
-        runner, stages = self.prepare(), self.plan_memory(count)
-        return runner.plan_memory(self.built.accumulator_dtypes, stages, count * self.num_serialized)
-
-    def plan_host_memory(self, link: schedules.LinkSpeed) -> schedules.HostMemory | None:
-        """Returns the transfers of execution phases from and to host memory, for `Scenario.host_memory`.
-
-        Args:
-          link: the link between each device and host memory, with the same speed in either direction.
-
-        Returns:
-          The bytes of each program; None if there are no phases, or nothing leaves the devices.
-
-        Raises:
-          ValueError: there are several replicas, whose steps in phases are not simulated; or see `prepare`.
-        """
-        runner = self.prepare()
-        if self.options.execution_phases is None:
-            return None
-        assert isinstance(runner, PlanRunner)
-        if self._num_replicas > 1:
-            raise ValueError(
-                "plan_host_memory goes with one replica, as steps of replicas in phases are not simulated; "
-                f"num_replicas is {self._num_replicas}."
-            )
-        return runner.find_host_memory(self.built.accumulator_dtypes, link)
-
-    def scenario(self, num_micro_batches: int | None = None) -> schedules.Scenario:
-        """Measures a step, for `simulate`, `what_if`, `advise` and `ipu-pipeline simulate --costs-from`.
-
-        Programs, transfers and updates are measured one at a time, unless they were measured before. CPU
-        devices share the CPU's cores. With several replicas the scenario is the first replica's, with its
-        share of the cores.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number.
-
-        Raises:
-          ValueError: all stages are on one device; or they cannot be run on zeros: they print, call back
-            into Python or loop by data; or there are several processes, or execution phases.
-        """
-        count = self._count(num_micro_batches) * self.num_serialized
-        runner, measured = self._measure_stages("Pipeline.scenario")
-        is_shared = runner.placement.groups[0].devices[0].platform == "cpu"
-        return make_scenario(
-            runner,
-            self.built,
-            measured.costs,
-            self._plan_memory(count, runner.chunk_size),
-            self.options.schedule,
-            count,
-            measured.num_temporary_bytes,
-            count_cores() / self._num_replicas if is_shared else None,
-            [stage.whole_layers for stage in self.facts().stages],
-        )
-
-    @apart
-    def measure_costs(self) -> schedules.Costs:
-        """Measures programs, transfers and updates, in seconds; `scenario` includes them.
-
-        The time of the last stage's program is divided into forward and backward by their operations. The
-        host is assumed to start a program in 20 microseconds.
-
-        Raises:
-          ValueError: see `scenario`.
-        """
-        return self._measure_stages("Pipeline.measure_costs")[1].costs
-
-    def _measure_stages(self, caller: str) -> tuple[PlanRunner, Measured]:
-        runner = self.prepare()
-        reasons = {
-            "all stages are on one device, in one program": not isinstance(runner, PlanRunner),
-            "there are execution phases": self.options.execution_phases is not None,
-            "there are several processes": runner.placement.has_peers,
-            why_not_timed(self._programs): bool(why_not_timed(self._programs)),
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-            raise ValueError(f"{caller} runs the stages on zeros, one at a time; here {reason}.")
-        assert isinstance(runner, PlanRunner)
-        is_searched = isinstance(self.options.schedule, schedules.SearchedSchedule)
-        measured = runner.measure(HOST_SECONDS, with_updates=True, with_skips=not is_searched)
-        last = self.facts().stages[-1]
-        costs = dataclasses.replace(measured.costs, is_fused=last.is_fused)
-        if last.is_fused:
-            first = last.backward_operations - last.weight_operations
-            costs = divide_last(costs, last.forward_operations, first, is_halved=last.is_halved)
-        self._measured_costs = runner, costs
-        return runner, measured._replace(costs=costs)
-
-    def _count(self, num_micro_batches: int | None) -> int:
-        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        if count is None:
-            raise ValueError("plan_memory: num_micro_batches must be given, as for `step`; it is None.")
-        return count
-
-    def facts(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineDetails:
-        """Returns the facts that are known before anything is compiled. Does not start JAX's backend.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, a
-            step of one micro-batch is assumed.
-          left_out: full names of variables to leave out.
-
-        Raises:
-          RuntimeError: the pipeline has not been traced; see `trace`.
-        """
-        built, options, plan = self.built, self.options, self.dispatch_plan
-        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        chunk_size, schedule = 1 if plan is None else plan.chunk_size, options.schedule
-        trains = built.updates is not None
-        costs = self._split_costs
-        if self._measured_costs is not None and self._measured_costs[0] is self._runner:
-            costs = self._measured_costs[1]
-        return describe(
-            built.traced,
-            self._programs,
-            self._plan_memory(count or 1, chunk_size),
-            built.accumulator_dtypes if trains else None,
-            self.num_carried,
-            {*left_out, *filter(is_loss_weight, built.traced.variables)},
-            name="Pipeline",
-            kind="training" if trains else "inference",
-            schedule=schedules.schedule_name(schedule),
-            num_micro_batches=count,
-            num_serialized=self.num_serialized,
-            chunk_size=chunk_size,
-            is_one_program=self.is_one_program,
-            num_replicas=self._num_replicas,
-            sent=self._find_sends(),
-            dispatch="" if plan is None else str(plan),
-            cuts=self._cuts,
-            costs=costs,
-            num_devices_per_ipu=options.num_devices_per_ipu,
-            divided=tuple(built.partitions),
-        )
-
-    def _find_sends(self) -> tuple[Sent, ...]:
-        """What crosses from device to device per weight update."""
-        traced, ipus = self.traced, self.device_mapping
-        extra = self.plan_accumulators().extra
-        shared = find_shared_sends(traced, ipus, extra, self.built.accumulator_dtypes)
-        return (*shared, *find_update_sends(self.updates, ipus))
-
-    def summary(
-        self, num_micro_batches: int | None = None, *, left_out: Collection[str] = ()
-    ) -> PipelineSummary:
-        """Summarizes the memory and work of each stage, and the bubble, before anything is compiled.
-
-        Does not start JAX's backend. `print` shows it as a table.
-
-        Args:
-          num_micro_batches: micro-batches of a step, if the pipeline has no fixed number. Without it, a
-            long step is assumed.
-          left_out: full names of variables to leave out.
-
-        Raises:
-          RuntimeError: the pipeline has not been traced; see `trace`.
-        """
-        count = self.num_micro_batches if num_micro_batches is None else num_micro_batches
-        facts = self.facts(count or 2 * len(self.device_mapping), left_out=left_out)
-        schedule, num_chunks = self.options.schedule, (count or 0) // facts.chunk_size
-        has_name = isinstance(schedule, str)
-        told = facts.schedule if has_name else "of your own"
-        if isinstance(schedule, schedules.SearchedSchedule):
-            found = None if count is None else self.searched(num_micro_batches)
-            told = "searched, when the pipeline is prepared" if found is None else str(found)
-        return select_fields(
-            PipelineSummary,
-            facts,
-            schedule=told,
-            num_micro_batches=count,
-            bubble=estimate_bubble(facts.stages, self.timetable, num_chunks, has_name) if count else None,
-        )
 
     @property
     def dispatch_plan(self) -> Chunking | None:
@@ -637,42 +322,18 @@ class Pipeline:
             return self.options.dispatch_plan
         if self._chosen_plan is None:
             platform = "cpu" if self._devices is None else self._devices[0].platform
-            self._chosen_plan = choose_dispatch_plan(self._chunked_step, platform)
+            self._chosen_plan = choose_dispatch_plan(chunked_step(self), platform)
         return self._chosen_plan
 
-    @property
-    def _chunked_step(self) -> ChunkedStep:
-        """What a dispatch plan is chosen for."""
-        count = self.num_micro_batches
-        return ChunkedStep(
-            self._programs,
-            self.traced.levels,
-            self.timetable,
-            count,
-            lambda chunk_size: max(m.num_live_bytes for m in self._plan_memory(count or 1, chunk_size)),
-            self.options.max_chunked_bytes,
-            is_grouped=self.options.schedule == "grouped",
-            saves_memory=self._recompute is not None or bool(self._offload),
-            num_replicas=self._num_replicas,
-        )
-
-    def with_dispatch_plan(self, plan: Chunking | None) -> Pipeline:
-        """Returns the pipeline with another plan (None: it is chosen). Nothing is traced again."""
-        if plan is not None:
-            check_dispatch_plan(plan, self.num_micro_batches, self.is_one_program)
-        options = dataclasses.replace(self.options, dispatch_plan=plan)
-        return self._copy(_recipe=dataclasses.replace(self._recipe, options=options), _others={})
-
-    def _copy(self, **changes: Any) -> Pipeline:
-        """A copy without runner, with some attributes changed."""
-        other = copy.copy(self)
-        vars(other).update(_runner=None, _searched=None, _shapes=None, _accumulators=None, _placed=None)
-        vars(other).update(changes)
+    def copied(self, **changes: Any) -> Pipeline:
+        """A copy without runner, with some options changed. Nothing is traced again."""
+        options = dataclasses.replace(self.options, **changes)
+        other: Pipeline = copy.copy(self)
+        other._recipe = dataclasses.replace(self._recipe, options=options)
+        other.runner, other.measured_costs = None, None
+        other._shapes, other._between = MicroBatchShapes(), BetweenSteps()
+        other.timetable = dataclasses.replace(self.timetable, searches=None)
         return other
-
-    def plan_accumulators(self) -> AccumulatorPlan:
-        """Plans which program accumulates where."""
-        return plan_accumulators(self.traced, self._programs, self.device_mapping, self._reduction)
 
     # Building.
 
@@ -698,26 +359,27 @@ class Pipeline:
         input_shapes: tuple[Any, ...] = as_shapes(inputs, "The inputs")
         with self._building:
             if self._built is None:
-                around = Surroundings.now(self.options.program_names)
+                around = Surroundings.now(self.options.hooks.program_names)
                 # Else JAX writes loops out while it traces.
                 with jax.disable_jit(False), tracing():
-                    built = build(self._recipe, element, input_shapes, self._recompute, self._find_halved())
-                self._built, self._programs, self._surroundings = built, built.programs, around
-                self._trace_named()
+                    halved: Collection[int] = ()
+                    if not self.is_one_program:  # from now on with any number of micro-batches
+                        number = self.options.num_micro_batches or 2 * len(self.device_mapping)
+                        halved = self.timetable(number).halved
+                        self.timetable = dataclasses.replace(self.timetable, halved=halved)
+                    built = build(self._recipe, element, input_shapes, self.recompute, halved)
+                self._built, self.programs, self._surroundings = built, built.programs, around
+                for number, named in enumerate(self.options.shapes):
+                    check_like(named, element, f"shapes[{number}]", may_vary=True)
+                    self.for_shapes(named)
                 return
         known = self._built.traced
         if known.inputs != input_shapes:
             raise ValueError(
                 f"The pipeline was traced for the inputs {known.inputs}, and now got {input_shapes}."
             )
-        self.check_element(element, 0)
+        _check_element(self, element, 0)
         self.for_shapes(element)
-
-    def _trace_named(self) -> None:
-        """Traces the stages for the shapes that were named, unless that has been done; see `trace`."""
-        for number, named in enumerate(self.options.shapes):
-            check_like(named, self.traced.element, f"shapes[{number}]", may_vary=True)
-            self.for_shapes(named)
 
     def for_shapes(self, micro_batch: Any) -> Pipeline:
         """Returns the pipeline for micro-batches of these shapes, for its facts and summary.
@@ -734,57 +396,45 @@ class Pipeline:
             `max_shapes` shapes; or something must not depend on the shapes, see `trace`.
         """
         element, built = as_shapes(micro_batch, "The micro-batch"), self.built
-        check_like(element, built.traced.element, "The micro-batch", may_vary=True)
+        traced, around, others = built.traced, self._surroundings, self._shapes.others
+        check_like(element, traced.element, "The micro-batch", may_vary=True)
         key = find_key(element)
-        with self._building:
-            if key == find_key(built.traced.element):
-                return self
-            if key not in self._others:
-                known = [built.traced.element, *(one.traced.element for one in self._others.values())]
-                check_number(known, element, self.options.max_shapes)
-                self._others[key] = self._trace_other(element)
-            return self._others[key]
-
-    def _trace_other(self, element: Any) -> Pipeline:
-        """Traces the stages for other shapes of micro-batches, in the surroundings of the first trace."""
-        built, around = self.built, self._surroundings
-        assert around is not None
 
         def trace(captures: Captures) -> Pipeline:
-            options = dataclasses.replace(
-                self.options, program_names=around.names.copy(), captures=captures, shapes=()
+            assert around is not None
+            hooks = dataclasses.replace(
+                self.options.hooks, program_names=around.names.copy(), captures=captures
             )
-            recipe = dataclasses.replace(self._recipe, options=options)
-            other = self._copy(_recipe=recipe, _built=None, _programs=(), _others={})
-            other.trace(element, *built.traced.given)
+            other: Pipeline = self.copied(hooks=hooks, shapes=())
+            other._built, other.programs = None, ()
+            other.trace(element, *traced.given)
             return other
 
-        try:
-            other: Pipeline = around.run(self.options.captures.trace_again, built.traced.captured, trace)
-        except Exception as error:
-            error.add_note(
-                f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
-                f"{describe_shapes(built.traced.element)}. With max_shapes=1 that is an error by itself."
-            )
-            raise
-        check_alike(built, other.built, (self.plan_accumulators(), other.plan_accumulators()))
-        return other
-
-    def with_recomputation(self, recompute: Recomputation | None) -> Pipeline:
-        """Returns the pipeline with another recomputation; see `set_recomputation`."""
-        other = copy.copy(self)
-        other.set_recomputation(recompute)
-        return other
+        with self._building:
+            if key == find_key(traced.element):
+                return self
+            if key not in others:
+                check_number(
+                    [traced.element, *(one.traced.element for one in others.values())],
+                    element,
+                    self.options.max_shapes,
+                )
+                assert around is not None
+                other = trace_again(traced, element, around, self.options.hooks.captures, trace)
+                check_alike(built, other.built, (_plan_accumulators(self), _plan_accumulators(other)))
+                others[key] = other
+            found: Pipeline = others[key]
+            return found
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Sets what stages keep for their backward. A change compiles everything again."""
-        if recompute is self._recompute:
+        if recompute is self.recompute:
             return
-        self._recompute, self._chosen_plan = recompute, None
-        self._forget_runner()
-        self._others = {}
+        self.recompute, self._chosen_plan = recompute, None
+        self.runner, self._shapes = None, MicroBatchShapes()
+        self.timetable = dataclasses.replace(self.timetable, searches=None)
         if self._built is not None:
-            self._programs = self._built.make_programs(recompute)
+            self.programs = self._built.make_programs(recompute)
 
     def set_replicas(self, num_replicas: int, identical_keys: bool = False) -> None:
         """Sets the number of replicas. A change compiles everything again.
@@ -797,17 +447,17 @@ class Pipeline:
           ValueError: the number is not usable.
         """
         self._has_identical_keys = identical_keys
-        if isinstance(self._runner, PlanRunner):
-            for runner in self._runner.of_shapes:
+        if isinstance(self.runner, PlanRunner):
+            for runner in self.runner.of_shapes:
                 runner.has_identical_keys = identical_keys
                 runner.make_single().has_identical_keys = identical_keys
         if num_replicas == self._num_replicas:
             return
         self.options.check_replicas(num_replicas)
         self._num_replicas, self._chosen_plan = num_replicas, None
-        self._forget_runner()
-        self._others = {}
-        self._compiler_options = self._plan_compiler_options()
+        self.runner, self._shapes = None, MicroBatchShapes()
+        self.timetable = dataclasses.replace(self.timetable, searches=None)
+        self._compiler_options = _plan_compiler_options(self)
 
     def prepare(self, devices: Sequence[Any] | None = None) -> Runner[Any]:
         """Returns the runner of the pipeline, made at the first call, which starts JAX's backend.
@@ -819,23 +469,20 @@ class Pipeline:
         Raises:
           ValueError: there are too few devices, or XLA refuses a compiler option.
         """
-        runner = self._runner
-        if runner is not None and (devices is None or self._has_devices(devices)):
+        runner = self.runner
+        if runner is not None and (devices is None or _has_devices(self, self._devices, devices)):
             return runner
         begin_first_run()
         with self._building:
-            if self._runner is None or not (devices is None or self._has_devices(devices)):
+            if self.runner is None or not (devices is None or _has_devices(self, self._devices, devices)):
                 runner = self._make_runner(devices)
-                shapes = MicroBatchShapes(self.traced.element, runner)
-                self._trace_named()
-                for other in self._others.values():
-                    shapes.add(other.traced.element, functools.partial(self._make_other_runner, runner))
-                self._runner, self._shapes = runner, shapes
-            return self._runner
-
-    def _forget_runner(self) -> None:
-        """Has the next `prepare` make another runner."""
-        self._runner = self._searched = self._shapes = None
+                for named in self.options.shapes:  # unless that has been done
+                    self.for_shapes(named)
+                self._shapes.set_runner(
+                    self.traced.element, runner, self._make_other_runner, self._building
+                )
+                self.runner = runner
+            return self.runner
 
     @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
@@ -870,9 +517,9 @@ class Pipeline:
         check_compiles(self._compiler_options, groups)
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
-        self._forget_runner()
-        self._devices = list(devices)
-        self._placed = self._accumulators = None
+        self.runner, self._devices = None, list(devices)
+        self._between = BetweenSteps()
+        self.timetable = dataclasses.replace(self.timetable, searches=None)
         self._agree(devices[:needed])
         placement = self._place_state(groups)
         if self.is_one_program:
@@ -882,11 +529,20 @@ class Pipeline:
                 )
             return self._make_block_runner(placement)
         runner = self._make_column_runner(devices, placement)
-        if isinstance(schedule, schedules.SearchedSchedule) and self.updates is not None:
-            searched = SearchedTimetables(self._measure(runner, schedule))
-            searched((self.num_micro_batches or runner.chunk_size) // runner.chunk_size)  # it may raise
+        if isinstance(schedule, schedules.SearchedSchedule) and self.built.updates is not None:
+            searched = SearchedTimetables(
+                measure_scenario(
+                    runner,
+                    functools.partial(make_state, runner, jax.random.key(0)),
+                    self.built,
+                    schedule,
+                    functools.partial(plan_in_flight, self, runner.chunk_size, runner.chunk_size),
+                )
+            )
+            number = self.options.num_micro_batches or runner.chunk_size
+            searched(number // runner.chunk_size)  # it may raise
             runner.follow(searched)
-            self._searched = searched
+            self.timetable = dataclasses.replace(self.timetable, searches=searched)
         return runner
 
     def _make_other_runner(self, lead: Runner[Any], element: Any, number: int) -> Runner[Any]:
@@ -906,8 +562,8 @@ class Pipeline:
         other._devices, other._chosen_plan = self._devices, self.dispatch_plan
         runner = other._make_column_runner(self._devices, placement, lead, number)
         lead.check_other(runner)
-        if self._searched is not None:
-            runner.follow(self._searched)
+        if self.timetable.searches is not None:
+            runner.follow(self.timetable.searches)
         return runner
 
     def _make_block_runner(
@@ -916,25 +572,20 @@ class Pipeline:
         """Makes the runner for one device."""
         runner = BlockRunner(
             placement,
-            self._programs,
-            self.collecting,
+            self.programs,
+            self.built.collecting,
             donate=self.options.donate,
             block_bytes=self.options.block_bytes,
-            num_serialized=self.num_serialized,
-            has_fixed_room=self.num_micro_batches is None,
-            iterated=self._iterated,
+            num_serialized=self.options.num_serialized,
+            has_fixed_room=self.options.num_micro_batches is None,
+            iterated=self.iterated,
             options=self._compiler_options.whole,
             lead=lead,
             shapes=number,
         )
         runner.kept = self._kept
-        runner.note = "" if lead is None else self._tell_shapes(number)
+        runner.note = "" if lead is None else _describe_number(self, number)
         return runner
-
-    def _tell_shapes(self, number: int) -> str:
-        """What is told while programs compile for other shapes than the first micro-batch's."""
-        element, most = describe_shapes(self.traced.element), self.options.max_shapes
-        return f"for micro-batches of {element} ({number + 1} of at most {most} shapes)"
 
     def _make_column_runner(
         self,
@@ -953,18 +604,18 @@ class Pipeline:
             groups = own if lead is None else [home.groups for home in lead.homes]
             homes = list(map(self._place_state, groups))
 
-        # Without the pipeline itself, which the runner is not to hold; see `_follow`.
+        # Without the pipeline itself, which the runner is not to hold; see `timetable`.
         make_runner = functools.partial(
             PlanRunner,
             placement,
             homes,
-            self._programs,
-            self._make_timetable,
+            self.programs,
+            self.timetable.by_schedule,
             self.options.donate,
-            self.collecting,
+            self.built.collecting,
             self._compiler_options,
             self.built.accumulator_dtypes,
-            iterated=self._iterated,
+            iterated=self.iterated,
             phases=self.options.execution_phases,
             shapes=number_of_shapes,
             joins_assigned=self.options.joins_assigned,
@@ -978,20 +629,20 @@ class Pipeline:
             made = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead, other=other)
             first.append(made)
             made.kept = self._kept
-            made.note = "" if lead is None else self._tell_shapes(number_of_shapes)
-            if number > 1 and not self.options.gathers_outputs:
+            made.note = "" if lead is None else _describe_number(self, number_of_shapes)
+            if number > 1 and not self.options.hooks.gathers_outputs:
                 made.keep_outputs()
             return made
 
-        may_measure = not (self.is_loop or placement.has_peers or why_not_timed(self._programs))
+        may_measure = not (self.iterated is not None or placement.has_peers or why_not_timed(self.programs))
         if lead is None and self.options.dispatch_plan is None and may_measure:
             self._chosen_plan = choose_by_steps(
-                self._chunked_step,
+                chunked_step(self),
                 make,
                 devices[0],
                 self.built,
-                (self.num_micro_batches or 0) * self._num_replicas,
-                self._describe_for_choice,
+                (self.options.num_micro_batches or 0) * self._num_replicas,
+                functools.partial(_describe_for_choice, self),
             )
         plan = self.dispatch_plan
         assert plan is not None
@@ -1004,54 +655,23 @@ class Pipeline:
             )
         return runner
 
-    def _measure(self, runner: PlanRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
-        """Measures the stages, and what they hold, for a search."""
-        return measure_scenario(
-            runner,
-            functools.partial(self._make_state, runner, jax.random.key(0)),
-            self.built,
-            schedule,
-            functools.partial(self._plan_memory, runner.chunk_size, runner.chunk_size),
-        )
-
-    def _describe_for_choice(self) -> Mapping[str, str]:
-        """What tells the pipeline from others that another dispatch plan may be chosen for."""
-        timetable = self.timetable(self.num_micro_batches or 1)
-        told = fingerprints.describe(self.built, self.options, self.device_mapping, timetable, None)
-        programs = [program for own in self._programs for program in (own.forward, *own.backwards)]
-        told |= {program.name: identify_operations(program.equations) for program in programs}
-        updates = () if self.updates is None else self.updates.updates
-        return told | {program.name: str(program.num_operations) for program in updates}
-
     def _agree(self, devices: Sequence[Any]) -> None:
         """Sees that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
-        timetable = self.timetable(self.num_micro_batches or 1)
+        timetable = self.timetable(self.options.num_micro_batches or 1)
         fingerprints.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
 
     def _place_state(self, groups: Sequence[DeviceGroup]) -> StatePlacement:
         return StatePlacement(
             self.traced,
-            self.updates,
+            self.built.updates,
             groups,
-            self.plan_accumulators(),
+            _plan_accumulators(self),
             self._offload,
             self._shard,
             self.built.partitions,
             None if self.options.execution_phases is None else self.options.execution_phases.num_ahead,
         )
-
-    def _has_devices(self, devices: Sequence[Any]) -> bool:
-        known = self._devices
-        assert known is not None
-        size, each = self.num_ipus, self.options.num_devices_per_ipu
-        needed = [
-            (ipu + size * replica) * each + part
-            for ipu in self.device_mapping
-            for replica in range(self._num_replicas)
-            for part in range(each)
-        ]
-        return all(number < len(devices) and devices[number] == known[number] for number in needed)
 
     @apart
     @peers.one_thread("the initial state of a pipeline")
@@ -1077,30 +697,8 @@ class Pipeline:
                 "jax.random.wrap_key_data makes one of a raw key."
             )
         self.trace(micro_batch, *inputs)
-        state = self._make_state(self.prepare(), key)
+        state = make_state(self.prepare(), key)
         return dataclasses.replace(state, variables=without_weights(state.variables))
-
-    def _make_state(self, runner: Runner[Any], key: Any) -> PipelineState:
-        variables = self._make_variables(runner.placement, self.traced.variables, key)
-        return PipelineState(
-            variables=variables,
-            optimizer_state=self._init_optimizer_state(runner, variables, None),
-            update_count=0,
-            execution_count=0,
-            key=key,
-        )
-
-    def _make_variables(self, placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
-        """The initial values of variables, placed."""
-        variables: dict[str, Any] = {}
-        names = list(names)
-        with initializing(len(names)) as progress:
-            for name in names:  # one at a time: all of them may not fit one device
-                spec = self.traced.variables[name]
-                made = initial_value(spec, key) if placement.has_variable(name) else spec
-                variables |= placement.place_variables({name: made})
-                progress.num_done += 1
-        return variables
 
     @apart
     def init_optimizer_state(
@@ -1115,16 +713,7 @@ class Pipeline:
         Returns:
           The state; None without training, or if it depends on outputs that are not given.
         """
-        return self._init_optimizer_state(self.prepare(), variables, outputs)
-
-    def _init_optimizer_state(
-        self, runner: Runner[Any], variables: Mapping[str, Any], outputs: Sequence[Any] | None
-    ) -> Any:
-        updates = self.updates
-        if updates is None or (updates.init_needs_outputs and outputs is None):
-            return None
-        placed = runner.placement.place_variables(variables)
-        return runner.init_optimizer_state(placed, dict(enumerate(outputs or ())))
+        return make_optimizer_state(self.prepare(), variables, outputs)
 
     @apart
     def parameters(self, state: PipelineState) -> Any:
@@ -1201,15 +790,15 @@ class Pipeline:
         taken = {name: state.variables[name] for name in adoption.taken}
         variables = {
             **placement.place_variables(taken),
-            **self._make_variables(placement, adoption.new, state.key),
+            **make_variables(placement, adoption.new, state.key),
         }
         optimizer_state = None
-        if self.updates is not None:
+        if self.built.updates is not None:
             optimizer_state, is_taken = adopt_optimizer_state(
                 state.optimizer_state,
-                self.updates,
+                self.built.updates,
                 adoption.new,
-                lambda: self._init_optimizer_state(runner, variables, None),
+                lambda: make_optimizer_state(runner, variables),
             )
             adoption = dataclasses.replace(adoption, takes_optimizer_state=is_taken)
         new = dataclasses.replace(state, variables=variables, optimizer_state=optimizer_state)
@@ -1256,50 +845,45 @@ class Pipeline:
         """
         check_not_traced("Pipeline.step", inputs)
         every = self.updated_every(num_micro_batches) * self._num_replicas
-        known = None if self._placed is None else self._placed()
-        check_state("Pipeline.step", state, is_known=state is known)
+        check_state("Pipeline.step", state, is_known=self._between.is_placed(state))
+        leaves = None
         if isinstance(micro_batches, PlacedMicroBatches):
-            take_placed = micro_batches.taker(self.prepare(), every)
-            keeps = micro_batches.leaves is not None
-            if not keeps and (self._looks_for_nans or self._is_op_by_op):
+            take, leaves = micro_batches.taker(self.prepare(), every), micro_batches.leaves
+            if leaves is None and (_looks_for_nans(self.options) or _is_op_by_op()):
                 raise ValueError(
                     "micro_batches: they were placed before jax_debug_nans or jax_disable_jit was set. "
                     "Call place_micro_batches again."
                 )
-            return self._step(state, take_placed, inputs, num_micro_batches, micro_batches.leaves)
+        else:
+
+            def has_peers() -> bool:
+                return self._built is not None and self.prepare().placement.has_peers
+
+            feed = StepFeed(micro_batches, every, has_peers)
+            if self._built is None:
+                self.trace(feed.peek(), *inputs)
+            has_feed, place = bool(jax.tree.leaves(self.traced.element)), self.place_element
+            take = take_nothing
+            if has_feed:
+                take = feed.placing(lambda one, number: place(_check_element(self, one, number)))
+        _check_targets(self.built)
+        state = self.place(state)
+        input_leaves = check_like(tuple(inputs), self.traced.inputs, "The inputs")
+        supply = Supply(take, self._shapes.resolve)
+        step = StepOnItsWay(self.prepare().describe_start, self.traced, supply)
+        watch(step)
         try:
-            iterator = _iterate(micro_batches, every)
-        except Exception as error:
-            if self._built is None or not self.prepare().placement.has_peers:
-                raise
-            iterator = _raise(error)  # when it is asked, so that the other processes hear of it
-        if self._built is None:
-            try:
-                first = next(iterator)
-            except StopIteration:
-                raise OutOfRangeError(_describe_shortage(0, every)) from None
-            self.trace(first, *inputs)
-            iterator = _chain(first, iterator)
-        place, numbers = self.place_element, iter(range(every))
-
-        def take(wanted: int) -> list[Any]:
-            del wanted
-            number = next(numbers)
-            try:
-                try:
-                    element = next(iterator)
-                except StopIteration:
-                    raise OutOfRangeError(_describe_shortage(number, every)) from None
-                return [place(self.check_element(element, number))]
-            except Exception:
-                if self.prepare().placement.has_peers:  # whose iterators are where the next step begins
-                    for _number in numbers:
-                        with contextlib.suppress(Exception):
-                            next(iterator, None)
-                raise
-
-        has_feed = bool(jax.tree.leaves(self.traced.element))
-        return self._step(state, take if has_feed else take_nothing, inputs, num_micro_batches)
+            progress = self._progress(state, supply, inputs, input_leaves, num_micro_batches, leaves)
+        except BaseException:
+            step.failed()
+            raise
+        collects = self.options.collect_outputs
+        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
+        reported = self.built.metrics.select(progress)
+        outputs = StepOutputs(progress.collected, unflatten, lambda: reported.read(1))
+        given = self._between.hide_weights(progress.state.pipeline)
+        step.started(given, outputs)
+        return given, outputs
 
     @apart
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
@@ -1316,55 +900,44 @@ class Pipeline:
         """
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
-        leaves = [self.check_element(element, number) for number, element in enumerate(micro_batches)]
-        elements: list[Any] = [self._resolve(place(own)) for own in leaves]
-        keeps = self._looks_for_nans or self._is_op_by_op
+        leaves = [_check_element(self, element, number) for number, element in enumerate(micro_batches)]
+        elements: list[Any] = [self._shapes.resolve(place(own)) for own in leaves]
+        keeps = _looks_for_nans(self.options) or _is_op_by_op()
         kept = list(map(copy_leaves, leaves)) if keeps else None
         return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements), kept)
-
-    def _step(
-        self,
-        state: PipelineState,
-        take: Take,
-        inputs: Sequence[Any],
-        num_micro_batches: int | None,
-        leaves: Sequence[Sequence[Any]] | None = None,
-    ) -> tuple[PipelineState, StepOutputs]:
-        _check_targets(self.traced, self.updates)
-        state = self.place(state)
-        input_leaves = self.check_inputs(inputs)
-        step = StepOnItsWay(self.prepare().describe_start, self.traced, take)
-        watch(step)
-        try:
-            progress = self._progress(state, step.take, inputs, input_leaves, num_micro_batches, leaves)
-        except BaseException:
-            step.failed()
-            raise
-        collects = self.options.collect_outputs
-        unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
-        reader, reported = self.metrics, self.metrics.select(progress)
-        outputs = StepOutputs(progress.collected, unflatten, lambda: reader.read(reported, 1))
-        given = self._give(progress.state.pipeline)
-        step.started(given, outputs)
-        return given, outputs
 
     def _progress(
         self,
         state: PipelineState,
-        take: Take,
+        supply: Supply,
         inputs: Sequence[Any],
         input_leaves: Sequence[Any],
         num_micro_batches: int | None,
         leaves: Sequence[Sequence[Any]] | None,
     ) -> Progress:
         """Runs a step, or computes it op by op where that is asked for, and looks for nans."""
-        has_nan_checks, is_op_by_op, runner = self._looks_for_nans, self._is_op_by_op, self.prepare()
-        may_raise = has_nan_checks or self._has_checks
+        has_nan_checks, is_op_by_op = _looks_for_nans(self.options), _is_op_by_op()
+        runner = self.prepare()
+        may_raise = has_nan_checks or hands_out_checks(self.traced.enqueued)
+
+        def run(state: PipelineState) -> Progress:
+            found: list[Progress] = []
+            self.run(
+                state,
+                supply,
+                input_leaves,
+                lambda one, _count: found.append(one),
+                num_micro_batches=num_micro_batches,
+            )
+            return found[0]
+
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
-            return self._run_once(state, take, input_leaves, num_micro_batches)
+            return run(state)
+        element_tree: Any = jax.tree.structure(self.traced.element)
+        may_vary = self.options.max_shapes > 1
         replay = Replay(
             runner,
-            self._find_alike,
+            lambda leaves: self.for_shapes(element_tree.unflatten(leaves)) if may_vary else self,
             state,
             [],
             input_leaves,
@@ -1374,125 +947,43 @@ class Pipeline:
         )
         with jax.debug_nans(False), jax.disable_jit(False):
             if is_op_by_op:
-                if self.uses_replicas:
+                if self.traced.uses_replicas:
                     raise RuntimeError(
                         "jax.disable_jit: stages compute with other replicas, which only run together. "
                         "Leave it out, or debug with num_replicas=1."
                     )
                 number = self.updated_every(num_micro_batches) * self._num_replicas
-                taken = gather(take, number, number) if leaves is None else []
-                call = self._make_caller(inputs, int(state.update_count))
+                taken = gather(supply, number, number) if leaves is None else []
+                assert self._surroundings is not None
+                call = StageCaller(
+                    self._recipe.functions,
+                    self.options.loss,
+                    self._surroundings,
+                    element_tree,
+                    inputs,
+                    int(state.update_count),
+                    runner.homes[0].groups[0],
+                )
                 progress = replay.on(leaves or _leaves_of(taken), call).run()
-                self._look_at_checks(progress)
-                self._accumulators = self._placed = None
+                self._between = BetweenSteps()
+                error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
+                if error is not None:
+                    raise error
                 placed = runner.place_state(progress.state.pipeline)
                 return dataclasses.replace(progress, state=RunState(placed, {}))
-            kept: list[Element] = []
-
-            def recording(wanted: int) -> Sequence[Any]:
-                found = take(wanted)
-                kept.extend(found)
-                return found
-
+            taken = supply.taken = []
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
-            progress = self._run_once(own, recording, input_leaves, num_micro_batches)
+            progress = run(own)
+            supply.taken = None  # whoever watches the step keeps the supply
             found = find_nans(progress) if has_nan_checks else ""
             if not found:
                 return progress
-            self._accumulators = self._placed = None
+            self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
-            if not self.uses_replicas:
-                replay.on(leaves or _leaves_of(kept)).run()
+            if not self.traced.uses_replicas:
+                replay.on(leaves or _leaves_of(taken)).run()
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
-
-    def _run_once(
-        self, state: PipelineState, take: Take, input_leaves: Sequence[Any], num_micro_batches: int | None
-    ) -> Progress:
-        found: list[Progress] = []
-        self.run(
-            state,
-            take,
-            input_leaves,
-            lambda progress, _count: found.append(progress),
-            num_micro_batches=num_micro_batches,
-        )
-        (progress,) = found
-        return progress
-
-    def _look_at_checks(self, progress: Progress) -> None:
-        """Raises if a `checkify.check` of a stage has failed. Waits for them only if there are any."""
-        if self._has_checks:
-            error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
-            if error is not None:
-                self._accumulators = self._placed = None
-                raise error
-
-    @property
-    def _has_checks(self) -> bool:
-        return hands_out_checks(self.traced.enqueued)
-
-    def _find_alike(self, leaves: Sequence[Any]) -> Pipeline:
-        """The pipeline for a micro-batch's shapes, from its leaves."""
-        if self.options.max_shapes == 1:
-            return self
-        return self.for_shapes(self._element_tree.unflatten(leaves))
-
-    @property
-    def _looks_for_nans(self) -> bool:
-        config: Any = jax.config
-        return bool(self.options.check_nans or config.jax_debug_nans)
-
-    @property
-    def _is_op_by_op(self) -> bool:
-        config: Any = jax.config
-        return bool(config.jax_disable_jit)
-
-    @property
-    def _element_tree(self) -> Any:
-        return jax.tree.structure(self.traced.element)
-
-    def _make_caller(self, inputs: Sequence[Any], update_count: int) -> StageCaller:
-        assert self._surroundings is not None
-        return StageCaller(
-            self._recipe.functions,
-            self.options.loss,
-            self._surroundings,
-            self._element_tree,
-            inputs,
-            update_count,
-            self.prepare().homes[0].groups[0],
-        )
-
-    def _give(self, state: PipelineState) -> PipelineState:
-        """The state after a step without what users need not see, the variables that count weights."""
-        hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
-        if not hidden:
-            return state
-        given = dataclasses.replace(state, variables=without_weights(state.variables))
-        self._placed = _Placed(given)
-        self._placed.hidden = hidden
-        return given
-
-    @property
-    def places_with_marks(self) -> list[str]:
-        """The names, in errors, of the stages that mark values to keep in recomputation."""
-        return [stage.place for stage in self.traced.stages if has_marks(stage.flat)]
-
-    @property
-    def uses_replicas(self) -> bool:
-        """Whether a stage computes with other replicas, or asks which one it is in."""
-        return any(uses_replicas(stage.flat) for stage in self.traced.stages)
-
-    @property
-    def takes_elements(self) -> bool:
-        """Whether this process supplies micro-batches; with several processes, some do not."""
-        return self.prepare().takes_elements
-
-    @property
-    def waits_for_python(self) -> bool:
-        """Whether the programs call Python functions on the host."""
-        return self.prepare().waits_for_python
 
     @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:
@@ -1501,45 +992,14 @@ class Pipeline:
         It changes with the devices. It may be called from another thread.
         """
         runner = self.prepare()
-        if self.is_loop or self._shapes is None or self.options.max_shapes == 1:
+        if self.iterated is not None or self.options.max_shapes == 1:
             return runner.place_element
-        return self._shapes.place_element
-
-    def _resolve(self, element: Any) -> Any:
-        """A micro-batch from `place_element`, once there are programs for its shapes."""
-        if shapes_of(element) != NEW_SHAPES:
-            return element
-        with self._building:
-            runner = self.prepare()
-            assert self._shapes is not None
-            return self._shapes.resolve(element, functools.partial(self._make_other_runner, runner))
-
-    def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """Groups an update's micro-batches, from `place_element`, as programs take them."""
-        return list(self.prepare().place_ahead(elements))
-
-    def introduce(self, name: str) -> None:
-        """Tells the watcher, if there is one, that this pipeline is about to run.
-
-        Args:
-          name: the name that people know it by.
-        """
-        if (watcher := watching.current()) is not None:
-            watcher.introduce(self.prepare(), self, name)
-
-    def num_fetched(self, num_updates: int, num_micro_batches: int | None = None) -> int:
-        """The least number of micro-batches to fetch ahead; `accumulate` takes no more at once.
-
-        Args:
-          num_updates: the number of weight updates to do.
-          num_micro_batches: as for `step`.
-        """
-        every = self.updated_every(num_micro_batches)
-        return self.prepare().num_fetched(num_updates * every, every)
+        assert self._shapes.runners is not None
+        return self._shapes.runners.place_element
 
     def updated_every(self, num_micro_batches: int | None) -> int:
         """The number of a step's micro-batches in each replica; those of a group count one by one."""
-        known = self.num_micro_batches
+        known = self.options.num_micro_batches
         if (known is None) == (num_micro_batches is None):
             raise ValueError(
                 "num_micro_batches must be given once, to the pipeline or, if that got None, to each step; "
@@ -1548,7 +1008,7 @@ class Pipeline:
         count = num_micro_batches if known is None else known
         assert count is not None
         check_positive("num_micro_batches", count)
-        return int(count) * self.num_serialized
+        return int(count) * self.options.num_serialized
 
     @apart
     def compile(self, state: PipelineState, num_updates: int = 1) -> None:
@@ -1564,14 +1024,14 @@ class Pipeline:
         """
         check_state("Pipeline.compile", state)
         every = self.updated_every(None)
-        if self.updates is not None and state.optimizer_state is None:
+        if self.built.updates is not None and state.optimizer_state is None:
             raise ValueError(
                 "compile() is not available here: the optimizer state is made from the first step's "
                 "outputs, so that step compiles."
             )
         runner = self.prepare()
         state = self.place(state)
-        accumulators = self._accumulators
+        accumulators = self._between.accumulators
         if accumulators is None:
             accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
@@ -1579,19 +1039,13 @@ class Pipeline:
         run_state = RunState(state, accumulators)
         request = Request(inputs, every, limit=total, total=total)
         runner.compile(run_state, request)
-        self._compile_others(run_state, request)
-
-    def _compile_others(self, state: RunState, request: Request) -> None:
-        """Compiles what is run for other shapes of micro-batches than the first one's, as far as known."""
-        assert self._shapes is not None
-        for runner in self._shapes.runners[1:]:
-            runner.compile(state, request)
+        self._shapes.compile(run_state, request)
 
     @apart
     def run(
         self,
         state: PipelineState,
-        take: Take,
+        take: Take | None,
         input_leaves: Sequence[Any],
         on_update: Callable[[Progress, int], Any],
         num_updates: int = 1,
@@ -1609,7 +1063,7 @@ class Pipeline:
         Args:
           state: placed, see `place`.
           take: takes a number, and returns that many micro-batches or fewer, at least one, as returned by
-            `place_element`.
+            `place_element`. Or a `Supply` of them. None: there is no feed.
           input_leaves: the leaves of the inputs.
           on_update: called after some updates, with the progress and the number of these updates.
           num_updates: the number of updates to do.
@@ -1624,7 +1078,7 @@ class Pipeline:
           The state after the last update, still being computed.
         """
         done, total = 0, num_updates if num_total is None else num_total
-        supply = Supply(take, self._resolve)
+        supply = take if isinstance(take, Supply) else Supply(take or take_nothing, self._shapes.resolve)
         while done < num_updates:
             wanted = (1, 1) if one_by_one else (num_updates - done, total)
             pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
@@ -1634,7 +1088,11 @@ class Pipeline:
                 state = progress.state.pipeline
                 num_done = int(state.execution_count) - before
                 done += num_done
-                self._look_at_checks(progress)
+                if hands_out_checks(self.traced.enqueued):  # else nothing is waited for
+                    error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
+                    if error is not None:
+                        self._between = BetweenSteps()
+                        raise error
                 on_update(dataclasses.replace(progress, num_ahead=supply.num_left), num_done)
             if should_stop is not None and should_stop():
                 break
@@ -1666,12 +1124,10 @@ class Pipeline:
         """
         every = self.updated_every(num_micro_batches)
         runner = self.prepare()
-        accumulators, self._accumulators = self._accumulators, None
-        if accumulators is None:
-            accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
+        accumulators = self._between.take_accumulators(runner, self.built.accumulator_dtypes)
         request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
         if self.options.shapes and not runner.has_run:
-            self._compile_others(RunState(state, accumulators), request)
+            self._shapes.compile(RunState(state, accumulators), request)
         if (watcher := watching.current()) is not None:
             watcher.introduce(runner, self)
             rehearse(watcher, runner, RunState(state, accumulators), request)
@@ -1690,12 +1146,11 @@ class Pipeline:
         Returns:
           The new state, and the results to read.
         """
-        self._check_optimizer_state(state)
+        _check_optimizer_state(self.built.updates, state)
         # The accumulators are part of what is pending.
         with naming_peers():
             progress: Progress = self.prepare().run(RunState(state, {}), pending)
-        self._accumulators = progress.state.accumulators
-        self._placed = _Placed(progress.state.pipeline)
+        self._between.keep(progress.state)
         return progress
 
     @apart
@@ -1706,11 +1161,8 @@ class Pipeline:
           ValueError: a variable is missing, is no array, or has another shape or dtype; or elements of it
             are masked.
         """
-        placed = self._placed
-        if placed is not None and state is placed():
-            if placed.hidden:
-                return dataclasses.replace(state, variables={**state.variables, **placed.hidden})
-            return state
+        if self._between.is_placed(state):
+            return self._between.with_hidden(state)
         state = as_plain_state(state)
         for name, spec in self.variables.items():
             value = state.variables.get(name)
@@ -1721,7 +1173,7 @@ class Pipeline:
                     f"Variable {name} must be {spec.dtype.name}{list(spec.shape)}; the state has "
                     f"{value.dtype.name}{list(value.shape)}."
                 )
-        self._check_optimizer_state(state)
+        _check_optimizer_state(self.built.updates, state)
         weights = {
             name: np.zeros(spec.shape, spec.dtype)
             for name, spec in self.traced.variables.items()
@@ -1741,88 +1193,126 @@ class Pipeline:
         Args:
           other: traced, and with the same options.
         """
-        found, other._accumulators = other._accumulators, None
-        if found is not None and self._find_accumulators() == other._find_accumulators():
-            self._accumulators = found
-
-    def _find_accumulators(self) -> Any:
-        """A value that identifies the accumulators and their places."""
-        extra, ipus, owners = self.plan_accumulators().extra, self.device_mapping, self.traced.owners
-        dtypes = self.built.accumulator_dtypes
-        homes = {name: ipus[owners[name]] for name in dtypes}
-        homes |= {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
-        return dtypes, homes, self._devices, self._num_replicas, self._offload
-
-    def check_element(self, element: Any, number: int) -> list[Any]:
-        """Checks a micro-batch against the first one. Returns its leaves.
-
-        Raises:
-          ValueError: structure or dtype differ; or, if `max_shapes` is 1, shapes do.
-        """
-        may_vary = self.options.max_shapes > 1
-        return check_like(element, self.traced.element, f"Micro-batch {number}", may_vary=may_vary)
-
-    def check_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Checks the inputs in the same way. Returns their leaves."""
-        return check_like(tuple(inputs), self.traced.inputs, "The inputs")
-
-    def _check_optimizer_state(self, state: PipelineState) -> None:
-        if self.updates is None or state.optimizer_state is None:
-            return
-        tree = jax.tree.structure(state.optimizer_state)
-        if tree != self.updates.state_tree:
-            given, made = describe_structures(tree, self.updates.state_tree)
-            raise ValueError(
-                "The state's optimizer_state is of another optimizer or of other variables: it is "
-                f"{given}, and the pipeline's optimizer makes {made}."
-            )
+        found, other._between.accumulators = other._between.accumulators, None
+        own = _find_accumulators(self), self._devices, self._num_replicas, self._offload
+        others = _find_accumulators(other), other._devices, other._num_replicas, other._offload
+        if found is not None and own == others:
+            self._between.accumulators = found
 
 
-class _Placed(weakref.ref[PipelineState]):
-    """The last state that is known to be placed, and the variables that it does not show."""
-
-    hidden: Mapping[str, Any] = MappingProxyType({})
-
-
-def _make_timetable(
-    schedule: schedules.Schedule,
-    mapping: tuple[int, ...],
-    trains: bool,
-    levels: tuple[int, ...],
-    halved: frozenset[int] | None,
-    num_micro_batches: int,
-) -> schedules.Timetable:
-    return schedules.timetable(schedule, len(levels), num_micro_batches, mapping, trains, levels, halved)
+def plan_in_flight(pipeline: Pipeline, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
+    """Plans what stages hold, from a step's micro-batches and those of a program."""
+    if pipeline.is_one_program:  # it ends a micro-batch before the next one starts
+        number = pipeline.options.num_serialized
+        fullest: Sequence[Moments] = [((number, 0),)] * len(pipeline.device_mapping)
+    else:
+        fullest = [
+            tuple((chunk_size * before, chunk_size * between) for before, between in moments)
+            for moments in find_moments(pipeline.programs, pipeline.timetable(count // chunk_size))
+        ]
+    known = {} if pipeline.runner is None else pipeline.runner.residual_bytes
+    return plan_stages(pipeline.traced, pipeline.programs, pipeline.device_mapping, fullest, known)
 
 
-def _describe_shortage(number: int, every: int) -> str:
-    return f"The data ended after {number} of the {every} micro-batches of a step."
+def chunked_step(pipeline: Pipeline) -> ChunkedStep:
+    """What a dispatch plan is chosen for."""
+    options = pipeline.options
+    count = options.num_micro_batches
+    return ChunkedStep(
+        pipeline.programs,
+        pipeline.traced.levels,
+        pipeline.timetable,
+        count,
+        lambda chunk_size: max(m.num_live_bytes for m in plan_in_flight(pipeline, count or 1, chunk_size)),
+        options.max_chunked_bytes,
+        is_grouped=options.schedule == "grouped",
+        saves_memory=pipeline.recompute is not None or bool(options.offload),
+        num_replicas=pipeline.num_replicas,
+    )
 
 
-def _iterate(micro_batches: Iterable[Any], every: int) -> Iterator[Any]:
-    """Begins to iterate over the micro-batches of a step.
+def _describe_for_choice(pipeline: Pipeline) -> Mapping[str, str]:
+    """What tells the pipeline from others that another dispatch plan may be chosen for."""
+    options, mapping = pipeline.options, pipeline.device_mapping
+    timetable = pipeline.timetable(options.num_micro_batches or 1)
+    told = fingerprints.describe(pipeline.built, options, mapping, timetable, None)
+    programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
+    told |= {program.name: identify_operations(program.equations) for program in programs}
+    updates = () if pipeline.built.updates is None else pipeline.built.updates.updates
+    return told | {program.name: str(program.num_operations) for program in updates}
 
-    Raises:
-      TypeError: they are not what can be iterated over.
-      ValueError: there are too many in a list.
-    """
-    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
+
+def _describe_number(pipeline: Pipeline, number: int) -> str:
+    return describe_number(pipeline.traced.element, number, pipeline.options.max_shapes)
+
+
+def _plan_accumulators(pipeline: Pipeline) -> AccumulatorPlan:
+    """Plans which program accumulates where."""
+    reduction = parse_member(Reduction, pipeline.options.reduction, "reduction")
+    return plan_accumulators(pipeline.traced, pipeline.programs, pipeline.device_mapping, reduction)
+
+
+def _find_accumulators(pipeline: Pipeline) -> Any:
+    """A value that identifies the accumulators and their places."""
+    ipus, owners = pipeline.device_mapping, pipeline.traced.owners
+    dtypes = pipeline.built.accumulator_dtypes
+    homes = {name: ipus[owners[name]] for name in dtypes}
+    extra = _plan_accumulators(pipeline).extra
+    return dtypes, homes | {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
+
+
+def _plan_compiler_options(pipeline: Pipeline) -> CompilerOptions:
+    options = pipeline.options
+    return plan_options(
+        len(pipeline.device_mapping),
+        pipeline.is_one_program,
+        options.optimizer is not None,
+        options.forward_options,
+        options.backward_options,
+        options.update_options,
+        options.hooks.option_names,
+    )
+
+
+def _has_devices(pipeline: Pipeline, known: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
+    """Whether the pipeline's devices are those that it is `known` to have."""
+    assert known is not None
+    size, each = max(pipeline.device_mapping) + 1, pipeline.options.num_devices_per_ipu
+    needed = [
+        (ipu + size * replica) * each + part
+        for ipu in pipeline.device_mapping
+        for replica in range(pipeline.num_replicas)
+        for part in range(each)
+    ]
+    return all(number < len(devices) and devices[number] == known[number] for number in needed)
+
+
+def _check_element(pipeline: Pipeline, element: Any, number: int) -> list[Any]:
+    """Checks a micro-batch against the first one. Returns its leaves."""
+    may_vary = pipeline.options.max_shapes > 1
+    return check_like(element, pipeline.traced.element, f"Micro-batch {number}", may_vary=may_vary)
+
+
+def _check_optimizer_state(updates: Updates | None, state: PipelineState) -> None:
+    if updates is None or state.optimizer_state is None:
+        return
+    tree = jax.tree.structure(state.optimizer_state)
+    if tree != updates.state_tree:
+        given, made = describe_structures(tree, updates.state_tree)
         raise ValueError(
-            f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
-            f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
+            "The state's optimizer_state is of another optimizer or of other variables: it is "
+            f"{given}, and the pipeline's optimizer makes {made}."
         )
-    return iter(check_elements("Pipeline.step", micro_batches))
 
 
-def _raise(error: Exception) -> Iterator[Any]:
-    """An iterator that raises an error."""
-    yield from ()
-    raise error
+def _looks_for_nans(options: PipelineOptions) -> bool:
+    config: Any = jax.config
+    return bool(options.check_nans or config.jax_debug_nans)
 
 
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+def _is_op_by_op() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
 
 
 def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
@@ -1830,9 +1320,9 @@ def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
     return [element.leaves if element else () for element in elements]
 
 
-def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
+def _check_targets(built: Built) -> None:
     """Raises if something is enqueued for another target than those that a step serves."""
-    entries = (*traced.enqueued, *(() if updates is None else updates.enqueued))
+    entries = (*built.traced.enqueued, *(() if built.updates is None else built.updates.enqueued))
     for entry in entries:
         if not isinstance(entry.target, Metric | UserChecks):
             raise ValueError(

@@ -28,15 +28,37 @@ from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.names import find_near
 from ipu_pipeline.ground.shapes import describe_structure
 
-__all__ = ["PipelineOptions", "check_positive", "make_options"]
+__all__ = ["Hooks", "PipelineOptions", "check_positive", "make_options"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hooks:
+    """What interfaces that are built on the engine set of a pipeline, besides its options."""
+
+    # the names of options in errors, of accumulator_dtype, sum_dtype, gradient_map and XLA's options
+    option_names: Mapping[str, str] = field(default_factory=dict)
+    # what a program's variables, layers and keys are named so far; pipelines with the same one give
+    # automatically named layers different names
+    program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
+    # collects outer traced values, which become further inputs of the pipeline; else they are an error
+    captures: Captures = field(default_factory=Captures)
+    # called once the stages are traced; returns the targets of each micro-batch's gradients
+    gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
+    collect_losses: bool = True  # False: `StepOutputs.losses` are empty
+    # with replicas in several processes: whether the first replica's process gets all results; else each
+    # keeps those of its own replicas, and each replica must be in one process
+    gathers_outputs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineOptions:
     """The keyword arguments of `Pipeline`, of which only `num_micro_batches` is required.
 
-    They are checked before anything is traced or compiled, as far as that is possible without the stages.
-    Options of training warn if the pipeline only runs forwards.
+    They stand in five groups: training (`num_micro_batches` to `shapes`), placement and order (`schedule`
+    to `num_serialized`), memory (`donate` to `execution_phases`), several devices per stage (`num_replicas`
+    to `tensor_parallel`), and results and compiling (`collect_outputs` to `update_options`). They are
+    checked before anything is traced or compiled, as far as that is possible without the stages. Options of
+    training warn if the pipeline only runs forwards.
 
     Example:
       >>> engine.PipelineOptions(num_micro_batches=4, schedule="no_such_schedule")
@@ -160,9 +182,6 @@ class PipelineOptions:
         step: floating-point ones are averaged, others get the first replica's value. True is for
         statistics. False keeps a value per replica, as caches need; reading the state's array then gives
         the first replica's values, and writing it sets all.
-      gathers_outputs: with replicas in several processes, whether the results of all replicas are sent to
-        the first replica's process. False: each process keeps the results of its own replicas, with an axis
-        of their number if that is above 1, and nothing is sent; each replica must then be in one process.
       tensor_parallel: a `TensorParallel`: the number of devices that compute each stage together, and the
         axes along which they divide its variables, for stages too large or too slow for one device. Values
         between stages are whole on each device. Not with `num_serialized` above 1, nor, with replicas, in
@@ -171,8 +190,6 @@ class PipelineOptions:
         until they are read or dropped. A function from these results, as a pytree of
         `jax.ShapeDtypeStruct`s, to one boolean per leaf leaves out leaves with False; `outputs` then has
         lists of the other leaves.
-      collect_losses: False leaves `StepOutputs.losses` empty, for a last stage that returns the loss
-        anyway.
       sum_collected: whether collected results are summed over a step's micro-batches as these finish, so
         that memory does not grow with their number. `StepOutputs` then has one entry, the sums (not
         means). For evaluation, let the last stage return counts.
@@ -190,18 +207,7 @@ class PipelineOptions:
       backward_options: the same for the backward programs, both of them where the schedule splits
         backwards. Only with an optimizer.
       update_options: a dict of XLA's options for the programs of the weight update. Only with an optimizer.
-      option_names: the names of these three options and of `gradient_map` in errors: a dict from the names
-        here to your own, such as the names in a configuration file.
-      program_names: the names of variables, layers and random keys that a program has used so far.
-        Pipelines with the same `ProgramNames` give automatically named layers different names, so that
-        their variables fit into one dict or checkpoint. By default a pipeline has its own, so that an
-        evaluator runs on the state of a training pipeline.
-      captures: for interfaces that trace a function containing a pipeline: collects outer traced values
-        that the stages and the optimizer use, as further inputs of the pipeline. By default such values are
-        an error; pass values that change from step to step to `step`, as inputs.
-      gradient_targets: for interfaces with queues: a function, called once the stages are traced, that
-        returns the targets of each micro-batch's gradients. `step` refuses it. To see gradients, use
-        `with_metrics`, or `jax.debug.print` in a `gradient_map`.
+      hooks: for interfaces built on the engine, none of them for users; see `engine.fronts`.
     """
 
     num_micro_batches: int | None
@@ -229,20 +235,15 @@ class PipelineOptions:
     num_replicas: int = 1
     shard: Collection[ShardName | Shard] = ()
     joins_assigned: bool = True
-    gathers_outputs: bool = True
     tensor_parallel: TensorParallel | None = None
     collect_outputs: bool | Callable[[Any], Sequence[bool]] = True
-    collect_losses: bool = True
     sum_collected: bool = False
     sum_dtype: Any = None
     check_nans: bool = False
     forward_options: Sequence[Options] | None = None
     backward_options: Sequence[Options] | None = None
     update_options: Options | None = None
-    option_names: Mapping[str, str] = field(default_factory=dict)
-    program_names: frames.ProgramNames = field(default_factory=frames.ProgramNames)
-    captures: Captures = field(default_factory=Captures)
-    gradient_targets: Callable[[], Sequence[GradientTarget]] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
 
     def __post_init__(self) -> None:
         """Checks the fields that can be checked alone.

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -21,15 +20,14 @@ from typing import Any
 
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.bars import between_bars, is_shown_on
 
 __all__ = [
     "Compilation",
     "Initialization",
-    "between_bars",
     "compiling",
     "initializing",
     "is_compiling",
-    "is_shown_on",
     "tracing",
     "watched_by",
 ]
@@ -42,30 +40,6 @@ _current: contextvars.ContextVar[Compilation | None] = contextvars.ContextVar("c
 _observer: contextvars.ContextVar[Callable[[int, int], None] | None] = contextvars.ContextVar(
     "observer", default=None
 )
-
-
-def is_shown_on(stream: Any) -> bool:
-    """Whether bars are shown on a stream: on terminals and in Jupyter, unless TQDM_DISABLE is set."""
-    if os.environ.get("TQDM_DISABLE"):
-        return False
-    try:
-        return bool(stream.isatty() or type(stream).__module__ == "ipykernel.iostream")
-    except (AttributeError, ValueError):  # there is no stream, or it is closed
-        return False
-
-
-@contextlib.contextmanager
-def between_bars() -> Iterator[None]:
-    """Wraps printing or logging while there may be bars of tqdm: these are drawn again below the text.
-
-    Without bars tqdm is not asked, as its lock would fix the start method of the user's multiprocessing.
-    """
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if not getattr(bars, "_instances", None):
-        yield
-        return
-    with bars.external_write_mode():  # type: ignore[union-attr]  # it has instances
-        yield
 
 
 class Compilation:

@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.building import Built
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.jaxprs import FlatJaxpr, flatten
 from ipu_pipeline.engine.jaxprs.op_by_op import Evaluated, evaluate, find_nan, has_nan
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
-from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, ValueKind
 from ipu_pipeline.engine.state import Handed, PipelineState, Progress, RunState
 from ipu_pipeline.engine.tracing.faults import find_line
 from ipu_pipeline.engine.tracing.keys import as_int32, micro_batch_key
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
-from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, variable_of
+from ipu_pipeline.engine.updates.accumulators import variable_of
 from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.ground.jax_compat import scope_names
@@ -40,20 +40,11 @@ __all__ = ["Replay", "Visit", "find_nans"]
 class Traced(Protocol):
     """What a replay needs to know of the pipeline for some shapes of micro-batches."""
 
-    @property
-    def traced(self) -> TracedPipeline:
-        """The stages."""
+    programs: tuple[StagePrograms, ...]
 
     @property
-    def programs(self) -> tuple[StagePrograms, ...]:
-        """Their programs."""
-
-    @property
-    def collecting(self) -> Collecting:
-        """What is collected."""
-
-    def plan_accumulators(self) -> AccumulatorPlan:
-        """Plans which program accumulates where."""
+    def built(self) -> Built:
+        """The stages, and what is collected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +134,7 @@ class Replay:
         self, part: _Replica, number: int, replica: int, index: int, leaves: Sequence[Any]
     ) -> None:
         pipeline = self.find(leaves)
-        traced, programs = pipeline.traced, pipeline.programs
+        traced, programs = pipeline.built.traced, pipeline.programs
         count = jnp.int32(as_int32(self.state.execution_count))
         if self.visit is not None:
             key = micro_batch_key(part.key, count, jnp.int32(index))
@@ -164,7 +155,7 @@ class Replay:
             ValueKind.LOSS_SCALE: self._find_loss_scale(),
         }
         known |= {Binding(BindingKind.SCALAR, kind): value for kind, value in scalars.items()}
-        bindings = Bindings(traced, pipeline.plan_accumulators().keys)
+        bindings = Bindings(traced, self.runner.placement.accumulator_plan.keys)
         made: dict[Binding, _Made] = {}
         where = f"micro-batch {number}" + (f" (of replica {replica})" if len(self.runner.homes) > 1 else "")
         order = [(stage, "forward", own.forward) for stage, own in enumerate(programs)]
@@ -184,7 +175,7 @@ class Replay:
             )
 
         enqueued = [Binding(BindingKind.ENQUEUED, leaf) for leaf in range(len(traced.enqueued_avals))]
-        collected = list(map(find, pipeline.collecting.sources))
+        collected = list(map(find, pipeline.built.collecting.sources))
         if self.has_nan_checks:
             own = [one for one in made if one.kind in (BindingKind.ACCUMULATOR, BindingKind.ASSIGNED)]
             loss = [] if traced.loss is None else [find(traced.loss)]
@@ -274,7 +265,7 @@ class Replay:
             leaves = environment.state_leaves
             enqueued = [environment.enqueued[number] for number in range(len(environment.enqueued))]
             updated = [Handed(enqueued, None)] if enqueued else []
-        collecting = self.find(self.micro_batches[0]).collecting if self.micro_batches else None
+        collecting = self.find(self.micro_batches[0]).built.collecting if self.micro_batches else None
         joined = [list(map(_stack, *some)) for some in _across([part.collected for part in parts])]
         if collecting is not None and collecting.is_summed and joined:
             avals = collecting.avals

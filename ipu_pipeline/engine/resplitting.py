@@ -122,7 +122,7 @@ def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline:
     shapes = {name: tuple(value.shape) for name, value in without_weights(state.variables).items()}
     origins = _match(shapes, wanted)
     variables = {name: _read(state.variables, origin) for name, origin in origins.items()}
-    updates, optimizer_state = pipeline.updates, None
+    updates, optimizer_state = pipeline.built.updates, None
     if updates is not None and leaves is not None:
         template = updates.state_tree.unflatten(range(len(updates.state_leaves)))
         paths = [path for path, _number in jax.tree_util.tree_flatten_with_path(template)[0]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -25,17 +26,45 @@ from ipu_pipeline.engine.schedules import (
     Searched,
     SearchedSchedule,
     Timetable,
+    timetable,
 )
 from ipu_pipeline.engine.state import PipelineState, RunState
 
 __all__ = [
     "SearchedTimetables",
+    "Timetables",
     "check_one_process",
     "make_scenario",
     "measure_scenario",
 ]
 
 _MOST_TIMETABLES = 64  # that are kept, of numbers of micro-batches
+
+
+@dataclass(frozen=True)
+class Timetables:
+    """Returns the checked timetable of a step, by the number of its micro-batches or groups of them."""
+
+    schedule: Schedule
+    mapping: tuple[int, ...]  # the device of each stage
+    trains: bool
+    levels: tuple[int, ...]  # of the stages
+    halved: frozenset[int] | None = None  # the stages whose backward is halved; None: the schedule says it
+    of_any_number: Timetable | None = None  # a loop's, whose iterations run one after the other
+    searches: SearchedTimetables | None = None  # a searched schedule's, made with the runner
+
+    def __call__(self, num_micro_batches: int) -> Timetable:
+        """Returns the timetable."""
+        return (self.searches or self.by_schedule)(num_micro_batches)
+
+    def by_schedule(self, num_micro_batches: int) -> Timetable:
+        """Returns the timetable of the schedule, before any search."""
+        if self.of_any_number is not None:
+            return self.of_any_number
+        number, levels = len(self.levels), self.levels
+        return timetable(
+            self.schedule, number, num_micro_batches, self.mapping, self.trains, levels, self.halved
+        )
 
 
 class SearchedTimetables:

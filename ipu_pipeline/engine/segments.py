@@ -27,15 +27,11 @@ from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.errors import without_traceback_note
 
 __all__ = [
-    "CallStep",
-    "Segment",
     "SegmentedFunction",
-    "Values",
     "fit_replicas",
     "in_every_process",
     "mark_call",
     "read_count",
-    "segment",
 ]
 
 _PLACE = "the compiled function"  # what errors call it
@@ -88,6 +84,7 @@ class Segment:
     arguments: list[Any]  # the jaxpr variables that it takes
     results: list[Any]  # the jaxpr variables that it returns
     reads: dict[Any, VariableSpec]  # the arguments that are variables, read just before the segment
+    number: None = None  # it is no call
 
 
 Step: TypeAlias = CallStep | Segment
@@ -102,62 +99,78 @@ class SegmentedFunction:
     outputs: Sequence[Any]  # atoms
     constants: Mapping[Any, Any]  # the jaxpr variables that stand for constant arrays, with their values
 
+    @classmethod
+    def trace(
+        cls,
+        function: Callable[..., Any],
+        avals: Sequence[jax.ShapeDtypeStruct],
+        names: frames.ProgramNames,
+    ) -> SegmentedFunction:
+        """Traces a function that calls `mark_call`. Does not start JAX's backend.
+
+        Args:
+          function: takes one array per input, returns a list of arrays.
+          avals: shapes and dtypes of the inputs.
+          names: the names that its program gives out.
+
+        Raises:
+          ValueError: a pipeline or loop is called inside the body of another transformation.
+        """
+
+        def traced(*arguments: Any) -> Any:
+            with frames.frame(frames.Frame(names, False, _PLACE, is_stage=False)):
+                return function(*arguments)
+
+        with without_traceback_note(), jax_compat.fresh_trace():
+            closed_jaxpr = jax.make_jaxpr(traced)(*avals)
+        reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
+
+        def read(spec: VariableSpec) -> Any:
+            if spec not in reads[-1]:
+                reads[-1][spec] = hoisting.variable_input(spec)
+            return reads[-1][spec]
+
+        def refuse(*arguments: Any) -> Any:
+            raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
+
+        initialized: list[tuple[VariableSpec, list[Any]]] = []
+        markers = hoisting.marker_rule(
+            _PLACE, names, read, refuse, refuse, refuse, refuse, initialized.append
+        )
+
+        def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
+            if equation.primitive is _call_p:
+                reads.append({})
+                return None
+            if hoisting.contains(equation, (_call_p,)):
+                raise ValueError(
+                    "pipelining_ops.pipeline or a loop of ipu.loops is called inside the body of "
+                    f"{equation.primitive.name}. Each is a step of a program of its own: call it outside. "
+                    "A pipeline repeats by repeat_count."
+                )
+            return markers(equation, atoms, inline)
+
+        flat = jaxprs.flatten(closed_jaxpr, rule)
+        computed = [equation for equation in flat.equations if equation.primitive is not _call_p]
+        resolve(computed, flat.constants, initialized, _PLACE)
+        return cls(_make_steps(flat, reads), flat.inputs, list(flat.outputs), flat.constants)
+
+    def begin(self, inputs: Sequence[Any]) -> Values:
+        """The values of the inputs, and later of what the steps give."""
+        return Values(self, inputs)
+
+    @property
+    def read_outside(self) -> set[str]:
+        """The full names of the variables that are read outside of calls."""
+        return {
+            spec.name for step in self.steps if isinstance(step, Segment) for spec in step.reads.values()
+        }
+
     def with_inputs(self, numbers: Sequence[int]) -> SegmentedFunction:
         """The function with only some of its inputs; the others must be unused."""
         return SegmentedFunction(
             self.steps, [self.inputs[number] for number in numbers], self.outputs, self.constants
         )
-
-
-def segment(
-    function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], names: frames.ProgramNames
-) -> SegmentedFunction:
-    """Traces a function that calls `mark_call`. Does not start JAX's backend.
-
-    Args:
-      function: takes one array per input, returns a list of arrays.
-      avals: shapes and dtypes of the inputs.
-      names: the names that its program gives out.
-
-    Raises:
-      ValueError: a pipeline or loop is called inside the body of another transformation.
-    """
-
-    def traced(*arguments: Any) -> Any:
-        with frames.frame(frames.Frame(names, False, _PLACE, is_stage=False)):
-            return function(*arguments)
-
-    with without_traceback_note(), jax_compat.fresh_trace():
-        closed_jaxpr = jax.make_jaxpr(traced)(*avals)
-    reads: list[dict[VariableSpec, Any]] = [{}]  # one entry per segment
-
-    def read(spec: VariableSpec) -> Any:
-        if spec not in reads[-1]:
-            reads[-1][spec] = hoisting.variable_input(spec)
-        return reads[-1][spec]
-
-    def refuse(*arguments: Any) -> Any:
-        raise AssertionError(f"assign and next_rng_key refuse to work here: {arguments}")
-
-    initialized: list[tuple[VariableSpec, list[Any]]] = []
-    markers = hoisting.marker_rule(_PLACE, names, read, refuse, refuse, refuse, refuse, initialized.append)
-
-    def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
-        if equation.primitive is _call_p:
-            reads.append({})
-            return None
-        if hoisting.contains(equation, (_call_p,)):
-            raise ValueError(
-                "pipelining_ops.pipeline or a loop of ipu.loops is called inside the body of "
-                f"{equation.primitive.name}. Each is a step of a program of its own: call it outside. A "
-                "pipeline repeats by repeat_count."
-            )
-        return markers(equation, atoms, inline)
-
-    flat = jaxprs.flatten(closed_jaxpr, rule)
-    computed = [equation for equation in flat.equations if equation.primitive is not _call_p]
-    resolve(computed, flat.constants, initialized, _PLACE)
-    return SegmentedFunction(_make_steps(flat, reads), flat.inputs, list(flat.outputs), flat.constants)
 
 
 def _make_steps(flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]) -> list[Step]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine.apart import apart
+from ipu_pipeline.ground.values import is_readable
 
 __all__ = [
     "Collected",
@@ -19,16 +20,8 @@ __all__ = [
     "Progress",
     "RunState",
     "StepOutputs",
-    "is_readable",
     "of_replica",
 ]
-
-
-def is_readable(array: Any) -> bool:
-    """Whether this process has all of an array, which may be on devices of several processes."""
-    if getattr(array, "is_fully_addressable", True):
-        return True
-    return bool(array.is_fully_replicated and array.addressable_shards)
 
 
 @jax.tree_util.register_dataclass

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["find_near", "hash_name", "join"]
+__all__ = ["find_near", "hash_name", "join", "name_of"]
 
 
 def find_near(name: str, known: list[str], prefix: str = "") -> str:
@@ -22,3 +25,10 @@ def hash_name(name: str) -> int:
 def join(scope: str, name: str) -> str:
     """The full name of `name` within `scope`."""
     return f"{scope}/{name}" if scope else name
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What errors call a function; a `functools.partial` has the name of the function that it wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))

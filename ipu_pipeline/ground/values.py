@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["as_objects", "as_own", "as_plain", "cast_exactly", "is_key", "is_of_numbers"]
+__all__ = ["as_objects", "as_own", "as_plain", "cast_exactly", "is_key", "is_of_numbers", "is_readable"]
 
 
 def as_objects(arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -95,3 +95,10 @@ def is_key(value: Any) -> bool:
 def is_of_numbers(dtype: np.dtype[Any]) -> bool:
     """Whether arrays of a dtype hold numbers or booleans."""
     return dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number))
+
+
+def is_readable(array: Any) -> bool:
+    """Whether this process has all of an array, which may be on devices of several processes."""
+    if getattr(array, "is_fully_addressable", True):
+        return True
+    return bool(array.is_fully_replicated and array.addressable_shards)

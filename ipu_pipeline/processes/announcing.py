@@ -27,6 +27,7 @@ import jax
 
 from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.inspect import IpuMemory, Runner
+from ipu_pipeline.engine.planning import plan_memory
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.processes import board, interrupts, launched
 from ipu_pipeline.processes.job_history import JobHistory
@@ -48,13 +49,13 @@ class Run:
 
     def __init__(self, name: str, model: Pipeline, devices: Sequence[Any], count: int) -> None:
         """Made by `running`."""
-        self._size = model.num_ipus  # devices of each replica
+        self._size = 1 + max(model.device_mapping)  # devices of each replica
         starts = range(0, self._size * model.num_replicas, self._size)
         ipus = {start + ipu for start in starts for ipu in model.device_mapping}
         self._facts = {
             "name": name,
-            "trains": model.updates is not None,
-            "unit": "iteration" if model.is_loop else "micro-batch",
+            "trains": model.built.updates is not None,
+            "unit": "iteration" if model.iterated is not None else "micro-batch",
             "batch_size": _find_batch_size(model),
             "process": jax.process_index(),
             "num_processes": jax.process_count(),
@@ -262,7 +263,7 @@ def running(
     launched.tell_results(devices[model.device_mapping[-1]].process_index)
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return _unannounced
-    announcer, key = _announcer, (id(owner), name, model.updates is not None)
+    announcer, key = _announcer, (id(owner), name, model.built.updates is not None)
     run = announcer.runs.get(key)
     if run is None or run.runner is None or run.runner() is not runner:
         before = run
@@ -298,7 +299,8 @@ def _program() -> str:
 
 def _find_batch_size(model: Pipeline) -> int | None:
     """The number of samples of a micro-batch: the first size of all that is fed; None if there is none."""
-    leaves = jax.tree.leaves(model.traced.element)[model.num_carried :]
+    carried = () if model.iterated is None else model.iterated.carried
+    leaves = jax.tree.leaves(model.traced.element)[len(carried) :]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -308,7 +310,9 @@ def _make_plan(model_of: weakref.ref[Pipeline], count: int) -> Callable[[Runner[
         model = model_of()
         if model is None:
             return ()
-        stages = model.plan_memory(count)
-        return runner.plan_memory(model.built.accumulator_dtypes, stages, count * model.num_serialized)
+        stages = plan_memory(model, count)
+        return runner.plan_memory(
+            model.built.accumulator_dtypes, stages, count * model.options.num_serialized
+        )
 
     return plan

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.fronts import Dealt, Element
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.ground.shapes import check_like, trees_equal
 from ipu_pipeline.ground.values import as_plain
@@ -231,7 +230,7 @@ class Feeder:
             self._number += 1
             placed = place(leaves)
             # The data set may overwrite its arrays from here on.
-            own = placed.leaves if isinstance(placed, (Element, Dealt)) else leaves
+            own = getattr(placed, "leaves", leaves)
             return _Entry(own, placed, place, None)
         except StopIteration:
             error: BaseException = OutOfRangeError(

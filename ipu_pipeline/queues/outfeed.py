@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.fronts import enqueue_to, is_readable
+from ipu_pipeline.engine.fronts import enqueue_to
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.enumerations import list_members
 from ipu_pipeline.ground.shapes import describe, describe_structure
-from ipu_pipeline.ground.values import as_objects
+from ipu_pipeline.ground.values import as_objects, is_readable
 from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.queues.synthetic import uses_synthetic_data

@@ -74,10 +74,10 @@ def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], c
     """Returns a function that takes micro-batches of equal values, which are on the devices from now on."""
     values = list(map(make_values, leaves))
     place = pipeline.place_element
-    elements = pipeline.place_ahead([place(values) for _number in range(count)])
+    elements = pipeline.prepare().place_ahead([place(values) for _number in range(count)])
 
     def take(wanted: int) -> list[Any]:
-        return elements[:wanted]
+        return list(elements[:wanted])
 
     return take
 

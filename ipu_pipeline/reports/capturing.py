@@ -26,6 +26,7 @@ from ipu_pipeline.engine.inspect import (
     select_fields,
     watching,
 )
+from ipu_pipeline.engine.planning import plan_ipu_memory, plan_memory
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.cores import count_cores
 from ipu_pipeline.ground.errors import ProcessError
@@ -332,7 +333,7 @@ def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineF
     """
     facts, owner = one.facts, one.owner
     count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
-    given = None if owner.num_micro_batches is not None else max(1, count // facts.num_serialized)
+    given = None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)
     stages = [
         select_fields(
             StageFacts,
@@ -342,7 +343,7 @@ def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineF
             in_flight=held.in_flight,
             num_between_bytes=held.num_between_bytes,
         )
-        for stage, held in zip(facts.stages, owner.plan_memory(given), strict=True)
+        for stage, held in zip(facts.stages, plan_memory(owner, given), strict=True)
     ]
     return select_fields(
         PipelineFacts,
@@ -350,7 +351,7 @@ def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineF
         name=one.name,
         num_micro_batches=count,
         stages=tuple(stages),
-        memory=tuple(owner.plan_ipu_memory(given)),
+        memory=tuple(plan_ipu_memory(owner, given)),
     )
 
 

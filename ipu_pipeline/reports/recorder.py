@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.inspect import Launch, PipelineDetails
+from ipu_pipeline.engine.inspect import Launch, PipelineDetails, find_facts
+from ipu_pipeline.engine.planning import measure_costs
 from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.reports.events import REHEARSAL, EventKind
 from ipu_pipeline.reports.sharing import Shares
@@ -99,7 +100,7 @@ def _measure(owner: Any) -> Costs | None:
         return None
     # It has phases or callbacks, say; or there is not enough memory beside the state.
     with contextlib.suppress(ValueError, jax.errors.JaxRuntimeError):
-        return owner.measure_costs()
+        return measure_costs(owner)
     return None
 
 
@@ -165,7 +166,7 @@ class Recorder:
                 number = len(self.introduced)
                 word = "IPU" if name else "device"  # only TF1's and PopTorch's interfaces name pipelines
                 name = name or ("Pipeline" if not number else f"Pipeline_{number}")
-                facts = dataclasses.replace(owner.facts(), costs=costs, device_word=word)
+                facts = dataclasses.replace(find_facts(owner), costs=costs, device_word=word)
                 self.introduced.append(Introduced(runner, owner, name, facts))
             elif name is not None:
                 self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)

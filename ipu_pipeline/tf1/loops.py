@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.fronts import InsideOfBodyError, Loop, is_in_stage, look_at_body, name_of
+from ipu_pipeline.engine.fronts import InsideOfBodyError, Loop, find_frame, look_at_body
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.names import name_of
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
@@ -185,7 +186,8 @@ def _loop(
             f"{what} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
             "here it is not placed on an IPU device."
         )
-    if is_in_stage():
+    frame = find_frame()
+    if frame is not None and frame.is_stage:
         raise InsideOfBodyError(
             f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
@@ -216,7 +218,7 @@ def _loop(
         replication=make_replication(
             builder.ipu_device,
             loop.num_devices,
-            loop.uses_replicas,
+            loop.traced.uses_replicas,
             [infeed_queue, *(entry.target for entry, _places in traced.enqueued)],
             trains=training is not None,
             averages=training is not None and training.averages_replicas,

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ipu_pipeline import engine
 from ipu_pipeline.data import datasets
-from ipu_pipeline.engine.fronts import between_bars, is_shown_on
+from ipu_pipeline.ground.bars import between_bars, is_shown_on
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.queues.synthetic import uses_synthetic_data

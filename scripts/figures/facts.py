@@ -142,7 +142,7 @@ def _read_by(pipeline: engine.Pipeline, stage: int) -> list[Source]:
 
 def bytes_across(pipeline: engine.Pipeline, first: int, second: int) -> tuple[int, int]:
     """The bytes that cross the edge between two stages per micro-batch, forwards and backwards."""
-    edges = pipeline.facts().edges
+    edges = engine.inspect.find_facts(pipeline).edges
     forwards = sum(
         edge.num_forward_bytes for edge in edges if (edge.source, edge.target) == (first, second)
     )

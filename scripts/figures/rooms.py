@@ -60,9 +60,10 @@ FLOORS = (
         "engine: roof",
         "engine.option_checks engine.pipeline_options engine.building engine.fingerprints "
         "engine.hanging engine.replaying engine.calling "
+        "engine.between_steps engine.initial_states engine.step_feeds "
         "engine.micro_batch_shapes engine.rehearsing engine.pipeline engine.loop "
         "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
-        "engine.adopting engine.resplitting "
+        "engine.adopting engine.resplitting engine.inspect.pipelines engine.planning.pipelines "
         "engine.reference engine.exporting engine.processes engine.fronts engine",
         "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),
@@ -128,6 +129,8 @@ NAMED_LATER = {
         "engine.generation.requests",
         "engine.generation.sampling",
     },
+    "engine.inspect.__init__": {"engine.inspect.pipelines"},
+    "engine.planning.__init__": {"engine.planning.pipelines"},
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline import loops
+from ipu_pipeline import engine, loops
 from ipu_pipeline.command_line import main, monitoring
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.processes import announcing, board, launched
@@ -87,7 +87,7 @@ def test_what_a_session_runs(announcer, announced, capsys):
         for _ in range(3):
             model.run(session)
         pipeline = model.program.calls[0].pipeline
-        planned = [memory.num_device_bytes for memory in pipeline.plan_ipu_memory()]
+        planned = [memory.num_device_bytes for memory in engine.planning.plan_ipu_memory(pipeline)]
 
         def is_told():
             programs = read_programs(capsys)

@@ -31,7 +31,7 @@ def test_every_public_name_has_an_example():
 
 # Which modules' examples are run in one process; those of the others together.
 TOGETHER = {
-    "engine": ("engine", "engine.inspect", "engine.schedules"),
+    "engine": ("engine", "engine.inspect", "engine.planning", "engine.schedules"),
     "estimators": ("ipu_estimator", "ipu_pipeline_estimator", "layers", "serving"),
     "package": ("", "pipelining_ops", "errors", "datasets"),
 }

@@ -15,6 +15,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import automatic_splits
 from ipu_pipeline.engine.execution import measured_costs, program_times
 from ipu_pipeline.engine.execution.program_times import ProgramTime
+from ipu_pipeline.engine.planning import plan_ipu_memory
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
 from ipu_pipeline.engine.schedules.splitting import weigh
 from ipu_pipeline.engine.tracing.stage_lists import join_layers
@@ -414,7 +415,7 @@ def planned(stages, **options):
     """The bytes of each IPU by the pipeline's own plan, without temporaries."""
     pipeline = engine.Pipeline(stages, **{**TRAINING, **options})
     pipeline.init(jax.random.key(0), make_batches()[0])
-    return [plan.num_device_bytes - (plan.num_temporary_bytes or 0) for plan in pipeline.plan_ipu_memory()]
+    return [plan.num_device_bytes - (plan.num_temporary_bytes or 0) for plan in plan_ipu_memory(pipeline)]
 
 
 @pytest.mark.parametrize(
@@ -447,7 +448,7 @@ def test_leaves_that_several_layers_read_are_there_once():
     stages = engine.auto_stages(layers, 2, batch, measure=False, **TRAINING)
     pipeline = engine.Pipeline(stages, **TRAINING)
     pipeline.init(jax.random.key(0), batch)
-    plans = pipeline.plan_ipu_memory()
+    plans = plan_ipu_memory(pipeline)
     for estimate, plan in zip(stages.table.rows[0].num_bytes, plans, strict=True):
         assert estimate == pytest.approx(plan.num_device_bytes, rel=0.3)
 

@@ -145,6 +145,6 @@ def test_what_is_not_counted_does_not_leave_all_time_to_the_update():
     """Reports divide the time of a single program by these operations."""
     pipeline = make_pipeline(1)
     pipeline.trace(np.ones((8, 64), "float32"))
-    last = pipeline.facts().stages[-1]  # one program has both directions
+    last = engine.inspect.find_facts(pipeline).stages[-1]  # one program has both directions
     assert last.forward_operations + last.backward_operations >= 3 * 2 * 8 * 64 * 64
     assert last.backward_operations == pytest.approx(2 * last.forward_operations)

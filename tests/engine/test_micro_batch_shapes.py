@@ -18,6 +18,7 @@ from ipu_pipeline import engine, reports
 from ipu_pipeline.data.buckets import Buckets
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
 from tests.support import beside, models
 from tests.support.compilations import compilations
 
@@ -69,7 +70,7 @@ def taker(pipeline, steps):
     elements = itertools.chain.from_iterable(steps)
 
     def take(wanted):
-        leaves = [pipeline.check_element(one, 0) for one in itertools.islice(elements, wanted)]
+        leaves = map(jax.tree.leaves, itertools.islice(elements, wanted))
         return list(map(pipeline.place_element, leaves))
 
     return take
@@ -253,7 +254,7 @@ def test_questions_about_one_of_the_shapes():
     longer = pipeline.for_shapes(texts(8)[0])
     assert pipeline.for_shapes(texts(4)[0]) is pipeline
     assert pipeline.for_shapes(texts(8)[0]) is longer
-    short, long = ([plan.num_live_bytes for plan in own.plan_memory()] for own in (pipeline, longer))
+    short, long = ([plan.num_live_bytes for plan in plan_memory(own)] for own in (pipeline, longer))
     assert [2 * own for own in short] == long
     with pytest.raises(ValueError, match="Micro-batch 0 must be a tuple of 2 arrays"):
         pipeline.trace(texts(8)[0][0])
@@ -266,7 +267,7 @@ def test_other_devices_and_plans_have_the_same_shapes():
     pipeline, step = make(), texts(4, 6, 6, 4)
     state = start(pipeline, step[0])
     expected, _outputs = pipeline.step(state, step)
-    after, _outputs = pipeline.with_dispatch_plan(engine.Chunking(2)).step(state, step)
+    after, _outputs = with_dispatch_plan(pipeline, engine.Chunking(2)).step(state, step)
     models.assert_trees_close(after.variables, expected.variables)
     pipeline.prepare(jax.devices()[3:])
     after, _outputs = pipeline.step(dataclasses.replace(state), step)
@@ -297,7 +298,8 @@ def test_blocks_have_room_for_their_shapes(first):
     pipeline = make(2, device_mapping=[0, 0], block_bytes=1500)
     state = start(pipeline, texts(first)[0])
     expected, take, told = beside.copied(state), taker(pipeline, steps), []
-    most = pipeline.num_fetched(len(steps))
+    every = pipeline.updated_every(None)
+    most = pipeline.prepare().num_fetched(len(steps) * every, every)
 
     def bounded(wanted):
         assert wanted <= most  # an infeed has no more ready, so it would never give them
@@ -400,5 +402,6 @@ def test_live_bytes_of_several_shapes():
     live_bytes = LiveBytes(pipeline.prepare())
     for step in (texts(8, 8, 8, 8), texts(4, 8, 4, 8), texts(16, 16, 16, 16)):
         pipeline.step(state, step)
-        planned = [stage.num_live_bytes for stage in pipeline.for_shapes(step[-1]).plan_memory()]
+        of_shapes = pipeline.for_shapes(step[-1])
+        planned = [stage.num_live_bytes for stage in plan_memory(of_shapes)]
         assert live_bytes.peaks == planned

@@ -35,13 +35,9 @@ X = np.ones(3, np.float32)
         ({"trained": "w"}, "trained must be a collection of full names, .*; got 'w'"),
         ({"trained": lambda: ["w"]}, "trained must be a collection of full names"),
         ({"gradient_map": lambda gradient, _own: gradient}, "gradient_map=lambda: halve, or None; got"),
-        ({"gradient_targets": ()}, r"gradient_targets must be a function without arguments .*; got \(\)"),
         ({"devices": "cpu"}, "devices must be a list of devices, .*; got 'cpu'"),
         ({"devices": [0, 1]}, r"devices must be a list of devices, .*; got \[0, 1\]"),
         ({"execution_phases": (0, 1)}, "execution_phases must be an engine.ExecutionPhases"),
-        ({"option_names": {"schedule": "order"}}, "option_names must be a dict with names for some of"),
-        ({"captures": None}, "captures must be a Captures"),
-        ({"program_names": {}}, "program_names must be engine.ProgramNames"),
         ({"block_bytes": -1}, "block_bytes must be an integer of at least 0; got -1"),
         ({"max_chunked_bytes": 1.5}, "max_chunked_bytes must be an integer of at least 0; got 1.5"),
         ({"stages": [], "parameters": None}, "at least one function"),
@@ -118,13 +114,11 @@ def test_what_is_refused_as_it_starts(options, text):
     [
         {"trained": ["stage0"]},
         {"gradient_map": lambda: None},
-        {"gradient_targets": lambda: ()},
         {"accumulator_dtype": jnp.float32},
         {"recompute": "auto"},
         {"reduction": "sum"},
         {"offload": ["weights", "activations"]},
         {"shard": ["weights", "optimizer_state"], "num_replicas": 2},
-        {"collect_losses": False},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -142,7 +136,7 @@ def test_what_only_training_has_a_use_for(options):
     [
         ({"sum_dtype": jnp.float32}, "sum_dtype has no effect without sum_collected"),
         (
-            {"sum_collected": True, "collect_outputs": False, "collect_losses": False},
+            {"sum_collected": True, "collect_outputs": False, "optimizer": None},
             "neither outputs nor losses are collected",
         ),
         ({"shard": ["optimizer_state"]}, "shard has no effect: there is one replica"),
@@ -150,7 +144,7 @@ def test_what_only_training_has_a_use_for(options):
 )
 def test_what_has_no_effect_beside_others(options, reason):
     with pytest.warns(UserWarning, match=reason):
-        engine.Pipeline(STAGES, **TRAINING, **options).init(jax.random.key(0), X)
+        engine.Pipeline(STAGES, **{**TRAINING, **options}).init(jax.random.key(0), X)
 
 
 # For type checkers.

@@ -428,7 +428,7 @@ def test_counts_that_would_not_fit_into_a_schedule():
         make(stages, count=2**31 - 1)
     one = make(stages, count=2**31 - 1, device_mapping=[0, 0])
     one.trace(np.float32(1))
-    assert len(one.plan_memory()) == 2
+    assert len(engine.planning.plan_memory(one)) == 2
     with pytest.raises(ValueError, match="devices have numbers up to 65535; got 1099511627776"):
         make(stages, device_mapping=[0, 2**40])
 
@@ -542,3 +542,13 @@ def test_counts_beyond_32_bits(rng):
     wanted = beside.step_plainly(split, again, steps[0])[1]
     for pipeline, after in ((split, state), (together, same)):
         models.assert_trees_close(pipeline.step(after, steps[0])[1].losses, wanted.losses)
+
+
+def test_a_method_that_has_become_a_function_names_it():
+    pipeline = engine.Pipeline([lambda x: x], num_micro_batches=1)
+    with pytest.raises(
+        AttributeError, match=r"'plan_memory'; use engine.planning.plan_memory\(pipeline\)$"
+    ):
+        pipeline.plan_memory()
+    with pytest.raises(AttributeError, match="no attribute 'plan'$"):
+        pipeline.plan()

@@ -184,7 +184,7 @@ def _rounded(profile):
 def test_what_programs_take_alone_is_measured(made, traced):
     """Before the first recorded step."""
     (facts,) = traced[1].pipelines
-    assert facts.costs == made[0].measure_costs()
+    assert facts.costs == engine.planning.measure_costs(made[0])
     assert min(*facts.costs.forward, *facts.costs.backward, *facts.costs.update) > 0
     assert facts.costs.transfers.keys() == {(a, b) for a in range(4) for b in range(4) if abs(a - b) == 1}
 
@@ -339,7 +339,7 @@ def test_a_report_says_that_the_job_was_started_again(made, tmp_path, monkeypatc
     def fail(_pipeline):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(engine.Pipeline, "measure_costs", fail)
+    monkeypatch.setattr("ipu_pipeline.reports.recorder.measure_costs", fail)
     monkeypatch.setattr(capturing, "count_cores", lambda: 7)
     monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(launched, "_useful", 75.0)
@@ -461,7 +461,7 @@ def test_no_thread_begins_the_recording_while_another_one_measures(tmp_path, mon
         has_begun.append(watching.current()._has_begun)
         raise ValueError("not this time")
 
-    monkeypatch.setattr(engine.Pipeline, "measure_costs", measure)
+    monkeypatch.setattr("ipu_pipeline.reports.recorder.measure_costs", measure)
     made = [make_pipeline() for _ in range(2)]
     states = [run(pipeline, data, 1)[0] for pipeline, data in made]
 

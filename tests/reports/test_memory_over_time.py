@@ -202,13 +202,13 @@ def test_the_peak_of_a_simulated_step_is_the_planned_one(schedule, mapping):
     )
     x = jax.ShapeDtypeStruct((4, 8), np.float32)
     pipeline.trace(x)
-    flows = pipeline.facts().flows
+    flows = engine.inspect.find_facts(pipeline).flows
     assert [(flow.stage, flow.is_backward, flow.num_bytes) for flow in flows] == [
         (0, False, 128), (1, False, 128), (1, True, 128), (2, False, 128), (2, True, 128), (3, True, 128)
     ]  # fmt: skip
     costs = Costs.of(4, forward=[1.0] * 4, backward=[1.0] * 3 + [0.0])
     simulation = simulate(Scenario(costs, pipeline.timetable(8), 8, mapping))
-    plan = pipeline.plan_ipu_memory()
+    plan = engine.planning.plan_ipu_memory(pipeline)
     for timeline in (simulation.lock_step, simulation.free_running):
         found = pipeline_memory_over_time(pipeline, timeline.intervals())
         for memory, planned in zip(found, plan, strict=True):

@@ -180,11 +180,11 @@ def test_it_has_the_advice_of_the_page_and_of_the_engine():
         optimizer=optax.sgd(0.1),
     )
     pipeline.trace(np.ones((64, 64), np.float32))
-    counted = str(programs.Placement((pipeline.facts(),), (), ((),))).splitlines()[-1]
+    counted = str(programs.Placement((engine.inspect.find_facts(pipeline),), (), ((),))).splitlines()[-1]
     assert counted.startswith("advice (by counted operations): Stage 0 is the bottleneck: ")
     assert "Moving stage0/block_3 from stage 0 to 1 would give " in counted
-    scenario = dataclasses.replace(pipeline.scenario(), cores=None)
-    measured = str(programs.Placement((pipeline.facts(),), (), ((),))).splitlines()[-1]
+    scenario = dataclasses.replace(engine.planning.measure_scenario(pipeline), cores=None)
+    measured = str(programs.Placement((engine.inspect.find_facts(pipeline),), (), ((),))).splitlines()[-1]
     present, *others = engine.what_if(scenario, counts=[])
     assert "stage0/block_3 from stage 0 to 1" in {row.split for row in others}
     told = engine.advise(scenario).sentence.partition(" (a step takes")[0]

@@ -1,4 +1,4 @@
-"""`Program.summary()` and `engine.Pipeline.summary()`: what a program will need and do, before it runs."""
+"""`Program.summary()` and `summarize`: what a program will need and do, before it runs."""
 
 import functools
 
@@ -11,7 +11,9 @@ import pytest
 import ipu_pipeline as ipu
 from examples import gpt
 from ipu_pipeline import engine, loops
+from ipu_pipeline.engine.inspect import summarize
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
+from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
 from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.schedules.costs import Costs
 from ipu_pipeline.engine.schedules.rows import interleaved
@@ -50,7 +52,7 @@ def test_of_a_small_model():
     (call,) = program.summary().calls
     assert [stage.num_parameters for stage in call.stages] == [12 * 16 + 16, 16 * 10 + 10]
     assert call.num_parameter_bytes == 4 * call.num_parameters == 4 * call.num_trained
-    plan = program.calls[0].pipeline.plan_memory()
+    plan = plan_memory(program.calls[0].pipeline)
     assert [stage.num_held_bytes for stage in call.stages] == [stage.num_held_bytes for stage in plan]
     assert [stage.num_live_bytes for stage in call.stages] == [stage.num_live_bytes for stage in plan]
     # The products of the layers alone: 2 x batch x inputs x outputs.
@@ -67,7 +69,7 @@ def trace_products(num_micro_batches, **options):
         **options,
     )
     made.trace(np.ones(3, np.float32))
-    return made.summary()
+    return summarize(made)
 
 
 def test_of_stages_of_which_only_the_last_is_trained():
@@ -89,7 +91,7 @@ assert not xla_bridge.backends_are_initialized()
 
 def test_of_backwards_in_halves():
     made = trace_gpt((1,) * 3, "zero_bubble", count=8)
-    summary, plan = made.summary(), made.plan_memory()
+    summary, plan = summarize(made), plan_memory(made)
     assert [stage.num_live_bytes for stage in summary.stages] == [stage.num_live_bytes for stage in plan]
     assert [stage.is_halved for stage in summary.stages] == [True] * len(plan)
     assert "the last stage does input gradients in its forward" in str(summary)
@@ -129,7 +131,7 @@ def trace_gpt(layers, schedule="grouped", count=64, plan=ONE_BY_ONE, **sizes):
 
 def test_a_gpt_of_12_blocks_fits_40_lines():
     made = trace_gpt((3,) * 4)
-    summary = made.summary()
+    summary = summarize(made)
     lines = str(summary).splitlines()
     assert len(lines) <= 40
     width, vocabulary, context = 8, 20, 12
@@ -138,7 +140,7 @@ def test_a_gpt_of_12_blocks_fits_40_lines():
     assert sum("characters" in line and line.startswith("shared") for line in lines) == 1
     assert f"shared: characters ({vocabulary * width * 4} B) by stages 0, 3" in lines
     assert summary.bubble.lock_step_share == pytest.approx(3 / (64 + 3))
-    chunked = made.with_dispatch_plan(Chunking(4)).summary()
+    chunked = summarize(with_dispatch_plan(made, Chunking(4)))
     assert chunked.bubble.lock_step_share == pytest.approx(3 / (16 + 3))
     assert "64 micro-batches per weight update, 4 per program\n" in str(chunked)
     assert len(str(chunked).splitlines()) <= 40
@@ -183,12 +185,12 @@ def test_equal_layers_and_equal_stages_are_told_once():
     stages = [make_block_stage([number]) for number in range(35)]
     made = engine.Pipeline([*stages, lambda x, _labels: x], num_micro_batches=100)
     made.trace((jax.ShapeDtypeStruct((4, 12), np.float32), jax.ShapeDtypeStruct((4,), np.int32)))
-    lines = str(made.summary()).splitlines()
+    lines = str(summarize(made)).splitlines()
     assert len(lines) <= 40
     (line,) = (line for line in lines if "0..34" in line)
     assert line.split()[:3] == ["0..34", "0..34", "block_{0..34}"]
     assert f"35 x {12 * 12 + 12 + 12 * 24 + 24 + 24 * 12 + 12}" in line
-    assert len(made.summary().stages) == 36
+    assert len(summarize(made).stages) == 36
 
 
 def test_names_with_odd_characters(capsys):
@@ -281,7 +283,7 @@ def test_recomputation_counts_once_it_is_configured():
     assert after.stages[1].num_held_bytes < before.stages[1].num_held_bytes
     assert after.stages[1].num_backward_flop > before.stages[1].num_backward_flop
     held = [stage.num_held_bytes for stage in before.stages]
-    assert [stage.num_held_bytes for stage in program.calls[0].pipeline.plan_memory()] == held
+    assert [stage.num_held_bytes for stage in plan_memory(program.calls[0].pipeline)] == held
 
 
 def test_weights_of_losses_are_nobodys():
@@ -300,7 +302,7 @@ def test_weights_of_losses_are_nobodys():
 
 def test_a_number_of_micro_batches_that_is_known_at_run_only():
     made = trace_gpt((1, 1, 1), count=None)
-    unknown, known = made.summary(), made.summary(8)
+    unknown, known = summarize(made), summarize(made, 8)
     assert unknown.bubble is None
     assert "it depends on the number of micro-batches" in str(unknown)
     assert "as many micro-batches as a run says per weight update" in str(unknown)
@@ -310,9 +312,9 @@ def test_a_number_of_micro_batches_that_is_known_at_run_only():
 
 def test_long_steps_are_estimated_from_shorter_ones(monkeypatch):
     made = trace_gpt((2, 1, 3), "interleaved", count=100)
-    whole = made.summary().bubble.share
+    whole = summarize(made).bubble.share
     monkeypatch.setattr("ipu_pipeline.engine.inspect.waiting._MAX_SIMULATED", 200)
-    assert made.summary().bubble.share == pytest.approx(whole, abs=1e-3)
+    assert summarize(made).bubble.share == pytest.approx(whole, abs=1e-3)
     assert 0 < whole < 1
 
 

@@ -11,6 +11,7 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
+from ipu_pipeline.engine.fronts import Hooks
 from tests.support import joined
 from tests.support.poptorch_front import TwoLayers, leaves, make_batch, make_options, make_sgd, seeded
 
@@ -291,7 +292,7 @@ def find_faults(directory):
     executor.copyWeightsToDevice()
     found["alike again"] = say(call(executor))
     counts = {"num_micro_batches": 1, "num_replicas": 2}
-    straddling = engine.Pipeline([negative, negative], **counts, gathers_outputs=False)
+    straddling = engine.Pipeline([negative, negative], **counts, hooks=Hooks(gathers_outputs=False))
     straddling.trace(np.float32(1))
     devices = [[d for d in jax.devices() if d.process_index == process] for process in range(2)]
     mixed = [own[place] for place in range(2) for own in devices]

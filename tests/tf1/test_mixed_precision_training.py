@@ -151,7 +151,7 @@ def compile_dense(**dtypes):
 def test_half_the_bytes_are_held_and_sent_and_no_weight_is_held():
     whole, half = compile_dense(), compile_dense(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     activation, halved = BATCH * UNITS * 4, BATCH * UNITS * 2
-    plans = (program.calls[0].pipeline.plan_memory()[:2] for program in (whole, half))
+    plans = (engine.planning.plan_memory(program.calls[0].pipeline)[:2] for program in (whole, half))
     for expected, held in zip(*plans, strict=True):
         assert 3 * activation <= expected.num_held_bytes < UNITS * UNITS * 4  # a weight's bytes
         assert held.num_held_bytes == expected.num_held_bytes / 2

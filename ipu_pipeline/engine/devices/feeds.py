@@ -259,10 +259,17 @@ class Supply:
 
     Micro-batches whose shapes are new are placed when they are taken, by `resolve`. If that raises, those
     before have been taken, and the next take raises.
+
+    Attributes:
+      num_taken: the number of micro-batches that were taken from the take.
+      is_taking: whether the take is being waited for.
+      taken: all that were taken from the take; None: they are not kept.
     """
 
     def __init__(self, take: Take, resolve: Callable[[Any], Any] | None = None) -> None:
         """Begins with a take of elements, or of the values that stand for micro-batches without a feed."""
+        self.num_taken, self.is_taking = 0, False
+        self.taken: list[Any] | None = None
         self._take, self._resolve = take, resolve
         self._left: collections.deque[Any] = collections.deque()
 
@@ -285,7 +292,12 @@ class Supply:
         """Takes at least one micro-batch, and at most `wanted`."""
         left = self._left
         if not left:
+            self.is_taking = True
             taken = list(self._take(wanted))
+            self.is_taking = False
+            self.num_taken += len(taken)
+            if self.taken is not None:
+                self.taken += taken
             if self._resolve is None or NEW_SHAPES not in map(shapes_of, taken):
                 return taken
             left.extend(taken)
@@ -345,15 +357,21 @@ def shapes_of(element: Any) -> int:
 
 
 def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
-    """Micro-batches from `take`, which may give fewer at once than it is asked for."""
+    """Micro-batches from `take`, which may give fewer at once than it is asked for, but at least one."""
     elements: list[Any] = []
     while len(elements) < wanted:
         try:
-            elements += take(wanted - len(elements))
+            taken = take(wanted - len(elements))
         except Exception:
             if len(elements) < at_least:
                 raise
             break
+        if not taken:
+            raise RuntimeError(
+                f"take returned no micro-batch, of {wanted - len(elements)} that were asked for; it must "
+                "return at least one, or raise an error."
+            )
+        elements += taken
     return elements
 
 

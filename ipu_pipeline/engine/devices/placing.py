@@ -20,9 +20,9 @@ from ipu_pipeline.engine.devices.device_groups import HOST_MEMORY, WHOLE, Device
 from ipu_pipeline.engine.devices.gathered import whole
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.remote import absent_like, is_here
-from ipu_pipeline.engine.state import is_readable
 from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.values import is_readable
 
 __all__ = ["copy_to", "is_offloaded", "keep", "put", "put_host_copies"]
 

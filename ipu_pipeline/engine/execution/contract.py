@@ -99,7 +99,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         the memory of variables and optimizer state alone.
       kept: has compiled programs of earlier pipelines; None if they are not kept.
       shapes: the number of the shapes of micro-batches that its programs are for; 0 for the first ones. The
-        runner for these leads, see `ColumnRunner`.
+        runner for these leads, see `PlanRunner`.
       note: what is told about its programs while they compile.
       of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; all have this
         list.

@@ -22,12 +22,13 @@ from ipu_pipeline.engine.generation.slots import BoundStages
 from ipu_pipeline.engine.generation.stage_runs import StageRun, make_runs
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.progress import Compilation, compiling
-from ipu_pipeline.engine.state import PipelineState, is_readable
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.state_checks import check_exists, check_state
 from ipu_pipeline.engine.tracing.keys import as_int32
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.ground.first_run import begin_first_run
 from ipu_pipeline.ground.shapes import as_shape, describe
+from ipu_pipeline.ground.values import is_readable
 
 __all__ = ["Needed", "StageBuilder", "make_element"]
 

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
     from ipu_pipeline.engine.inspect.layers import fold_names
+    from ipu_pipeline.engine.inspect.pipelines import (
+        find_facts,
+        find_searched,
+        find_separate_variables,
+        introduce,
+        summarize,
+    )
     from ipu_pipeline.engine.inspect.summary import PipelineSummary, describe_numbers
     from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
     from ipu_pipeline.engine.watching import Launch, LaunchKind
@@ -51,9 +58,14 @@ __all__ = [
     "count_costs",
     "count_work",
     "describe_numbers",
+    "find_facts",
     "find_layer_costs",
+    "find_searched",
+    "find_separate_variables",
     "fold_names",
+    "introduce",
     "select_fields",
+    "summarize",
     "watching",
 ]
 
@@ -66,6 +78,7 @@ _HOMES = {
     ".inspect.facts": _FACTS,
     ".inspect.layer_costs": "find_layer_costs",
     ".inspect.layers": "fold_names",
+    ".inspect.pipelines": "find_facts find_searched find_separate_variables introduce summarize",
     ".inspect.summary": "PipelineSummary describe_numbers",
     ".planning.memory_plans": "Flow IpuMemory StageMemory",
     ".watching": "Launch LaunchKind",

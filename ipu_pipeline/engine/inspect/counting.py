@@ -56,7 +56,7 @@ def count_costs(details: PipelineDetails) -> Costs:
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(4)], num_micro_batches=2)
       >>> pipeline.trace(np.ones([2, 8], np.float32))
-      >>> costs = engine.inspect.count_costs(pipeline.facts())
+      >>> costs = engine.inspect.count_costs(engine.inspect.find_facts(pipeline))
       >>> costs.num_stages
       2
     """

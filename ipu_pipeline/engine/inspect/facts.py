@@ -1,7 +1,7 @@
 """Facts about a pipeline or loop, as data. Imports no JAX.
 
 `StageFacts` and `PipelineFacts` are stored in profiles, so they may also come from a file. Details need the
-pipeline itself: `Pipeline.facts` makes them. Tables, profiles and pages are made from these classes only.
+pipeline itself: `find_facts` makes them. Tables, profiles and pages are made from these classes only.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Sent:
       ...     optimizer=optax.sgd(0.1),
       ... )
       >>> pipeline.trace(np.ones([2, 4], np.float32))
-      >>> pipeline.facts().sent  # what a weight update sends
+      >>> engine.inspect.find_facts(pipeline).sent  # what a weight update sends
       (Sent(source=0, target=1, what='w', num_bytes=64, primitive='stage 1'),
        Sent(source=1, target=0, what='gradient of w', num_bytes=64, primitive='the sum at its owner'))
 
@@ -282,7 +282,7 @@ class StageDetails(StageFacts):
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
       >>> pipeline.trace(np.ones([2, 8], np.float32))
-      >>> stage = pipeline.facts().stages[0]
+      >>> stage = engine.inspect.find_facts(pipeline).stages[0]
       >>> stage.ipu, stage.in_flight, stage.num_held_bytes, stage.forward_operations
       (0, 1, 0, 248.0)
 
@@ -331,7 +331,7 @@ class PipelineDetails(PipelineFacts):
       ...     optimizer=optax.sgd(0.1),
       ... )
       >>> pipeline.trace(np.ones([2, 8], np.float32))
-      >>> details = pipeline.facts()
+      >>> details = engine.inspect.find_facts(pipeline)
       >>> details.edges[1]
       Edge(source=0, target=1, num_forward_bytes=32, num_backward_bytes=0)
       >>> details.flows[0]
@@ -340,7 +340,7 @@ class PipelineDetails(PipelineFacts):
       Part(index=0, ipu=0, num_operations=3, variables=('dense/kernel', 'dense/bias'), ...)
       >>> details.stages[0].whole_layers[0]
       LayerFacts(name='dense', num_parameters=36, num_bytes=144, operations=248.0)
-      >>> pipeline.plan_memory()[0]
+      >>> engine.planning.plan_memory(pipeline)[0]
       StageMemory(stage=0, ipu=0, in_flight=2, num_residual_bytes=0, num_input_bytes=64, ...)
 
     Attributes:

@@ -43,7 +43,7 @@ class PipelineSummary(PipelineDetails):
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
       >>> pipeline.trace(np.ones([2, 8], np.float32))
-      >>> print(pipeline.summary())
+      >>> print(engine.inspect.summarize(pipeline))
       Pipeline: 2 stages on 2 devices, schedule grouped, 2 micro-batches per execution, no training
         46 parameters, 184 B
         stage  device  layers   parameters   size  sends   forward

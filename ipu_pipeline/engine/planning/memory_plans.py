@@ -68,7 +68,7 @@ class IpuMemory:
     Example:
       >>> pipeline = engine.Pipeline([layers.Dense(4), layers.Dense(2)], num_micro_batches=2)
       >>> state = pipeline.init(jax.random.key(0), np.ones([2, 8], np.float32))
-      >>> pipeline.plan_ipu_memory()[0].num_variable_bytes
+      >>> engine.planning.plan_ipu_memory(pipeline)[0].num_variable_bytes
       144
 
     Attributes:

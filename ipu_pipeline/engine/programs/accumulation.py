@@ -58,7 +58,7 @@ def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np
       ValueError: it is not a floating-point dtype, or JAX does not mix it with the variable's.
     """
     if callable(wanted) and not isinstance(wanted, type):
-        wanted = wanted(spec)
+        wanted, argument = wanted(spec), f"{argument} of variable {spec.name}"
     if wanted is None:
         return np.dtype(spec.dtype)
     dtype = check_float_dtype(wanted, argument)

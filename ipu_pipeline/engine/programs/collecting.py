@@ -39,6 +39,7 @@ def make_collecting(
     losses: bool = True,
     is_summed: bool = False,
     sum_dtype: Any = None,
+    called: str = "sum_dtype",
 ) -> Collecting:
     """Works out what is collected.
 
@@ -49,6 +50,7 @@ def make_collecting(
       losses: whether the loss is collected, if there is one.
       is_summed: whether these are summed over the micro-batches of an execution.
       sum_dtype: see `find_sum_dtype`.
+      called: what errors call it.
 
     Raises:
       ValueError: something cannot be summed, or there is not one boolean per leaf.
@@ -71,7 +73,7 @@ def make_collecting(
         avals += traced.loss_avals
     if is_summed:
         avals = [
-            jax.ShapeDtypeStruct(aval.shape, find_sum_dtype(aval, sum_dtype, "sum_dtype")) for aval in avals
+            jax.ShapeDtypeStruct(aval.shape, find_sum_dtype(aval, sum_dtype, called)) for aval in avals
         ]
     return Collecting(places, has_loss, tuple(sources), tuple(avals), is_summed)
 

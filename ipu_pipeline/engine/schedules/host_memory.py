@@ -21,7 +21,7 @@ _SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The bytes that execution phases move from and to host memory. `Pipeline.plan_host_memory` makes it.
+    """The bytes that execution phases move from and to host memory. `plan_host_memory` makes it.
 
     Sizes are per program, which handles a micro-batch or a chunk of them. There is one size per stage;
     empty means zeros.

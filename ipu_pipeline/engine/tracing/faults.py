@@ -7,7 +7,6 @@ One error therefore reports every fault that can be found, and none that would o
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import linecache
@@ -37,7 +36,6 @@ __all__ = [
     "find_line_of",
     "find_signature_fault",
     "is_of_library",
-    "name_of",
 ]
 
 _NOT_THE_USERS = {"flax", "ipu_pipeline", "jax", "jaxlib", "numpy", "optax", *sys.stdlib_module_names}
@@ -217,13 +215,6 @@ def _is_users(name: str) -> bool:
         and not name.startswith(_PACKAGE)
         and (is_installed or not name.startswith(os.path.dirname(os.__file__)))
     )
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What errors call a function; a `functools.partial` has the name of the function that it wraps."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -32,13 +32,7 @@ __all__ = [
     "current_values",
     "find_frame",
     "frame",
-    "has_update_count",
-    "is_in_stage",
     "is_repeated",
-    "is_traced_again",
-    "is_tracing",
-    "is_training",
-    "program_names",
     "tracing_again",
     "unchanged",
     "unchanged_on_error",
@@ -59,15 +53,6 @@ class InsideOfBodyError(RuntimeError):
 @dataclass(eq=False)
 class ProgramNames:
     """The names that one program has given out so far.
-
-    Example:
-      >>> names = engine.ProgramNames()
-      >>> for _ in range(2):
-      ...     pipeline = engine.Pipeline([layers.Dense(4)], num_micro_batches=1, program_names=names)
-      ...     pipeline.trace(np.ones([2, 8], np.float32))
-      ...     print(list(pipeline.variables))
-      ['dense/kernel', 'dense/bias']
-      ['dense_1/kernel', 'dense_1/bias']
 
     Attributes:
       variables: full name -> the variable's specification.
@@ -198,6 +183,11 @@ class Frame:
         return self.enqueued is not None
 
     @property
+    def has_update_count(self) -> bool:
+        """Whether the function knows the number of weight updates; False in a loop."""
+        return self.has_metrics or self.is_traced_again
+
+    @property
     def may_recompute(self) -> bool:
         """Whether the function may be recomputed for its backward."""
         return self.is_stage
@@ -249,39 +239,6 @@ def current_values(wanted_by: str) -> Values:
     values = current_frame(wanted_by).values
     assert values is not None, "a marker was evaluated in a function that is traced"
     return values
-
-
-def program_names(wanted_by: str) -> ProgramNames:
-    """The names that the program of the function being traced gives out; raises like `current_frame`."""
-    return current_frame(wanted_by).names
-
-
-def is_training(wanted_by: str) -> bool:
-    """Whether the program of the function being traced trains; raises like `current_frame`."""
-    return current_frame(wanted_by).is_training()
-
-
-def is_tracing() -> bool:
-    """Whether a function is being traced."""
-    return _frame.get() is not None
-
-
-def is_in_stage() -> bool:
-    """Whether a stage is being traced."""
-    current = _frame.get()
-    return current is not None and current.is_stage
-
-
-def is_traced_again() -> bool:
-    """Whether the function being traced was traced before, for another part of its program."""
-    current = _frame.get()
-    return current is not None and current.is_traced_again
-
-
-def has_update_count() -> bool:
-    """Whether the function being traced knows the number of weight updates; False in a loop."""
-    current = _frame.get()
-    return current is not None and (current.has_metrics or current.is_traced_again)
 
 
 @contextlib.contextmanager

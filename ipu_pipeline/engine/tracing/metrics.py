@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.state import Handed, Progress, is_readable
+from ipu_pipeline.engine.state import Handed, Progress
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.enqueuing import enqueue, first_leaves
 from ipu_pipeline.engine.tracing.frames import Enqueued
+from ipu_pipeline.ground.values import is_readable
 
 __all__ = ["NUMBERS", "Metric", "MetricReader", "Reported", "metric", "metric_names"]
 
@@ -127,10 +128,16 @@ class Reported:
     Attributes:
       by_stages: per micro-batch, in the order of `MetricReader.of_stages`.
       by_updates: per weight update, in the order of `MetricReader.of_updates`.
+      reader: of the metrics.
     """
 
     by_stages: list[Handed]
     by_updates: list[Handed]
+    reader: MetricReader
+
+    def read(self, num_updates: int) -> dict[str, np.ndarray[Any, Any]]:
+        """Reads the values; see `MetricReader.read`."""
+        return self.reader.read(self, num_updates)
 
     def is_ready(self) -> bool:
         """Whether all of it has been computed."""
@@ -169,6 +176,7 @@ class MetricReader:
         return Reported(
             _only(progress.enqueued, [leaf for leaf, _metric in self.of_stages]),
             _only(progress.updated, [leaf for leaf, _metric in self.of_updates]),
+            self,
         )
 
     def read(self, reported: Reported, num_updates: int) -> dict[str, np.ndarray[Any, Any]]:

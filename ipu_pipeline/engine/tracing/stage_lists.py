@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.tracing import scopes
-from ipu_pipeline.engine.tracing.faults import name_of
 from ipu_pipeline.engine.tracing.model_stages import ModelStage
 from ipu_pipeline.engine.tracing.stage_parameters import (
     Layout,
@@ -31,6 +30,7 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.names import name_of
 
 __all__ = [
     "Mapping",

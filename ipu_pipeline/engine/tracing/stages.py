@@ -19,7 +19,7 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.enqueuing import first_leaves
-from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault, name_of
+from ipu_pipeline.engine.tracing.faults import Faults, describe_arguments, find_signature_fault
 from ipu_pipeline.engine.tracing.module_constants import check_modules
 from ipu_pipeline.engine.tracing.recomputation_marks import check_marks
 from ipu_pipeline.engine.tracing.stage_meshes import check_mesh, in_mesh
@@ -27,6 +27,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
 from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage, share_variables
 from ipu_pipeline.engine.tracing.user_checks import with_checks_handed_out
 from ipu_pipeline.ground import jax_compat, jax_core
+from ipu_pipeline.ground.names import name_of
 from ipu_pipeline.ground.shapes import as_loss, describe
 
 __all__ = [

@@ -16,6 +16,8 @@ import jax
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing.counting import count_aval
 from ipu_pipeline.engine.tracing.frames import Enqueued
+from ipu_pipeline.engine.tracing.recomputation_marks import has_marks
+from ipu_pipeline.engine.tracing.replicas import uses_replicas
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 
 __all__ = ["Source", "TracedPipeline", "TracedStage", "send_variables", "share_variables"]
@@ -97,6 +99,16 @@ class TracedPipeline:
             outputs=(*self.outputs, *(Source("input", first + number) for number in read)),
             output_avals=(*self.output_avals, *(captured[number] for number in read)),
         )
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether a stage computes with other replicas, or asks which one it is in."""
+        return any(uses_replicas(stage.flat) for stage in self.stages)
+
+    @property
+    def places_with_marks(self) -> list[str]:
+        """The names, in errors, of the stages that mark values to keep in recomputation."""
+        return [stage.place for stage in self.stages if has_marks(stage.flat)]
 
     @property
     def given(self) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import processes, schedules
+from ipu_pipeline.engine.fronts import Hooks
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.enums import Liveness, OutputMode
 from ipu_pipeline.poptorch.errors import Error
@@ -107,7 +108,7 @@ def compile_model(
         return ModelOptimizer(optimizer, tensors, trained, options, wrapped.model, rows)
 
     program, training = _make_program(wrapped, arguments, begin, progress, groupings, graph)
-    devices = select_devices(program.pipeline.num_ipus * options.replication_factor, options)
+    devices = select_devices(program.pipeline.num_devices * options.replication_factor, options)
     key = make_key(seed)
     checks = options.Precision.floating_point_exceptions
     compiled = CompiledModel(wrapped.model, program, devices, key, checks, Processes.of(options))
@@ -232,7 +233,7 @@ def _make_program(
     pipeline_options: dict[str, Any] = {}
     if trains:
         training = find_optimizer(stages)
-        pipeline_options = {**training.pipeline_options(), "loss": _last, "collect_losses": False}
+        pipeline_options = {**training.pipeline_options(), "loss": _last}
         if stages.has_checkpoints:
             pipeline_options["recompute"] = "auto"
     if options.executable_cache_path is not None:
@@ -251,7 +252,12 @@ def _make_program(
     if options.num_split_ipus is not None:
         # Tracing and measuring start JAX, so the devices must be there before.
         devices = select_devices(options.num_split_ipus * options.replication_factor, options)
-        split_options = {**pipeline_options, "num_replicas": num_replicas, "devices": devices}
+        split_options = {
+            **pipeline_options,
+            "num_replicas": num_replicas,
+            "devices": devices,
+            "hooks": Hooks(collect_losses=not trains),
+        }
         stages, table = _split(stages, micro_batch, options.num_split_ipus, split_options)
     _tell_of_idle_stages(stages, batching, options)
     pipeline = engine.Pipeline(
@@ -267,7 +273,7 @@ def _make_program(
         num_replicas=num_replicas,
         shard=_find_shared_out(options, trains) if num_replicas > 1 else (),
         joins_assigned=False,
-        gathers_outputs=False,
+        hooks=Hooks(collect_losses=not trains, gathers_outputs=False),
         **pipeline_options,
     )
     return Program(arguments, captured, stages, pipeline, micro_batch), training

@@ -14,6 +14,7 @@ import torch
 from ipu_pipeline import engine
 from ipu_pipeline.engine import PipelineState, processes
 from ipu_pipeline.engine.fronts import Collected, Progress
+from ipu_pipeline.engine.inspect import introduce
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.host_changes import HostChanges, writing
@@ -192,7 +193,7 @@ class CompiledModel:
             return placed
 
         collected: list[Collected] = []
-        pipeline.introduce(self._name)
+        introduce(pipeline, self._name)
         with announcing.running(self, self._name, pipeline, runner, self._devices, every) as told:
 
             def keep(progress: Progress, num_done: int) -> None:
@@ -232,7 +233,7 @@ class CompiledModel:
         """Returns a context for waiting for other processes' gradients, if the model trains."""
         return (
             contextlib.nullcontext()
-            if self.pipeline.updates is None
+            if self.pipeline.built.updates is None
             else processes.waiting("a weight update")
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState
+from ipu_pipeline.engine.inspect import summarize
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
@@ -952,7 +953,7 @@ class PoplarExecutor:
         if len(compiled.programs) > 1:
             facts.append(f"for {program.describe()}, one of {len(compiled.programs)} shapes")
         name = type(wrapped.model).__name__
-        return summarize_stages(program.stages, program.pipeline.summary(), name, facts, lines)
+        return summarize_stages(program.stages, summarize(program.pipeline), name, facts, lines)
 
     def _describe_options(self) -> list[str]:
         wrapped = self._wrapped

@@ -54,8 +54,8 @@ class Program:
     @property
     def num_taken(self) -> int:
         """The number of micro-batches in a weight update, for all replicas together."""
-        assert self.pipeline.num_micro_batches is not None
-        return self.pipeline.num_micro_batches * self.pipeline.num_replicas
+        assert self.pipeline.options.num_micro_batches is not None
+        return self.pipeline.options.num_micro_batches * self.pipeline.num_replicas
 
     @functools.cached_property
     def synthetic(self) -> list[Any]:
@@ -84,10 +84,11 @@ class Program:
                 f"with {other.describe()}, so they cannot be trained by one optimizer. Let forward "
                 "use the same parameters for all shapes; or wrap another model for these."
             )
-        if self.pipeline.num_ipus != other.pipeline.num_ipus:
+        if self.pipeline.num_devices != other.pipeline.num_devices:
             raise Error(
-                f"With these shapes ({self.describe()}) the model is on {self.pipeline.num_ipus} IPUs, and "
-                f"with {other.describe()} on {other.pipeline.num_ipus}. Give it the same blocks for all."
+                f"With these shapes ({self.describe()}) the model is on {self.pipeline.num_devices} IPUs, "
+                f"and with {other.describe()} on {other.pipeline.num_devices}. Give it the same blocks "
+                "for all."
             )
 
     def check_homes(self, other: Program) -> None:

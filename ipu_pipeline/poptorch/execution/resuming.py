@@ -12,6 +12,7 @@ from ipu_pipeline.checkpointing.engine_snapshots import first_rows, place_state,
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
+from ipu_pipeline.engine.inspect import find_separate_variables
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.execution.compiled import CompiledModel
 from ipu_pipeline.poptorch.execution.host_changes import writing
@@ -112,7 +113,7 @@ class Resumption:
         state = dataclasses.replace(compiled.state, variables=compiled.variables)
         extra = {_NAMES: self._names, _OPTIMIZER: training.describe()}
         self._series.meet()
-        self._series.take(lambda: take_parts(state, compiled.pipeline.separate_variables, extra))
+        self._series.take(lambda: take_parts(state, find_separate_variables(compiled.pipeline), extra))
 
     def note_call(self, compiled: CompiledModel) -> None:
         """Counts a call that is done."""

@@ -44,7 +44,7 @@ def use_program(
         return True
     check_like_first(signature, known.arguments, arguments, OTHER_THAN_SHAPES)
     compiled.check_same_tensors()
-    if compiled.pipeline.updates is not None:  # several processes train, and compile, together
+    if compiled.pipeline.built.updates is not None:  # several processes train, and compile, together
         agree("a call of a PopTorch model", {"the shapes": describe_shapes(arguments.names, shapes)})
     if compiled.use(shapes):
         check_written(arguments, compiled.stages.written_inputs)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.fronts import is_traced_again
+from ipu_pipeline.engine.fronts import find_frame
 from ipu_pipeline.ground.shapes import as_loss
 from ipu_pipeline.queues.operations import Operation
 from ipu_pipeline.tf1.estimator.logs import apply_to
@@ -230,7 +230,8 @@ class _Model:
     ) -> OptimizerFunctionOutput:
         """Returns the optimizer; in the weight update, with the values that its rate depends on there."""
         step = self._step
-        if is_traced_again():
+        frame = find_frame()
+        if frame is not None and frame.is_traced_again:
             with dropping_logs():
                 _spec, step = self._call(features, labels)
         assert step is not None

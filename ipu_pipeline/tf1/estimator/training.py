@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
 from ipu_pipeline.checkpointing.together import do_first, is_any, largest
-from ipu_pipeline.engine.fronts import between_bars, is_shown_on
+from ipu_pipeline.ground.bars import between_bars, is_shown_on
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
 from ipu_pipeline.processes.job_history import JobHistory

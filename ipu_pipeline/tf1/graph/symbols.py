@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import update_count
-from ipu_pipeline.engine.fronts import has_update_count, is_tracing
+from ipu_pipeline.engine.fronts import find_frame
 
 __all__ = [
     "ComputedStep",
@@ -117,7 +117,7 @@ class GlobalStep(StepSymbol):
         Raises:
           RuntimeError: it is used elsewhere.
         """
-        if not is_tracing():
+        if find_frame() is None:
             raise RuntimeError(
                 "The global step (get_global_step) was used as an array outside of a program, where it "
                 "has no value. Use it in a stage, in an optimizer_function or in the update of an "
@@ -181,7 +181,8 @@ def at_run_begin(num_updates: Any) -> Iterator[None]:
 
 def has_step() -> bool:
     """Whether the global step has a value in the function being traced."""
-    return has_update_count()
+    frame = find_frame()
+    return frame is not None and frame.has_update_count
 
 
 def waits_for_step(function: _Function) -> _Function:

@@ -13,13 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import ProgramNames, get_variable
-from ipu_pipeline.engine.fronts import (
-    absolute_scope,
-    current_scope,
-    is_training,
-    program_names,
-)
+from ipu_pipeline.engine import get_variable, get_variable_scope
+from ipu_pipeline.engine.fronts import ProgramNames, absolute_scope, current_frame
 from ipu_pipeline.ground.names import join
 from ipu_pipeline.tf1.layers import policies
 from ipu_pipeline.tf1.layers.arguments import ActivationFunction, argument, check_flag, with_arguments
@@ -127,7 +122,8 @@ class Layer(abc.ABC):
     @contextlib.contextmanager
     def _own_scope(self) -> Iterator[None]:
         """The scope of the layer's variables; the second time in a program, they are used again."""
-        names, around = program_names(type(self).__name__), current_scope()
+        names = current_frame(type(self).__name__).names
+        around = get_variable_scope().name
         scope = self._scopes.get(names)
         is_again = scope is not None
         if scope is None:
@@ -143,7 +139,7 @@ class Layer(abc.ABC):
 
     def _full_name(self) -> str:
         """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
-        return f"{type(self).__name__} {current_scope()}"
+        return f"{type(self).__name__} {get_variable_scope().name}"
 
     def _is_training(self, training: bool | None) -> bool:
         """Whether the layer is applied as in training.
@@ -152,7 +148,7 @@ class Layer(abc.ABC):
           training: what the caller asked for; None: True in a program that trains, False in others.
         """
         if training is None:
-            return is_training(type(self).__name__)
+            return current_frame(type(self).__name__).is_training()
         return check_flag(type(self).__name__, "training", training)
 
     def _check_floating(self, inputs: jax.Array) -> None:

@@ -14,14 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import assign, get_variable, next_rng_key
-from ipu_pipeline.engine.fronts import (
-    absolute_scope,
-    current_scope,
-    is_in_stage,
-    program_names,
-    split_results,
-)
+from ipu_pipeline.engine import assign, get_variable, get_variable_scope, next_rng_key
+from ipu_pipeline.engine.fronts import absolute_scope, current_frame, find_frame, split_results
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.names import hash_name, join
 from ipu_pipeline.tf1.layers import policies
@@ -176,7 +170,8 @@ class Flax(VariableLayer):
 
     def _key(self) -> jax.Array | None:
         """The random key of this call; None outside of stages, where there is none."""
-        return next_rng_key() if is_in_stage() else None
+        frame = find_frame()
+        return next_rng_key() if frame is not None and frame.is_stage else None
 
     def _find_training(self, training: bool | None, options: dict[str, Any]) -> dict[str, bool]:
         """The argument that tells a linen module whether it trains."""
@@ -228,7 +223,7 @@ class Flax(VariableLayer):
         from flax import nnx
 
         graphdef, state = nnx.split(self.module)
-        known = program_names("Flax")
+        known = current_frame("Flax").names
         holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
         key = self._key()
         parts: dict[Any, Any] = {}
@@ -242,7 +237,7 @@ class Flax(VariableLayer):
                 self._check_concrete(variable, path)
                 parts[path] = variable
                 continue
-            own_name = join(current_scope(), _name(path))
+            own_name = join(get_variable_scope().name, _name(path))
             names[path] = known.name_of_holder(holders[path], own_name)
             is_parameter = isinstance(variable, nnx.Param)
             read = []

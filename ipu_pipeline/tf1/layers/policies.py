@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.fronts import is_tracing
+from ipu_pipeline.engine.fronts import find_frame
 from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Policy", "cast_floating", "check_dtype", "check_is_there", "current", "mixed_precision"]
@@ -115,7 +115,7 @@ def mixed_precision(
     # JAX keeps traces of inner functions (jax.jit), which say nothing of the block that they were made in.
     token = _policy.set(given.within(current()))
     try:
-        with jax_compat.fresh_trace() if is_tracing() else contextlib.nullcontext():
+        with jax_compat.fresh_trace() if find_frame() is not None else contextlib.nullcontext():
             yield current()
     finally:
         _policy.reset(token)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import get_variable
-from ipu_pipeline.engine.fronts import find_initializer, glorot_uniform
+from ipu_pipeline.engine.fronts import find_initializer
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.warned import warn_once
 from ipu_pipeline.tf1.layers.arguments import (
@@ -53,7 +53,9 @@ class Popnn(Recurrent):
         self._return_state = check_flag(layer, "return_state", return_state)
         self._weights_initializer = find_initializer(weights_initializer)
         if weights_initializer is None:
-            self._weights_initializer = glorot_uniform if seed is None else _seeded(layer, seed)
+            self._weights_initializer = (
+                find_initializer("glorot_uniform") if seed is None else _seeded(layer, seed)
+            )
         self._bias_initializer = 0.0 if bias_initializer is None else find_initializer(bias_initializer)
         if bias_initializer is not None and not self.takes_bias_initializer:
             warn_once(
@@ -215,6 +217,6 @@ def _seeded(layer: str, seed: Any) -> Any:
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         del key  # it depends on the session's seed
-        return glorot_uniform(jax.random.key(number), shape, dtype)
+        return find_initializer("glorot_uniform")(jax.random.key(number), shape, dtype)
 
     return initialize

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ipu_pipeline.engine import (
     AutoStages,
     Chunking,
     Pipeline,
-    ProgramNames,
     Shard,
     TensorParallel,
     constrain,
@@ -22,13 +20,7 @@ from ipu_pipeline.engine import (
 )
 from ipu_pipeline.engine import auto_stages as engine_auto_stages
 from ipu_pipeline.engine import split as engine_split
-from ipu_pipeline.engine.fronts import (
-    Captures,
-    InsideOfBodyError,
-    find_sum_dtype,
-    is_in_stage,
-    join_layers,
-)
+from ipu_pipeline.engine.fronts import Captures, Hooks, InsideOfBodyError, find_frame, join_layers
 from ipu_pipeline.engine.schedules import Schedule
 from ipu_pipeline.graphcore.importing import explain_missing
 from ipu_pipeline.ground.checks import is_integer
@@ -66,7 +58,7 @@ from ipu_pipeline.tf1.program.pipeline_arguments import (
 )
 from ipu_pipeline.tf1.program.registry import reserve_ipus
 from ipu_pipeline.tf1.program.replication import make_replication
-from ipu_pipeline.tf1.program.stage_options import PipelineStageOptions, compiler_options
+from ipu_pipeline.tf1.program.stage_options import OPTION_NAMES, PipelineStageOptions, compiler_options
 
 __all__ = [
     "AutoStages",
@@ -329,7 +321,8 @@ def pipeline(
             "pipelining_ops.pipeline must be called in a function that ipu_compiler.compile traces, "
             "within an ipu_scope; here it is not placed on an IPU device."
         )
-    if is_in_stage():
+    frame = find_frame()
+    if frame is not None and frame.is_stage:
         raise InsideOfBodyError(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
@@ -355,9 +348,6 @@ def pipeline(
         outfeed_tree = jax.tree.structure(rest)
         return is_chosen
 
-    def sum_dtype(aval: jax.ShapeDtypeStruct) -> np.dtype[Any]:
-        return find_sum_dtype(aval, accumulate_outfeed_dtype, "accumulate_outfeed_dtype")
-
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     captures = Captures(builder.is_captured_placeholder, builder.describe_input)
     engine_pipeline = Pipeline(
@@ -370,10 +360,14 @@ def pipeline(
         reduction="mean" if is_inference else reduction_method.name.lower(),
         donate=True,
         trained=None if optimizer is None else optimizer.trained,
-        program_names=builder.names,
-        captures=captures,
         gradient_map=None if optimizer is None else optimizer.gradient_map,
-        gradient_targets=None if optimizer is None else optimizer.gradient_targets,
+        hooks=Hooks(
+            option_names=OPTION_NAMES,
+            program_names=builder.names,
+            captures=captures,
+            gradient_targets=None if optimizer is None else optimizer.gradient_targets,
+            collect_losses=outfeed_loss or is_inference,
+        ),
         accumulator_dtype=None if is_inference else accumulator_dtype,
         # The configuration of the run decides; if it is this one, the programs need not be built again.
         recompute=recompute if selection.allows_recomputation() and not is_inference else None,
@@ -381,9 +375,8 @@ def pipeline(
         shard=[_SHARDED[argument] for argument in sharded],
         num_serialized=batch_serialization_iterations,
         collect_outputs=collect_outputs,
-        collect_losses=outfeed_loss or is_inference,
         sum_collected=accumulate_outfeed,
-        sum_dtype=sum_dtype if accumulate_outfeed else None,
+        sum_dtype=accumulate_outfeed_dtype if accumulate_outfeed else None,
         **options,
         dispatch_plan=dispatch_plan,
         tensor_parallel=tensor_parallel,
@@ -398,7 +391,7 @@ def pipeline(
     replication = make_replication(
         builder.ipu_device,
         num_devices,
-        engine_pipeline.uses_replicas,
+        engine_pipeline.traced.uses_replicas,
         [infeed_queue, outfeed_queue, *(entry.target for entry in engine_pipeline.traced.enqueued)],
         trains=not is_inference,
         averages=averages,
@@ -616,7 +609,6 @@ def split(
         None,
         measure,
     )
-    builder = current_builder()
     found = engine_split(
         given_model,
         num_stages,
@@ -625,7 +617,6 @@ def split(
         bytes_per_ipu=bytes_per_ipu,
         measure=measure,
         cut_scans=cut_scans,
-        program_names=ProgramNames() if builder is None else builder.names,
         **given.options,
     )
     return AutoStages([keep_steps(found[0], begin), *found[1:]], found.groups, found.table)
@@ -669,13 +660,20 @@ def _give(
     mapping = check_mapping(device_mapping, [None] * num_stages)
     num_ipus = size * (1 + max(jax.tree.leaves(mapping)))
     ipu_device = 0 if builder is None else builder.ipu_device
+    optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+    targets = None if optimizer is None else optimizer.gradient_targets
     if builder is None:
-        given, captures = input_shapes(inputs), Captures()
+        given, hooks = input_shapes(inputs), Hooks(option_names=OPTION_NAMES, gradient_targets=targets)
     else:
         leaves, tree = as_traced_inputs(inputs)
         given = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
         captures = Captures(builder.is_captured_placeholder, builder.describe_input)
-    optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
+        hooks = Hooks(
+            option_names=OPTION_NAMES,
+            program_names=builder.names,
+            captures=captures,
+            gradient_targets=targets,
+        )
     recompute = check_recomputation(recomputation_mode, optimizer is None)
     options = {
         "devices": selection.devices_for(ipu_device, num_ipus) if measure else None,
@@ -685,9 +683,8 @@ def _give(
         "schedule": find_pipeline_schedule(schedule),
         "device_mapping": mapping,
         "trained": None if optimizer is None else optimizer.trained,
-        "captures": captures,
+        "hooks": hooks,
         "gradient_map": None if optimizer is None else optimizer.gradient_map,
-        "gradient_targets": None if optimizer is None else optimizer.gradient_targets,
         "accumulator_dtype": check_accumulator_dtype(gradient_accumulation_dtype),
         "recompute": recompute if selection.allows_recomputation() and optimizer is not None else None,
         "offload": check_offloading(

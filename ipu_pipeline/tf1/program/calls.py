@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ipu_pipeline.engine import Pipeline, ProgramNames, Recomputation, VariableSpec
-from ipu_pipeline.engine.fronts import Enqueued, Loop, Progress, find_leaves, mark_call
-from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary
+from ipu_pipeline.engine import Pipeline, Recomputation, VariableSpec
+from ipu_pipeline.engine.fronts import Enqueued, Loop, ProgramNames, Progress, find_leaves, mark_call
+from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary, find_facts, summarize
+from ipu_pipeline.engine.planning import with_recomputation
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
@@ -76,7 +77,7 @@ class _Call(abc.ABC):
     @functools.cached_property
     def trains(self) -> bool:
         """Whether there is an optimizer."""
-        return self.runner.updates is not None
+        return self.runner.built.updates is not None
 
     @property
     @abc.abstractmethod
@@ -106,13 +107,13 @@ class _Call(abc.ABC):
     @property
     def state_tree(self) -> Any:
         """The structure of the optimizer's state; only available with training."""
-        assert self.runner.updates is not None
-        return self.runner.updates.state_tree
+        assert self.runner.built.updates is not None
+        return self.runner.built.updates.state_tree
 
     @functools.cached_property
     def optimizer_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the optimizer's state by path; empty without training."""
-        updates = self.runner.updates
+        updates = self.runner.built.updates
         return {} if updates is None else {leaf.path: leaf.aval for leaf in updates.state_leaves}
 
 
@@ -169,7 +170,9 @@ class PipelineCall(_Call):
         """The queues that it enqueues to."""
         found: list[Outfed] = []
         if self.outfeed_queue is not None:
-            found.append(Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.collecting.avals))
+            found.append(
+                Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.built.collecting.avals)
+            )
         found += [Outfed(entry.target, entry.tree, entry.avals) for entry, _leaves in self._enqueued]
         found += [Outfed(entry.target, entry.tree, entry.avals, False) for entry, _leaves in self._updated]
         return found
@@ -182,7 +185,7 @@ class PipelineCall(_Call):
     @functools.cached_property
     def _updated(self) -> list[tuple[Enqueued, slice]]:
         """The values that weight updates enqueue to outfeeds, with the positions of their leaves."""
-        updates = self.pipeline.updates
+        updates = self.pipeline.built.updates
         return [] if updates is None else find_leaves(updates.enqueued, IPUOutfeedQueue)
 
     def hand_out(self, progress: Progress) -> None:
@@ -202,7 +205,7 @@ class PipelineCall(_Call):
         Raises:
           ValueError: it is not usable.
         """
-        count, num_serialized = int(value), self.pipeline.num_serialized
+        count, num_serialized = int(value), self.pipeline.options.num_serialized
         if not 1 <= count * num_serialized <= _MAX_INT32:
             raise ValueError(
                 "gradient_accumulation_count must be from 1 to "
@@ -224,16 +227,16 @@ class PipelineCall(_Call):
 
     def placement(self) -> PipelineDetails:
         """The placement of its parts."""
-        return dataclasses.replace(self.pipeline.facts(), name=self.name)
+        return dataclasses.replace(find_facts(self.pipeline), name=self.name)
 
     def summary(self) -> PipelineSummary:
         """The needs and work of its stages, as it will run in the configured system."""
         pipeline = self.pipeline
         if self.trains:
             allowed = selection.allows_recomputation()
-            pipeline = pipeline.with_recomputation(self.recompute if allowed else None)
+            pipeline = with_recomputation(pipeline, self.recompute if allowed else None)
         return dataclasses.replace(
-            pipeline.summary(left_out=self.internal), name=self.name, device_word="IPU"
+            summarize(pipeline, left_out=self.internal), name=self.name, device_word="IPU"
         )
 
 
@@ -299,12 +302,12 @@ class LoopCall(_Call):
 
     def placement(self) -> PipelineDetails:
         """The placement of its parts."""
-        return dataclasses.replace(self.loop.facts(), name=self.name)
+        return dataclasses.replace(find_facts(self.loop), name=self.name)
 
     def summary(self) -> PipelineSummary:
         """The needs and work of its parts."""
         return dataclasses.replace(
-            self.loop.summary(left_out=self.internal), name=self.name, device_word="IPU"
+            summarize(self.loop, left_out=self.internal), name=self.name, device_word="IPU"
         )
 
 

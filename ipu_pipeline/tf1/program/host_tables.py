@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ipu_pipeline.engine import AUTO_REUSE, VariableSpec, get_variable, variable_scope
-from ipu_pipeline.engine.fronts import isolated, program_names
+from ipu_pipeline.engine.fronts import current_frame
 from ipu_pipeline.tf1.graph.internal_variables import HOST_TABLES
 from ipu_pipeline.tf1.program.calls import Call, LoopCall
 
@@ -57,7 +57,7 @@ class HostTable:
 
     def lookup(self, indices: Any, clips: bool) -> jax.Array:
         """Looks up rows, in the function that is being traced; see `HostEmbedding.lookup`."""
-        tables = program_names("HostEmbedding.lookup").host_tables
+        tables = current_frame("HostEmbedding.lookup").names.host_tables
         known = tables.setdefault(self.spec.name, self)
         if known is not self:
             raise ValueError(
@@ -72,7 +72,7 @@ class HostTable:
             ids = jnp.clip(ids, 0, self.spec.shape[0] - 1)
         if self.learning_rate == 0:
             return jax.lax.stop_gradient(self._find(ids))
-        with isolated(), variable_scope(HOST_TABLES, reuse=AUTO_REUSE):
+        with variable_scope(HOST_TABLES, reuse=AUTO_REUSE):
             marker = get_variable(self.spec.name, (), self.spec.dtype, jax.nn.initializers.zeros)
         return self._find_trained(marker, ids)
 
@@ -168,8 +168,8 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
         if table.marker not in accumulated:
             continue
         name, own = f"The host embedding {table.spec.name!r}", table.num_mini_batches
-        assert call.runner.updates is not None
-        if call.runner.updates.loss_scale is not None:
+        assert call.runner.built.updates is not None
+        if call.runner.built.updates.loss_scale is not None:
             raise NotImplementedError(
                 f"{name} is trained by {call.name!r}, whose optimizer scales the loss; the gradients of "
                 "its rows would be scaled, too. Use an optimizer without loss scaling."

@@ -14,8 +14,8 @@ from ipu_pipeline.engine.fronts import (
     GradientMap,
     GradientTarget,
     check_signature,
+    current_frame,
     describe_other_optimizer,
-    program_names,
     tracing_again,
     weigh,
 )
@@ -133,7 +133,7 @@ class LossAndTransformation:
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loss, computed from what the last stage returns."""
         output = self._call(*args, **kwargs)
-        names = program_names("the optimizer_function")
+        names = current_frame("the optimizer_function").names
         given = output.var_list
         self._var_list = None if given is None else [names.trained_name(name) for name in given]
         unwrapped = unwrap(output.opt)

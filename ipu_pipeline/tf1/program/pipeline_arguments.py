@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import Offload, Recomputation
-from ipu_pipeline.engine.fronts import as_level, find_accumulator_dtype
+from ipu_pipeline.engine.fronts import as_level
 from ipu_pipeline.engine.schedules import ScheduleFunction, ScheduleName, SearchedSchedule, find_schedule
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer
@@ -248,7 +248,7 @@ def check_accumulator_dtype(wanted: Any) -> Any:
     if wanted is None:
         return None
     if callable(wanted) and not isinstance(wanted, type):
-        return lambda spec: find_accumulator_dtype(spec, wanted, f"{argument} of variable {spec.name}")
+        return wanted
     return check_float_dtype(wanted, argument)
 
 
@@ -457,7 +457,7 @@ def check_outfeed(call: PipelineCall) -> None:
             f"The last computational stage has tensor outputs: {described}, but no outfeed_queue has "
             "been provided."
         )
-    if call.outfeed_queue is not None and not call.pipeline.collecting.avals:
+    if call.outfeed_queue is not None and not call.pipeline.built.collecting.avals:
         warnings.warn(
             "outfeed_queue will stay empty since the last computational stage returns nothing.",
             stacklevel=3,
@@ -467,7 +467,7 @@ def check_outfeed(call: PipelineCall) -> None:
 def check_recomputation_checkpoints(call: PipelineCall) -> None:
     """Warns if stages mark values to keep, in a mode that keeps none."""
     if call.recompute is Recomputation.RECOMPUTE_THEN_BACKPROPAGATE:
-        marked = call.pipeline.places_with_marks
+        marked = call.pipeline.traced.places_with_marks
         if marked:
             warnings.warn(
                 f"recomputation_checkpoint in {', '.join(marked)} has no effect with the "

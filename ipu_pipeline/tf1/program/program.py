@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Chunking, VariableSpec
-from ipu_pipeline.engine.fronts import CallStep, Segment, SegmentedFunction, Values, segment
+from ipu_pipeline.engine.fronts import SegmentedFunction
 from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.launched import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -187,7 +187,7 @@ class Program:
         """All variables that the program uses, by full name."""
         found: dict[str, VariableSpec] = {}
         for step in self.function.steps:
-            used = self.calls[step.number].variables if isinstance(step, CallStep) else step.reads
+            used = step.reads if step.number is None else self.calls[step.number].variables
             found.update((spec.name, spec) for spec in used.values() if not is_internal(spec.name))
         return found | {table.spec.name: table.spec for table in self.host_tables}
 
@@ -209,9 +209,9 @@ class Program:
             value.check_value(known[value]) if isinstance(value, Placeholder) and value in known else value
             for value in self._inputs
         ]
-        values = Values(self.function, given)
+        values = self.function.begin(given)
         for step in self.function.steps:
-            if isinstance(step, CallStep):
+            if step.number is not None:
                 assert self.calls[step.number] is call
                 return values.operands(step)
             variables = [read(spec) for spec in step.reads.values()]
@@ -283,7 +283,7 @@ def build_program(
         value.aval if isinstance(value, Placeholder) else jax.ShapeDtypeStruct(value.shape, value.dtype)
         for value in (*inputs, *live)
     ]
-    cut = segment(traced, avals, builder.names)
+    cut = SegmentedFunction.trace(traced, avals, builder.names)
     outfeeds = [(call.replication, outfed) for call in builder.calls for outfed in call.outfeeds]
     for _replication, outfed in outfeeds:
         outfed.queue.check(outfed.tree, outfed.avals)
@@ -301,11 +301,11 @@ def build_program(
         cut.with_inputs(places),
         builder.calls,
         tree,
-        _check_tables(builder, cut.steps),
+        _check_tables(builder, cut.read_outside),
     )
 
 
-def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) -> list[HostTable]:
+def _check_tables(builder: ProgramBuilder, outside: set[str]) -> list[HostTable]:
     """Finds the tables in host memory that a program looks up, and checks them against its other parts."""
     tables: list[HostTable] = list(builder.names.host_tables.values())
     for table in tables:
@@ -316,7 +316,6 @@ def _check_tables(builder: ProgramBuilder, steps: Sequence[Segment | CallStep]) 
             )
     for call in builder.calls if tables else ():
         check_tables(tables, call, call.updated_every)
-    outside = {spec.name for step in steps if isinstance(step, Segment) for spec in step.reads.values()}
     for table in tables:
         if table.marker in outside and any(call.trains for call in builder.calls):
             warnings.warn(

@@ -9,10 +9,12 @@ from typing import Any
 
 from ipu_pipeline.engine.fronts import as_level
 
-__all__ = ["PipelineStageOptions", "compiler_options"]
+__all__ = ["OPTION_NAMES", "PipelineStageOptions", "compiler_options"]
 
 _POPLAR = ("convolution_options", "matmul_options", "slice_options")
-_NAMES = {
+OPTION_NAMES = {  # of the engine, in errors
+    "accumulator_dtype": "gradient_accumulation_dtype",
+    "sum_dtype": "accumulate_outfeed_dtype",
     "gradient_map": "gradient_mapping_function",
     "forward_options": "forward_propagation_stages_poplar_options",
     "backward_options": "backward_propagation_stages_poplar_options",
@@ -74,7 +76,7 @@ def compiler_options(
     found: dict[str, Any] = {}
     has_poplar_options = []
     for parameter, value in given.items():
-        name = _NAMES[parameter]
+        name = OPTION_NAMES[parameter]
         if value is None:
             continue
         if parameter == "update_options":
@@ -98,7 +100,7 @@ def compiler_options(
             "Poplar's, and mean nothing to XLA. compiler_options has XLA's.",
             stacklevel=3,
         )
-    return {**found, "option_names": _NAMES}
+    return found
 
 
 def _check_list(name: str, value: Any, stages: Sequence[Any]) -> list[PipelineStageOptions]:

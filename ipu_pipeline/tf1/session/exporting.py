@@ -89,7 +89,7 @@ def export(
     key = exported.key()
     avals = [value.aval if isinstance(value, Placeholder) else value for value in operands]
     made = export_stages(pipeline, avals, key, platform)
-    collecting = pipeline.collecting
+    collecting = pipeline.built.collecting
     snapshot = Snapshot(
         SessionState({**variables, **_as_variables(operands)}),
         exported.seed,
@@ -102,7 +102,7 @@ def export(
                 "has_wide_dtypes": bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
                 "num_ipus": program.num_ipus,
                 "element": _encode(call.infeed_queue.element) if call.infeed_queue else None,
-                "num_micro_batches": pipeline.num_micro_batches or 1,
+                "num_micro_batches": pipeline.options.num_micro_batches or 1,
                 "placeholders": {
                     placeholder.name: describe_array(placeholder.aval) for placeholder in given
                 },

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.engine.fronts import NUMBERS, MetricReader, Progress, Reported
+from ipu_pipeline.engine.fronts import NUMBERS, Progress, Reported
 from ipu_pipeline.tf1.program.calls import PipelineCall
 
 __all__ = ["MetricLog"]
@@ -21,9 +21,8 @@ _MAX_PENDING = 4  # entries that stay on the devices
 class _Entry:
     """The metrics of some weight updates, on the devices or, once they have been read, on the host."""
 
-    def __init__(self, numbers: range, reader: MetricReader, reported: Reported) -> None:
+    def __init__(self, numbers: range, reported: Reported) -> None:
         self.numbers = numbers
-        self._reader = reader
         self._reported: Reported | None = reported
         self._values: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -36,7 +35,7 @@ class _Entry:
         """Returns the values by name; waits for the devices, which need not keep them any longer."""
         reported = self._reported
         if reported is not None:
-            self._values = self._reader.read(reported, len(self.numbers))
+            self._values = reported.read(len(self.numbers))
             self._reported = None
         return self._values
 
@@ -81,10 +80,10 @@ class MetricLog:
 
     def add(self, call: PipelineCall, num_updates: int, last: int, progress: Progress) -> None:
         """Takes a report of a pipeline; does not wait for its values."""
-        reader = call.pipeline.metrics
+        reader = call.pipeline.built.metrics
         if not reader:
             return
-        entry = _Entry(range(last - num_updates + 1, last + 1), reader, reader.select(progress))
+        entry = _Entry(range(last - num_updates + 1, last + 1), reader.select(progress))
         with self._lock:
             self._logs.setdefault((call.name, call.trains), _Log()).add(entry)
 

@@ -16,16 +16,8 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import Pipeline
-from ipu_pipeline.engine.fronts import (
-    CallStep,
-    Progress,
-    Take,
-    Values,
-    fit_replicas,
-    read_count,
-    take_nothing,
-)
-from ipu_pipeline.engine.inspect import Runner
+from ipu_pipeline.engine.fronts import Progress, Take, fit_replicas, read_count
+from ipu_pipeline.engine.inspect import Runner, introduce
 from ipu_pipeline.processes import announcing, interrupts, selection
 from ipu_pipeline.queues.synthetic import make_synthetic, uses_synthetic_data
 from ipu_pipeline.tf1 import utils
@@ -59,10 +51,10 @@ def run_program(
     limit: Limit,
 ) -> list[np.ndarray[Any, Any]]:
     """Runs a program; see `Session.run`."""
-    values = Values(program.function, program.feed(feed_dict))
+    values = program.function.begin(program.feed(feed_dict))
     for step in program.function.steps:  # checks a fed count before anything runs
-        call = program.calls[step.number] if isinstance(step, CallStep) else None
-        if isinstance(step, CallStep) and isinstance(call, PipelineCall) and call.has_count_operand:
+        call = None if step.number is None else program.calls[step.number]
+        if step.number is not None and isinstance(call, PipelineCall) and call.has_count_operand:
             value = values.find(step.operands[0])
             if value is not None:
                 count = call.check_count(read_count(call.name, value))
@@ -70,31 +62,19 @@ def run_program(
     for infeed in program.infeeds:
         infeed.check_initialized()
     with connected(program.host_tables, store) as rows:
-        return _run_steps(program, values, rows, store, resumption, limit)
-
-
-def _run_steps(
-    program: Program,
-    values: Values,
-    rows: HostRows,
-    store: Store,
-    resumption: Resumption,
-    limit: Limit,
-) -> list[np.ndarray[Any, Any]]:
-    """Runs the steps of a program."""
-    devices = selection.devices_for(program.ipu_device, program.num_ipus)
-    for step in program.function.steps:
-        if not isinstance(step, CallStep):
-            variables = [store.variable(spec) for spec in step.reads.values()]
-            # Rows of tables are looked up before what follows changes them.
-            values.compute(step, variables, devices, waits=bool(rows.tables))
-            continue
-        call, operands = program.calls[step.number], values.operands(step)
-        if isinstance(call, PipelineCall):
-            _run_pipeline(call, operands, devices, rows, store, resumption, limit)
-        else:
-            values.set_results(step, _run_loop(call, operands, devices, rows, store, resumption))
-    return values.outputs()
+        devices = selection.devices_for(program.ipu_device, program.num_ipus)
+        for step in program.function.steps:
+            if step.number is None:
+                variables = [store.variable(spec) for spec in step.reads.values()]
+                # Rows of tables are looked up before what follows changes them.
+                values.compute(step, variables, devices, waits=bool(rows.tables))
+                continue
+            call, operands = program.calls[step.number], values.operands(step)
+            if isinstance(call, PipelineCall):
+                _run_pipeline(call, operands, devices, rows, store, resumption, limit)
+            else:
+                values.set_results(step, _run_loop(call, operands, devices, rows, store, resumption))
+        return values.outputs()
 
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
@@ -131,19 +111,20 @@ def _run_pipeline(
     if call.begin_input is not None:
         begin = store.update_count(call) - limit.num_done
         inputs[call.begin_input] = np.array(begin % 2**32, np.uint32).astype(np.int32)
-    pipeline.introduce(call.name)
-    take: Take = take_nothing
+    introduce(pipeline, call.name)
+    take: Take | None = None
     is_synthetic = uses_synthetic_data()
     if call.infeed_queue is not None and is_synthetic:
         fed = jax.tree.leaves(pipeline.traced.element)
         take = make_synthetic(pipeline, fed, pipeline.updated_every(count) * num_replicas)
-    elif call.infeed_queue is not None and pipeline.takes_elements:
-        num_fetched = pipeline.num_fetched(call.repeat_count, count)
+    elif call.infeed_queue is not None and runner.takes_elements:
+        every = pipeline.updated_every(count)
+        num_fetched = runner.num_fetched(call.repeat_count * every, every)
         may_vary = pipeline.options.max_shapes > 1
         take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
     wanted = call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
-    micro_batches = pipeline.num_micro_batches if count is None else count
+    micro_batches = pipeline.options.num_micro_batches if count is None else count
     assert micro_batches is not None
     every = pipeline.updated_every(count)
     check_tables(rows.tables, call, every)
@@ -154,7 +135,7 @@ def _run_pipeline(
             with store.lock:
                 store.keep(call, after)
                 rows.keep(call, is_update=True)
-            if not is_synthetic and call.infeed_queue is not None and pipeline.takes_elements:
+            if not is_synthetic and call.infeed_queue is not None and runner.takes_elements:
                 call.infeed_queue.mark(progress.num_ahead)
             call.hand_out(progress)
             last = int(after.update_count if call.trains else after.execution_count)
@@ -194,8 +175,7 @@ def reads_data(program: Program) -> bool:
 
 
 def _takes_elements(call: PipelineCall, devices: Sequence[Any]) -> bool:
-    _prepare(call, devices)
-    return call.pipeline.takes_elements
+    return _prepare(call, devices)[0].takes_elements
 
 
 def _run_loop(
@@ -215,18 +195,20 @@ def _run_loop(
         count, operands = max(0, read_count(call.name, operands[0])), operands[1:]
     operands = fit_replicas(call.name, operands, num_replicas)
     num_captured = len(body.captured)
-    loop.introduce(call.name)
+    introduce(loop, call.name)
     # Tables in host memory change between iterations.
     total = 1 if rows.trained_by(call) else _block_limit(call, count)
     num_fetched = loop.num_fetched_by(total)
     states = [store.place_loop_state(call)]  # nothing holds on to it while it runs
     rows.resume(call, states[0].num_accumulated)
-    take: Take = take_nothing
+    take: Take | None = None
     infeed = call.infeed_queue
     if infeed is not None and uses_synthetic_data():
         infeed = None
-        take = make_synthetic(loop, jax.tree.leaves(body.pipeline.element)[loop.num_carried :], num_fetched)
-    if not loop.takes_elements or count == 0:
+        take = make_synthetic(
+            loop, jax.tree.leaves(body.pipeline.element)[len(body.changing) :], num_fetched
+        )
+    if not runner.takes_elements or count == 0:
         infeed = None
     if infeed is not None:
         take = infeed.connect(loop.place_element, num_fetched, is_tentative=loop.has_condition)
@@ -273,7 +255,7 @@ def _replacing(store: Store, pipeline: Pipeline) -> Iterator[None]:
     A program that calls back into Python must not keep that code from reading the session, so for it the
     lock is not held. Its arrays stay readable anyway.
     """
-    lock = contextlib.nullcontext() if pipeline.waits_for_python else store.lock
+    lock = contextlib.nullcontext() if pipeline.prepare().waits_for_python else store.lock
     with interrupts.deferred(), lock:
         yield
 

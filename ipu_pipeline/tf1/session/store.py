@@ -15,7 +15,7 @@ import numpy as np
 
 from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
 from ipu_pipeline.engine import PipelineState, VariableSpec, processes
-from ipu_pipeline.engine.fronts import RunState, initial_value, initializing
+from ipu_pipeline.engine.fronts import RunState, initial_values
 from ipu_pipeline.ground.values import cast_exactly
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall
@@ -209,7 +209,7 @@ class Store:
         value = self.state.variables.get(spec.name)
         if value is None:
             with interrupts.deferred():
-                value = initial_value(spec, self.key)
+                value = initial_values([spec], self.key)[spec.name]
             self._is_own = True
             self._set_variables({spec.name: value})
         is_loaded = isinstance(value, np.ndarray) and value.shape == spec.shape  # not used yet
@@ -379,12 +379,7 @@ class Store:
             first = known.setdefault(spec.name, spec)
             if (first.shape, first.dtype) != (spec.shape, spec.dtype):
                 unclear.add(spec.name)
-        key, values = self.key, {}
-        clear = [spec for name, spec in known.items() if name not in unclear]
-        with initializing(len(clear)) as progress:
-            for spec in clear:
-                values[spec.name] = initial_value(spec, key)
-                progress.num_done += 1
+        values = initial_values([spec for name, spec in known.items() if name not in unclear], self.key)
         with interrupts.deferred():
             self._is_own = True
             self.metrics = MetricLog()

@@ -118,7 +118,7 @@ def test_activations_lie_in_host_memory_between_forward_and_backward():
     watcher, pipeline, before = HostBytes(), make(["activations"]), host_bytes()
     with watching.watching(watcher):
         run(pipeline, num_steps=1)
-    planned, of_last = (stage.num_live_bytes for stage in pipeline.plan_memory())
+    planned, of_last = (stage.num_live_bytes for stage in engine.planning.plan_memory(pipeline))
     # Besides, what the last forward has left while the first backward runs.
     assert watcher.peaks - before == {0: planned + 4 * 16 * 4}
     assert planned > of_last == 0

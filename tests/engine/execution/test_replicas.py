@@ -194,7 +194,7 @@ def test_replicas_are_known_in_stages_only():
 def test_what_replicas_share_out_and_what_stays_whole():
     pipeline = make(models.mlp_stages(1), 4, shard=["optimizer_state", "weights"])
     state, _step = begun(pipeline, 4)
-    plan = pipeline.plan_ipu_memory()
+    plan = engine.planning.plan_ipu_memory(pipeline)
     for tree, planned in (
         (state.variables, [ipu.num_variable_bytes for ipu in plan]),
         (state.optimizer_state, [ipu.num_optimizer_bytes for ipu in plan]),

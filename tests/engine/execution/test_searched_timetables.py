@@ -13,6 +13,8 @@ from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.execution import program_times
 from ipu_pipeline.engine.execution.measured_costs import divide_last, make_measured
 from ipu_pipeline.engine.execution.program_times import ProgramTime
+from ipu_pipeline.engine.inspect import find_facts, find_searched, summarize
+from ipu_pipeline.engine.planning import measure_costs, measure_scenario, plan_ipu_memory
 from ipu_pipeline.engine.schedules import ActionKind, Costs
 from ipu_pipeline.engine.searched_timetables import check_one_process
 from ipu_pipeline.ground.cores import count_cores
@@ -53,19 +55,19 @@ def test_what_is_found_is_followed():
     pipeline = make("searched")
     assert pipeline.options.schedule == engine.SearchedSchedule()
     pipeline.trace(MICRO_BATCHES[0])
-    assert pipeline.searched() is None
-    assert "schedule searched, when the pipeline is prepared," in str(pipeline.summary())
+    assert find_searched(pipeline) is None
+    assert "schedule searched, when the pipeline is prepared," in str(summarize(pipeline))
     state = pipeline.init(KEY, MICRO_BATCHES[0])
-    found = pipeline.searched()
+    found = find_searched(pipeline)
     assert pipeline.timetable(COUNT).rows == found.rows
     assert pipeline.timetable(COUNT).halved == {0, 1, 2}
     assert found.bound <= found.step_time
-    assert f"schedule {found}, " in str(pipeline.summary())
-    assert pipeline.facts().schedule == "searched"
+    assert f"schedule {found}, " in str(summarize(pipeline))
+    assert find_facts(pipeline).schedule == "searched"
     pipeline.step(state, MICRO_BATCHES)
     for name in schedules.named_schedules():
         try:
-            other = dataclasses.replace(pipeline.scenario(), schedule=name, num_micro_batches=COUNT)
+            other = dataclasses.replace(measure_scenario(pipeline), schedule=name, num_micro_batches=COUNT)
             time = schedules.predict_step_time(other)
         except engine.ScheduleError:
             continue
@@ -79,15 +81,15 @@ def traced(schedule):
 
 
 def test_a_limit_is_kept():
-    most = max(memory.num_device_bytes for memory in traced("all_forwards").plan_ipu_memory())
-    least = max(memory.num_device_bytes for memory in traced("sequential").plan_ipu_memory())
+    most = max(memory.num_device_bytes for memory in plan_ipu_memory(traced("all_forwards")))
+    least = max(memory.num_device_bytes for memory in plan_ipu_memory(traced("sequential")))
     limit = (least + most) // 2
     pipeline = prepared(engine.SearchedSchedule(limit))
-    planned = pipeline.plan_ipu_memory()
+    planned = plan_ipu_memory(pipeline)
     assert max(memory.num_device_bytes for memory in planned) <= limit
-    peaks = pipeline.searched().num_peak_bytes
+    peaks = find_searched(pipeline).num_peak_bytes
     assert peaks == tuple(memory.num_device_bytes for memory in planned)
-    assert pipeline.searched().bound > 0
+    assert find_searched(pipeline).bound > 0
 
 
 @pytest.mark.parametrize("limit", [0, True, "1 GB"])
@@ -101,7 +103,7 @@ def test_too_low_a_limit_names_the_ipu_and_can_be_raised():
     for _time in range(2):
         with pytest.raises(ValueError, match=r"device 0 needs [\d,]+ bytes .*and the limit is 1,000"):
             pipeline.init(KEY, MICRO_BATCHES[0])
-        assert pipeline.searched() is None
+        assert find_searched(pipeline) is None
 
 
 def test_each_number_of_micro_batches_is_searched():
@@ -109,18 +111,18 @@ def test_each_number_of_micro_batches_is_searched():
     state = pipeline.init(KEY, MICRO_BATCHES[0])
     for number in (2, 4):
         state, _outputs = pipeline.step(state, MICRO_BATCHES[:number], num_micro_batches=number)
-        assert pipeline.timetable(number).rows == pipeline.searched(number).rows
-    assert pipeline.searched(2).step_time < pipeline.searched(4).step_time
+        assert pipeline.timetable(number).rows == find_searched(pipeline, number).rows
+    assert find_searched(pipeline, 2).step_time < find_searched(pipeline, 4).step_time
 
 
 @pytest.mark.thorough
 def test_another_choice_of_what_is_kept_is_measured_again():
     pipeline = prepared("searched")
-    before = pipeline.scenario()
+    before = measure_scenario(pipeline)
     pipeline.set_recomputation(engine.Recomputation.AUTO)
-    assert pipeline.searched() is None
+    assert find_searched(pipeline) is None
     pipeline.prepare()
-    held = [sum(scenario.memory.num_held_bytes) for scenario in (before, pipeline.scenario())]
+    held = [sum(scenario.memory.num_held_bytes) for scenario in (before, measure_scenario(pipeline))]
     assert held[1] < held[0]
 
 
@@ -154,7 +156,7 @@ def test_zeros_may_make_nans():
 
     with jax.debug_nans(True):
         pipeline = prepared("searched", stages=(unit, dense, mean_square))
-        assert pipeline.searched() is not None
+        assert find_searched(pipeline) is not None
 
 
 def test_one_ipu_has_nothing_to_search():
@@ -162,13 +164,13 @@ def test_one_ipu_has_nothing_to_search():
     with pytest.warns(UserWarning, match="searched schedule has no effect: all stages are on one device"):
         state = pipeline.init(KEY, MICRO_BATCHES[0])
     pipeline.step(state, MICRO_BATCHES)
-    assert pipeline.searched() is None
+    assert find_searched(pipeline) is None
 
 
 def test_forwards_only_are_not_searched():
     pipeline = make("searched", loss=None, optimizer=None)
     state = pipeline.init(KEY, MICRO_BATCHES[0])
-    assert pipeline.searched() is None
+    assert find_searched(pipeline) is None
     _state, outputs = pipeline.step(state, MICRO_BATCHES)
     assert len(outputs.outputs) == COUNT
 
@@ -201,7 +203,7 @@ def test_costs_of_a_micro_batch_are_shares_of_a_chunk():
 
 def test_a_scenario_is_what_plans_are_chosen_by():
     pipeline = prepared("interleaved")
-    scenario = pipeline.scenario()
+    scenario = measure_scenario(pipeline)
     measured = pipeline.prepare().measure(20e-6, with_updates=True)
     for name in ("forward", "backward", "weight_gradients"):
         assert getattr(scenario.costs, name)[:-1] == getattr(measured.costs, name)[:-1]
@@ -212,12 +214,12 @@ def test_a_scenario_is_what_plans_are_chosen_by():
     halves = [whole / 2 for whole in scenario.costs.backward]
     assert scenario.costs.weight_gradients == pytest.approx(halves)
     assert scenario.costs.transfers == measured.costs.transfers
-    assert pipeline.measure_costs() == scenario.costs
+    assert measure_costs(pipeline) == scenario.costs
     assert min(scenario.costs.update) > 0
     assert (scenario.schedule, scenario.num_micro_batches) == ("interleaved", COUNT)
     assert scenario.cores == count_cores()
     for plan, constant, temporary in zip(
-        pipeline.plan_ipu_memory(),
+        plan_ipu_memory(pipeline),
         scenario.memory.num_constant_bytes,
         measured.num_temporary_bytes,
         strict=True,
@@ -226,7 +228,7 @@ def test_a_scenario_is_what_plans_are_chosen_by():
         assert constant == without + temporary
     assert schedules.Scenario.from_dict(scenario.as_dict()) == scenario
     assert schedules.simulate(scenario).free_running.step_time > 0
-    assert pipeline.scenario() == scenario  # nothing is measured twice
+    assert measure_scenario(pipeline) == scenario  # nothing is measured twice
 
 
 def test_halves_of_the_last_stage():
@@ -246,12 +248,13 @@ def test_halves_of_the_last_stage():
 def test_a_scenario_of_halves_and_of_replicas():
     pipeline = prepared("zero_bubble")
     measured = pipeline.prepare().measure().costs
-    scenario = pipeline.scenario()
+    scenario = measure_scenario(pipeline)
     assert scenario.costs.weight_gradients == measured.weight_gradients
     assert min(scenario.costs.weight_gradients) > 0
     together = measured.forward[-1] + measured.weight_gradients[-1]
     assert scenario.costs.forward[-1] + scenario.costs.backward[-1] == pytest.approx(together)
-    assert prepared("interleaved", num_replicas=2).scenario().cores == count_cores() / 2
+    scenario = measure_scenario(prepared("interleaved", num_replicas=2))
+    assert scenario.cores == count_cores() / 2
 
 
 def keep_two(x):
@@ -265,7 +268,7 @@ def test_values_that_skip_stages_are_part_of_a_scenario():
     for schedule, edges in (("interleaved", {(0, 2)}), ("searched", set())):
         pipeline = engine.Pipeline(stages, schedule=schedule, num_micro_batches=COUNT, **TRAINING)
         pipeline.init(KEY, np.ones((4, WIDTH), np.float32))
-        scenario = pipeline.scenario()
+        scenario = measure_scenario(pipeline)
         skipping = {edge for edge in scenario.costs.transfers if abs(edge[0] - edge[1]) > 1}
         assert edges <= skipping
         assert bool(edges) == bool(skipping)
@@ -285,8 +288,8 @@ def waiting(parameters, x):
 )
 def test_pipelines_without_a_scenario(options, reason):
     pipeline = prepared("grouped", **options)
-    with pytest.raises(ValueError, match=f"Pipeline.scenario runs the stages on zeros.*; here {reason}"):
-        pipeline.scenario()
+    with pytest.raises(ValueError, match=f"measure_scenario runs the stages on zeros.*; here {reason}"):
+        measure_scenario(pipeline)
 
 
 @pytest.mark.parametrize(
@@ -309,11 +312,11 @@ def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(is_
         patch.setattr(program_times, "_find", lambda *_arguments: None)
         with pytest.raises(KeyboardInterrupt):
             pipeline.prepare(devices)
-    assert pipeline.searched() is None
+    assert find_searched(pipeline) is None
     state = pipeline.init(KEY, MICRO_BATCHES[0])
     assert [value.devices() for value in state.variables.values()] == [{device} for device in devices[:3]]
     pipeline.step(state, MICRO_BATCHES)
-    assert pipeline.searched() is not None
+    assert find_searched(pipeline) is not None
 
 
 @pytest.mark.thorough
@@ -321,4 +324,4 @@ def test_two_pipelines_are_prepared_in_two_threads():
     pipelines = [make("searched"), make("searched")]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda pipeline: pipeline.init(KEY, MICRO_BATCHES[0]), pipelines))
-    assert all(pipeline.searched() is not None for pipeline in pipelines)
+    assert all(find_searched(pipeline) is not None for pipeline in pipelines)

@@ -16,6 +16,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.gathered import read_gathered
 from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.planning import plan_ipu_memory, plan_memory
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.reports.events import EventKind
@@ -96,7 +97,7 @@ def test_what_devices_have():
     begun(whole)
     state, _step = begun(divided)
     num_divided = 4 * (2 * 12 * SIZE + SIZE)  # of a stage
-    for own, plain in zip(divided.plan_ipu_memory(), whole.plan_ipu_memory(), strict=True):
+    for own, plain in zip(plan_ipu_memory(divided), plan_ipu_memory(whole), strict=True):
         assert plain.num_variable_bytes - own.num_variable_bytes == num_divided // 2
         assert plain.num_optimizer_bytes - own.num_optimizer_bytes == num_divided
         assert plain.num_accumulator_bytes - own.num_accumulator_bytes == num_divided // 2
@@ -105,7 +106,7 @@ def test_what_devices_have():
         for array in jax.tree.leaves((state.variables, state.optimizer_state))
         if isinstance(array, jax.Array) and array.devices() == set(jax.devices()[:2])
     )
-    planned = divided.plan_ipu_memory()[0]
+    planned = plan_ipu_memory(divided)[0]
     assert measured == planned.num_variable_bytes + planned.num_optimizer_bytes
 
 
@@ -158,7 +159,7 @@ def test_what_is_kept_and_goes_on():
     live_bytes = LiveBytes(pipeline.prepare())
     pipeline.step(state, step)
     whole, half = 4 * 4 * 16, 4 * 4 * 16 // 2
-    planned = pipeline.plan_memory()[0]
+    planned = plan_memory(pipeline)[0]
     # Of each y = tanh(x) the stage keeps y and 1 - y; the y of the outer tanh is also its output.
     assert planned.num_residual_bytes == 3 * half + whole
     assert live_bytes.peaks[0] == planned.num_held_bytes

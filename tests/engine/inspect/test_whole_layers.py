@@ -39,7 +39,7 @@ def run_block(block, x):
 def find_layers(stages, element, **options):
     pipeline = engine.Pipeline(stages, num_micro_batches=1, **options)
     pipeline.trace(element)
-    return [stage.whole_layers for stage in pipeline.facts().stages]
+    return [stage.whole_layers for stage in engine.inspect.find_facts(pipeline).stages]
 
 
 def test_blocks_of_a_nested_tree_in_the_order_of_the_model():

@@ -47,7 +47,7 @@ def update_names(width=16, **options):
     """The names of a pipeline's programs of updates."""
     pipeline = make(**options)
     pipeline.trace(micro_batches(width)[0])
-    return [program.name for program in pipeline.updates.updates]
+    return [program.name for program in pipeline.built.updates.updates]
 
 
 def make_optimizer():
@@ -71,7 +71,7 @@ def of_any_size(monkeypatch):
 def test_what_ipus_have_in_common_is_one_program():
     pipeline = make()
     pipeline.trace(micro_batches(512)[0])
-    programs = pipeline.updates.updates
+    programs = pipeline.built.updates.updates
     assert [program.name for program in programs] == [
         "stage0_update_round0_part0",
         "stage0_update_round0",  # the embedding's share of the norm, and the sum of this IPU's
@@ -108,4 +108,4 @@ def test_one_ipu_has_one_program(of_any_size):
 def test_the_results_are_those_of_a_plain_loop(of_any_size):
     pipeline = make(middle=(), donate=True)
     beside.train(pipeline, [micro_batches(16, seed) for seed in range(2)])
-    assert any("part" in program.name for program in pipeline.updates.updates)
+    assert any("part" in program.name for program in pipeline.built.updates.updates)

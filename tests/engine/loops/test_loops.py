@@ -729,7 +729,7 @@ def test_what_a_run_is_cut_into_changes_nothing(monkeypatch):
         with front.session_of(infeed, seed=3) as session:
             rates = [session.run(program[0]) for _run in range(2)]
             found.append((rates, *session.run(outfeed.dequeue()), session.variables))
-        assert [kind.room for kind, _donate in program.calls[0].loop._runner._functions] == [room]
+        assert [kind.room for kind, _donate in program.calls[0].loop.runner._functions] == [room]
     assert len({mask.tobytes() for mask in found[0][2]}) == 20
     for other in found[1:]:
         models.assert_trees_close(other, found[0], 1e-6)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
+from ipu_pipeline import engine
 from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.loops.bodies import trace_body
 from ipu_pipeline.engine.state import PipelineState
@@ -417,7 +418,7 @@ def test_what_each_ipu_takes(shards):
     loop, start, trace_, _new = run(body, x)
     sizes = {name: value.nbytes for name, value in start.items()}
     assert sizes == {name: value.nbytes for name, value in trace_.items()}
-    for plan in loop.plan_ipu_memory(1):
+    for plan in engine.planning.plan_ipu_memory(loop, 1):
         own = sum(
             sizes[name] for name, ipu in zip(("first", "second"), shards, strict=True) if ipu == plan.ipu
         )

@@ -13,6 +13,7 @@ import pytest
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine import measuring, reference, rehearsing
 from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.pipeline import chunked_step
 from ipu_pipeline.engine.planning import choosing
 from ipu_pipeline.ground.tables import describe_bytes
 from tests.support import beside, models
@@ -101,7 +102,7 @@ def test_chunks_give_what_the_plain_loop_gives_and_hold_what_the_plan_says(chunk
         models.assert_trees_close(state.optimizer_state, after.optimizer_state)
     assert not found  # nothing compiles after the first step
     assert state.execution_count == NUM_UPDATES
-    for held, planned in zip(live_bytes.peaks, pipeline.plan_memory(), strict=True):
+    for held, planned in zip(live_bytes.peaks, engine.planning.plan_memory(pipeline), strict=True):
         assert held <= planned.num_live_bytes
         assert held == pytest.approx(planned.num_live_bytes, rel=0.3)
 
@@ -299,7 +300,7 @@ def test_small_programs_are_put_together():
 
 def test_a_chunk_holds_no_more_than_it_may():
     pipeline = traced(dispatch_plan=CHUNKS[0])
-    num_bytes = max(stage.num_live_bytes for stage in pipeline.plan_memory())
+    num_bytes = max(stage.num_live_bytes for stage in engine.planning.plan_memory(pipeline))
     for limit, size in [(num_bytes, 2), (num_bytes - 1, 1), (0, 1)]:
         plan = traced(max_chunked_bytes=limit).dispatch_plan
         assert plan.chunk_size == size
@@ -406,7 +407,7 @@ def choose(cost, platform="cpu", max_live_bytes=16, rehearsal=None, **changes):
         for own in pipeline.programs
     ]
     step = dataclasses.replace(
-        pipeline._chunked_step,
+        chunked_step(pipeline),
         programs=programs,
         live_bytes=lambda size: size,
         max_live_bytes=max_live_bytes,
@@ -606,4 +607,4 @@ def test_a_micro_batch_holds_no_copy_of_the_weights():
     ]
     pipeline = engine.Pipeline(stages, num_micro_batches=8, dispatch_plan=CHUNKS[0], **TRAINING)
     pipeline.trace(np.ones((1, width), "float32"))
-    assert 0 < pipeline.plan_memory()[0].num_held_bytes < 4 * width * width
+    assert 0 < engine.planning.plan_memory(pipeline)[0].num_held_bytes < 4 * width * width

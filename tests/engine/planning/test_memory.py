@@ -12,6 +12,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine.execution import compiling
 from ipu_pipeline.engine.inspect import LiveBytes
+from ipu_pipeline.engine.planning import plan_ipu_memory, plan_memory
 from tests.support import models
 
 WIDTH, SIZE, LAYERS, NUM_MICRO_BATCHES = 24, 16, 2, 8
@@ -57,7 +58,7 @@ def in_flight(schedule, stage, num_stages):
 
 def measure(pipeline, num_replicas=1):
     """What the stages have held at most in a step."""
-    step = make_step(pipeline.num_micro_batches * num_replicas)
+    step = make_step(pipeline.options.num_micro_batches * num_replicas)
     state = pipeline.init(jax.random.key(0), step[0])
     live_bytes = LiveBytes(pipeline.prepare())
     pipeline.step(state, step)
@@ -74,7 +75,7 @@ def measure(pipeline, num_replicas=1):
 )
 def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
     pipeline = make(num_stages, schedule, mode, dispatch_plan=engine.Chunking())
-    peaks, plan = measure(pipeline).peaks, pipeline.plan_memory()
+    peaks, plan = measure(pipeline).peaks, plan_memory(pipeline)
     for stage in range(num_stages - 1):
         expected = in_flight(schedule, stage, num_stages)
         assert plan[stage].in_flight == expected
@@ -98,7 +99,7 @@ def test_live_bytes_are_those_of_the_formula(schedule, num_stages, mode):
 def test_live_bytes_of_halves(schedule, mode, mapping):
     """Before the first half what both read, between them what the second reads; all until the second."""
     pipeline = make(len(mapping), schedule, mode, device_mapping=mapping)
-    peaks, plan = measure(pipeline).peaks, pipeline.plan_memory()
+    peaks, plan = measure(pipeline).peaks, plan_memory(pipeline)
     fullest = pipeline.timetable(NUM_MICRO_BATCHES).fullest
     known = int(mapping in ((0, 1), (0, 1, 0)))  # the first stage whose moments are the timetable's
     assert [planned.fullest for planned in plan[known:]] == [*fullest[known:]]
@@ -113,7 +114,7 @@ def test_live_bytes_of_replicas():
     """Each holds what one alone would."""
     pipeline = make(2, "grouped", "auto", num_replicas=2, num_micro_batches=4)
     live_bytes = measure(pipeline, 2)
-    planned = [stage.num_live_bytes for stage in pipeline.plan_memory()]
+    planned = [stage.num_live_bytes for stage in plan_memory(pipeline)]
     assert planned[0] > 0
     assert live_bytes.peaks == pytest.approx(planned, rel=0.05)
     assert [*live_bytes.by_replica] == [live_bytes.peaks] * 2
@@ -142,7 +143,7 @@ def temp_bytes(mode):
     pipeline = engine.Pipeline(make_stages(2, 4, 64), **options, **TRAINING)
     state = pipeline.init(jax.random.key(0), micro_batch)
     pipeline.step(state, [micro_batch] * 2)
-    return pipeline.plan_ipu_memory()[0].num_temporary_bytes
+    return plan_ipu_memory(pipeline)[0].num_temporary_bytes
 
 
 @pytest.mark.parametrize(
@@ -153,9 +154,9 @@ def test_recomputation_on_one_ipu_needs_less_memory(mode):
 
 
 def test_the_plan_of_one_ipu_and_of_shared_ones():
-    plan = make(2, "grouped", "recompute_then_backpropagate", device_mapping=[0, 0]).plan_memory()
+    plan = plan_memory(make(2, "grouped", "recompute_then_backpropagate", device_mapping=[0, 0]))
     assert [stage.num_live_bytes for stage in plan] == [ACTIVATION, 0]
-    plan = make(4, "interleaved", "auto", device_mapping=[0, 1, 0, 1]).plan_memory()
+    plan = plan_memory(make(4, "interleaved", "auto", device_mapping=[0, 1, 0, 1]))
     assert [stage.ipu for stage in plan] == [0, 1, 0, 1]
     assert plan[0].in_flight >= 4  # an IPU with two stages is slower, so that more are on their way
 
@@ -163,7 +164,7 @@ def test_the_plan_of_one_ipu_and_of_shared_ones():
 def test_forwards_only_hold_nothing():
     pipeline = engine.Pipeline(make_stages(3), num_micro_batches=4)
     pipeline.trace(make_step(1)[0])
-    assert [stage.num_live_bytes for stage in pipeline.plan_memory()] == [0, 0, 0]
+    assert [stage.num_live_bytes for stage in plan_memory(pipeline)] == [0, 0, 0]
 
 
 def test_jax_checkpoint_bounds_what_is_kept():
@@ -179,7 +180,7 @@ def test_jax_checkpoint_bounds_what_is_kept():
 
     pipeline = traced([make_stage(0), make_stage(1)])
     # What each block takes; nothing from within them.
-    assert pipeline.plan_memory()[0].num_residual_bytes == LAYERS * ACTIVATION
+    assert plan_memory(pipeline)[0].num_residual_bytes == LAYERS * ACTIVATION
 
 
 # What an IPU takes.
@@ -208,14 +209,14 @@ def test_the_state_that_is_on_each_ipu():
         3, "grouped", None, device_mapping=(2, 2, 0), optimizer=MOMENTUM, dispatch_plan=engine.Chunking()
     )
     state = pipeline.init(jax.random.key(0), make_step(1)[0])
-    plans = pipeline.plan_ipu_memory()
+    plans = plan_ipu_memory(pipeline)
     assert [plan.ipu for plan in plans] == [0, 2]
     variables, optimizer = bytes_by_device(state.variables), bytes_by_device(state.optimizer_state)
     for plan in plans:
         assert plan.num_variable_bytes == plan.num_accumulator_bytes == variables[plan.ipu]
         assert plan.num_optimizer_bytes == optimizer[plan.ipu]
         assert plan.num_host_bytes == 0
-        own = [stage for stage in pipeline.plan_memory() if stage.ipu == plan.ipu]
+        own = [stage for stage in plan_memory(pipeline) if stage.ipu == plan.ipu]
         assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in own)
         assert plan.num_device_bytes == (
             plan.num_variable_bytes
@@ -229,7 +230,7 @@ def test_the_state_that_is_on_each_ipu():
 def test_an_ipu_that_only_infers_has_its_variables_alone():
     pipeline = engine.Pipeline(make_stages(3), num_micro_batches=NUM_MICRO_BATCHES)
     variables = bytes_by_device(pipeline.init(jax.random.key(0), make_step(1)[0]).variables)
-    for plan in pipeline.plan_ipu_memory():
+    for plan in plan_ipu_memory(pipeline):
         assert plan.num_variable_bytes == variables[plan.ipu] > 0
         assert plan.num_optimizer_bytes == plan.num_accumulator_bytes == plan.num_activation_bytes == 0
 
@@ -238,7 +239,7 @@ def test_the_temporaries_are_those_of_the_largest_program(monkeypatch):
     # Else, without a persistent cache of JAX, a program that two IPUs share is compiled for one of them.
     monkeypatch.setattr(compiling, "is_portable", lambda _devices: False)
     pipeline = make(3, "grouped", None, dispatch_plan=engine.Chunking())
-    before = pipeline.plan_ipu_memory()
+    before = plan_ipu_memory(pipeline)
     assert [plan.num_temporary_bytes for plan in before] == [None] * 3
     compiled = {0: [], 1: [], 2: []}
     original = jax.stages.Lowered.compile
@@ -252,7 +253,7 @@ def test_the_temporaries_are_those_of_the_largest_program(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
     run(pipeline)
     assert all(len(sizes) >= 2 for sizes in compiled.values())
-    after = pipeline.plan_ipu_memory()
+    after = plan_ipu_memory(pipeline)
     assert [plan.num_temporary_bytes for plan in after] == [max(compiled[ipu]) for ipu in range(3)]
     for known, plan in zip(before, after, strict=True):
         assert plan.num_device_bytes == known.num_device_bytes + plan.num_temporary_bytes
@@ -265,8 +266,9 @@ def test_what_is_fed_waits_where_it_is_read(plan):
     before = bytes_by_device(jax.live_arrays())
     placed = pipeline.place_micro_batches(make_step())
     found = bytes_by_device(jax.live_arrays()) - before
-    ahead = pipeline.num_fetched(1)
-    for own in pipeline.plan_ipu_memory():
+    every = pipeline.updated_every(None)
+    ahead = pipeline.prepare().num_fetched(every, every)
+    for own in plan_ipu_memory(pipeline):
         assert own.num_feed_bytes == found[own.ipu] * ahead // NUM_MICRO_BATCHES
     (x, labels) = make_step(1)[0]
     assert found == {0: NUM_MICRO_BATCHES * x.nbytes, 2: NUM_MICRO_BATCHES * labels.nbytes}
@@ -287,7 +289,7 @@ def test_what_is_offloaded_is_in_host_memory(offload, mapping):
     before = bytes_by_device(jax.live_arrays(), "pinned_host")
     state = run(pipeline)
     host = bytes_by_device(jax.live_arrays(), "pinned_host") - before
-    for plan in pipeline.plan_ipu_memory():
+    for plan in plan_ipu_memory(pipeline):
         assert plan.num_host_bytes == host[plan.ipu] > 0
         rest = bytes_by_device((state.variables, state.optimizer_state))[plan.ipu]
         assert plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes == rest
@@ -295,7 +297,8 @@ def test_what_is_offloaded_is_in_host_memory(offload, mapping):
 
 def test_each_kind_is_offloaded_alone():
     for place, kind in enumerate(ALL):
-        (plan, *_others) = make(2, "grouped", None, offload=[kind], optimizer=MOMENTUM).plan_ipu_memory()
+        pipeline = make(2, "grouped", None, offload=[kind], optimizer=MOMENTUM)
+        (plan, *_others) = plan_ipu_memory(pipeline)
         left = [plan.num_variable_bytes, plan.num_accumulator_bytes, plan.num_optimizer_bytes]
         assert left.pop(place) == 0
         assert left == [plan.num_host_bytes] * 2  # all three are of one size
@@ -309,20 +312,20 @@ def test_a_shared_variable_is_copied_and_has_two_accumulators():
         return models.cross_entropy(x @ models.weight("tied", x, reuse=True, size=WIDTH).T, labels)
 
     num_bytes = 4 * WIDTH * WIDTH
-    owner, other = traced([first, last]).plan_ipu_memory()
+    owner, other = plan_ipu_memory(traced([first, last]))
     assert owner.num_variable_bytes == other.num_variable_bytes == num_bytes
     assert owner.num_accumulator_bytes == other.num_accumulator_bytes == num_bytes
 
 
 def test_one_device_has_what_is_in_flight_among_its_temporaries():
     pipeline = make(3, "grouped", None, device_mapping=[0, 0, 0])
-    (before,) = pipeline.plan_ipu_memory()
+    (before,) = plan_ipu_memory(pipeline)
     assert before.num_temporary_bytes is None
     state = run(pipeline)
-    (plan,) = pipeline.plan_ipu_memory()
+    (plan,) = plan_ipu_memory(pipeline)
     assert plan.num_variable_bytes == bytes_by_device(state.variables)[0]
     assert plan.num_activation_bytes == 0
-    held = sum(stage.num_live_bytes for stage in pipeline.plan_memory())
+    held = sum(stage.num_live_bytes for stage in plan_memory(pipeline))
     assert plan.num_temporary_bytes == pytest.approx(held, rel=0.5)  # XLA keeps what suits it
     assert plan.num_feed_bytes % sum(leaf.nbytes for leaf in make_step(1)[0]) == 0
     assert plan.num_feed_bytes > 0
@@ -330,8 +333,8 @@ def test_one_device_has_what_is_in_flight_among_its_temporaries():
 
 def test_the_count_must_be_known():
     pipeline = make(2, "grouped", None, num_micro_batches=None)
-    for plan in (pipeline.plan_memory, pipeline.plan_ipu_memory):
+    for plan in (plan_memory, plan_ipu_memory):
         with pytest.raises(ValueError, match="plan_memory: num_micro_batches must be given"):
-            plan()
-    assert len(pipeline.plan_memory(3)) == 2
-    assert pipeline.plan_ipu_memory(4)[0].num_activation_bytes > 0
+            plan(pipeline)
+    assert len(plan_memory(pipeline, 3)) == 2
+    assert plan_ipu_memory(pipeline, 4)[0].num_activation_bytes > 0

@@ -13,6 +13,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices import placing
 from ipu_pipeline.engine.plan.readers.run import Underway
+from ipu_pipeline.engine.planning import plan_host_memory, plan_ipu_memory, plan_memory
 from tests.support import watchers
 from tests.support.memory import pipeline_memory_over_time
 
@@ -124,7 +125,7 @@ def compare(pipeline, monkeypatch, num_replicas=1):
         monkeypatch.undo()
         peaks |= watcher.peaks
     found = {}
-    for plan in pipeline.plan_ipu_memory():
+    for plan in plan_ipu_memory(pipeline):
         resident = plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes
         planned = plan.num_device_bytes - plan.num_temporary_bytes
         found[plan.ipu] = planned, resident + peaks[plan.ipu]
@@ -189,7 +190,7 @@ def test_updates_of_other_kinds(options, monkeypatch):
 
 def test_reports_have_the_fullest_moment_all_the_time():
     pipeline = traced(phases_of(0))
-    (plan,) = pipeline.plan_ipu_memory()
+    (plan,) = plan_ipu_memory(pipeline)
     assert plan.num_brought_bytes > 0
     assert plan.num_variable_bytes == plan.num_optimizer_bytes == plan.num_accumulator_bytes == 0
     simulation = engine.simulate(engine.Scenario(engine.Costs.of(4, forward=1.0), pipeline.timetable(2), 2))
@@ -208,14 +209,14 @@ def traced(phases, offload=ALL, **options):
 def test_nothing_is_moved_where_all_stays_on_the_devices():
     for phases in (None, phases_of(None)):
         pipeline = traced(phases, ())
-        assert pipeline.plan_host_memory(engine.LinkSpeed()) is None
-    (plan,) = pipeline.plan_ipu_memory()
+        assert plan_host_memory(pipeline, engine.LinkSpeed()) is None
+    (plan,) = plan_ipu_memory(pipeline)
     assert plan.num_brought_bytes == 0
-    assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in pipeline.plan_memory()) > 0
-    (few,), (all_,) = (traced(phases_of(ahead)).plan_ipu_memory() for ahead in (0, None))
+    assert plan.num_activation_bytes == sum(stage.num_live_bytes for stage in plan_memory(pipeline)) > 0
+    (few,), (all_,) = (plan_ipu_memory(traced(phases_of(ahead))) for ahead in (0, None))
     assert few.num_brought_bytes < all_.num_brought_bytes  # nobody waits, so all of a step may be there
     with pytest.raises(ValueError, match="plan_host_memory goes with one replica.* num_replicas is 2"):
-        traced(phases_of(0), num_replicas=2).plan_host_memory(engine.LinkSpeed())
+        plan_host_memory(traced(phases_of(0), num_replicas=2), engine.LinkSpeed())
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
 
     monkeypatch.setattr(placing, "_put_as", put_as)
     pipeline.step(state, step)
-    found = pipeline.plan_host_memory(engine.LinkSpeed())
+    found = plan_host_memory(pipeline, engine.LinkSpeed())
     for way, kind in (("to", "device"), ("from", "pinned_host")):
         of_each = sum(sum(getattr(found, f"num_bytes_{way}_{one}")) for one in ("forward", "backward"))
         planned = NUM_MICRO_BATCHES * of_each + sum(getattr(found, f"num_bytes_{way}_update"))
@@ -250,7 +251,7 @@ def test_what_each_program_is_brought_and_leaves(of_levels):
     options = {"offload": ["weights", "activations"], "optimizer": optax.sgd(0.01), "last_width": 1}
     pipeline = make((0, 0, 0), phases_of(0, of_levels=of_levels), **options)
     pipeline.trace(make_step(1)[0])
-    found = pipeline.plan_host_memory(engine.LinkSpeed())
+    found = plan_host_memory(pipeline, engine.LinkSpeed())
     weights, hidden = (4 * 4 * WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH), 4 * ROWS * WIDTH
     assert found.num_bytes_to_forward == weights
     assert found.num_bytes_from_backward == (0, 0, 0)

@@ -173,7 +173,7 @@ def test_the_older_name_of_the_count():
     """Graphcore's first SDKs had `pipeline_depth`."""
     model = front.Model(gradient_accumulation_count=None, pipeline_depth=4)
     (call,) = model.program.calls
-    assert call.pipeline.num_micro_batches == 4
+    assert call.pipeline.options.num_micro_batches == 4
     with pytest.raises(ValueError, match="pipeline_depth is the older name of gradient_accumulation_count"):
         front.Model(gradient_accumulation_count=4, pipeline_depth=4)
 

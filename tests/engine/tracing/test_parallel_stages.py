@@ -48,7 +48,7 @@ def test_at_the_beginning_and_at_the_end(training, rng):
     pipeline = engine.Pipeline([[one, two], [loss_a, loss_b]], num_micro_batches=2, **options)
     step = models.mlp_batches(rng, 2)
     _state, outputs = beside.train(pipeline, [step])
-    assert pipeline.num_ipus == 4
+    assert pipeline.num_devices == 4
     assert len(outputs.outputs[0]) == 2
     if not training:  # as one stage that does both
 

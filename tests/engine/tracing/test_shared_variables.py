@@ -44,7 +44,7 @@ def test_the_stage_that_shares_a_variable_has_an_accumulator_of_its_own(mapping,
     """On its own IPU; `test_stage_parameters` compares tied embeddings with plain JAX."""
     pipeline = make(mapping, optimizer=optax.sgd(1.0))
     pipeline.trace(make_step(rng)[0])
-    memory = pipeline.plan_ipu_memory()
+    memory = engine.planning.plan_ipu_memory(pipeline)
     kernel, bias, table = 4 * 8 * 8, 4 * 8, 4 * 10 * 8
     wanted = [table, kernel + bias, kernel + table] if mapping[0] == 0 else [kernel + bias, kernel + table]
     assert [one.num_accumulator_bytes for one in memory] == wanted

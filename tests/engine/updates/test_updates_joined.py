@@ -8,7 +8,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, loops, scopes
-from ipu_pipeline.engine.inspect import Sent
+from ipu_pipeline.engine.inspect import Sent, find_facts
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedQueue
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
@@ -127,7 +127,7 @@ def test_equals_reference(name, options):
 def programs_of(optimizer, **options):
     pipeline = make(optimizer, **options)
     pipeline.trace(STEPS[0][0])
-    return pipeline.updates, pipeline.facts().sent
+    return pipeline.built.updates, find_facts(pipeline).sent
 
 
 def test_a_global_norm_sends_scalars_only():
@@ -195,7 +195,9 @@ def test_leaves_that_start_as_one_number_are_made_without_xla():
         np.testing.assert_array_equal(copied[name], value)
         assert filled[name].sharding == copied[name].sharding == value.sharding
     assert one == 1
-    assert len([result for program in pipeline.updates.inits for result in program.results]) == len(copied)
+    assert len([result for program in pipeline.built.updates.inits for result in program.results]) == len(
+        copied
+    )
     assert programs_of(clipped())[0].inits == ()
 
 

@@ -151,7 +151,7 @@ def test_the_state_is_that_of_a_pipeline_without_weights(tmp_path):
     start = plain.init(jax.random.key(0), given[0])
     assert jax.tree.structure(state) == jax.tree.structure(start)
     assert sorted(state.variables) == sorted(weighted.variables)
-    assert "_loss_weight" not in str(weighted.summary())
+    assert "_loss_weight" not in str(engine.inspect.summarize(weighted))
     engine.save(tmp_path / "state", state)
     evaluator = engine.Pipeline([first, last], parameters=jax.eval_shape(parameters), num_micro_batches=4)
     evaluator.trace(given[0])

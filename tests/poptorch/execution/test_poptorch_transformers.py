@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
+from ipu_pipeline.engine.planning import plan_memory
 from tests.support.poptorch_front import (
     assert_close,
     infer,
@@ -195,7 +196,7 @@ def test_activation_checkpointing():
         return hf.Trained(model, hf.questions)
 
     def held(trained):
-        return sum(stage.num_held_bytes for stage in trained.executor._compiled.pipeline.plan_memory())
+        return sum(stage.num_held_bytes for stage in plan_memory(trained.executor._compiled.pipeline))
 
     trained, other = make(True), make(False)
     assert_same_training(trained, 1)

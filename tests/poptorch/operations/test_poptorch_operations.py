@@ -276,7 +276,7 @@ def bytes_held(function):
         patch.setattr(engine.Pipeline, "compile", lambda *_args: None)  # nothing runs
         training = poptorch.trainingModel(Trained(function), make_options(1, 2))
         training.compile(draw(8, 4))
-    return training._compiled.pipeline.plan_memory()[0].num_held_bytes
+    return engine.planning.plan_memory(training._compiled.pipeline)[0].num_held_bytes
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine.fronts import Hooks
 from ipu_pipeline.pipelining_ops import PipelineStageOptions
 from tests.support import front, models
 
@@ -129,7 +130,7 @@ def test_options_that_contradict_each_other():
     )
     with pytest.raises(ValueError, match=text):
         make(forward_options=[{}, {}, fast], backward_options=[{}, {}, slow])
-    options = {"update_options": slow, "option_names": {"update_options": "weights"}}
+    options = {"update_options": slow, "hooks": Hooks(option_names={"update_options": "weights"})}
     text = r"is True in forward_options\[0\] and False in weights, but all stages are on one device"
     with pytest.raises(ValueError, match=text):
         make([0, 0, 0], forward_options=[fast, {}, fast], **options)

@@ -1,0 +1,52 @@
+"""What a pipeline has between two steps: accumulators, and the state that is in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.state import PipelineState, RunState
+from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
+
+__all__ = ["BetweenSteps"]
+
+
+class BetweenSteps:
+    """The accumulators that the last update left, zeros, and the last state that is known to be placed."""
+
+    def __init__(self) -> None:
+        self.accumulators: dict[str, Any] | None = None
+        self._placed: weakref.ref[PipelineState] | None = None
+        self._hidden: Mapping[str, Any] = {}  # variables that count weights, which users do not see
+
+    def take_accumulators(self, runner: Runner[Any], dtypes: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the accumulators; the runner makes some if there are none."""
+        accumulators, self.accumulators = self.accumulators, None
+        return runner.make_accumulators(dtypes) if accumulators is None else accumulators
+
+    def keep(self, state: RunState) -> None:
+        """Keeps the accumulators of the state after an update, and that it is placed."""
+        self.accumulators = state.accumulators
+        self._placed, self._hidden = weakref.ref(state.pipeline), {}
+
+    def hide_weights(self, state: PipelineState) -> PipelineState:
+        """The placed state without the variables that count weights, which are kept here."""
+        hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
+        if not hidden:
+            return state
+        given = dataclasses.replace(state, variables=without_weights(state.variables))
+        self._placed, self._hidden = weakref.ref(given), hidden
+        return given
+
+    def is_placed(self, state: Any) -> bool:
+        """Whether it is the last state that is known to be placed."""
+        return self._placed is not None and state is self._placed()
+
+    def with_hidden(self, state: PipelineState) -> PipelineState:
+        """The placed state with the variables that count weights."""
+        if not self._hidden:
+            return state
+        return dataclasses.replace(state, variables={**state.variables, **self._hidden})
