@@ -634,8 +634,6 @@ class PlanRunner(Runner[PendingPlan]):
         self.linker.cursor = cursor
         run(cursor.over(self._watched(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
         results, get = plan.results, registers.__getitem__
-        if self.waits_for_python:
-            jax.block_until_ready([value for value in registers if isinstance(value, jax.Array)])
         parts = {key: tuple(map(get, own)) for key, own in results.accumulators.items()}
         left = [self._left(plan, replica, registers) for replica in range(self.num_replicas)]
         if self.placement.has_peers and self.num_replicas > 1 and self._gathers_outputs:

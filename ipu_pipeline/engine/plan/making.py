@@ -416,13 +416,13 @@ class Maker:
                 for group, code in joined.items()
             }
         kept = {key: tuple(home(accumulator(layout, key, r)) for r in replicas) for key in keys}
-        read: list[Value] = []
+        waited: list[Value] = []
         if recipe.may_raise:
-            read += [v for own in kept.values() for v in own]
-            read += [assigned(layout, name, r) for name in names for r in replicas]
-            read += [v for r in replicas for v in (*self.collected[r], *self.enqueued[r])]
-            read += [self._kept(LAST, r, place) for r in replicas for place in self._last_places]
-        waits = Block("wait", (Instruction(Op.WAIT, tuple(read), (), None),)) if read else None
+            waited += [v for own in kept.values() for v in own]
+            waited += [assigned(layout, name, r) for name in names for r in replicas]
+            waited += [v for r in replicas for v in (*self.collected[r], *self.enqueued[r])]
+            waited += [self._kept(LAST, r, place) for r in replicas for place in self._last_places]
+        waits = Block("wait", (Instruction(Op.WAIT, tuple(waited), (), None),)) if waited else None
         leaves: list[Value] = []
         updated: tuple[Value, ...] = ()
         update: list[Instruction] = []
@@ -444,6 +444,10 @@ class Maker:
             update = passes.load_and_store(update, home, 3, ({}, 3, lambda _value: True))
             if self._limits_phases:
                 update = passes.wait_for_updates(update)
+            if recipe.update_may_raise:  # also in a program whose results nobody reads
+                runs = [one for one in update if one.op is Op.RUN]
+                read = tuple(value for one in runs for value in one.writes)
+                update.append(Instruction(Op.WAIT, read, (), None))
             enqueued: dict[int, Value] = {}
             for what, value in made.items():
                 if isinstance(what, str):

@@ -1,0 +1,53 @@
+"""Numbers of registers: frames that micro-batches take over, and code that cannot be right."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ipu_pipeline import engine
+from ipu_pipeline.engine.plan.plan import ALL, Block, Instruction, Op, Results, Value
+from ipu_pipeline.engine.plan.registers import Laid, Registers
+
+NOTHING = Results({}, (), {}, (), (), (), (), ())
+HERE, THERE = types.SimpleNamespace(ipu=0), types.SimpleNamespace(ipu=1)
+
+
+@pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
+def test_a_plan_is_as_large_as_what_is_in_flight(schedule):
+    pipeline = engine.Pipeline(
+        [lambda w, x: jnp.tanh(x @ w)] * 3,
+        parameters=[np.eye(2, dtype="float32")] * 3,
+        num_micro_batches=8,
+        loss=jnp.sum,
+        optimizer=optax.sgd(0.1),
+        schedule=schedule,
+        dispatch_plan=engine.Chunking(1),
+    )
+    pipeline.trace(np.ones((2, 2), "float32"))
+    sizes = []
+    for count in (16, 128):
+        plan = pipeline.prepare().find_plan(count)
+        sizes.append((len(plan.names), len(set(plan.blocks))))
+        assert len(plan.blocks) > 7 * count
+        assert all(plan.names[register].micro_batch == ALL for register in plan.given)
+    assert sizes[0] == sizes[1]
+
+
+def test_what_nothing_has_written_is_not_read():
+    own = Value(("made",), HERE, 0, 0)
+    read = Instruction(Op.SAME, (own,), (own._replace(copy=1),), HERE, micro_batch=0)
+    laid = Laid()
+    laid.add(Block("reads", (read,)), 0)
+    with pytest.raises(AssertionError, match="which nothing has written"):
+        Registers().number(laid, 1, NOTHING)
+
+
+@pytest.mark.parametrize("changes", [{"group": THERE}, {"is_away": True}])
+def test_a_program_reads_what_is_on_its_devices(changes):
+    value = Value(("given",), HERE)._replace(**changes)
+    run = Instruction(Op.RUN, (value,), (), HERE)
+    with pytest.raises(AssertionError, match="which is elsewhere"):
+        Registers().number(Laid([Block("runs", (run,))]), 1, NOTHING)
