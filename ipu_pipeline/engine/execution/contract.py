@@ -225,7 +225,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         first = 0 if self.iterated is None else len(self.iterated.carried)
         fed = find_fed(self.placement.traced, self.programs, ipus, first)
         feeds = {ipu: self.num_waiting(every, every) * num_bytes(leaves) for ipu, leaves in fed.items()}
-        brought = self.find_brought(accumulator_dtypes, every)
+        brought = self.find_brought(every)
         return plan_ipus(
             self.placement, accumulator_dtypes, activations, feeds, self.temporary_bytes, brought
         )
@@ -257,9 +257,9 @@ class Runner(abc.ABC, Generic[PendingT]):
             f"{type(self).__name__}."
         )
 
-    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by device; arguments as for `plan_memory`."""
-        del accumulator_dtypes, every
+    def find_brought(self, every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, by device, in a step of `every` micro-batches per replica."""
+        del every
         return {}
 
     def place(

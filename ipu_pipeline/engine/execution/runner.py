@@ -725,9 +725,8 @@ class PlanRunner(Runner[PendingPlan]):
 
     # Memory.
 
-    def find_brought(self, accumulator_dtypes: Mapping[str, Any], every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by device, in each replica; arguments as for `plan_memory`."""
-        del accumulator_dtypes
+    def find_brought(self, every: int) -> Mapping[int, Brought]:
+        """What execution phases bring, by device, in each replica."""
         if self._phases is None:
             return {}
         count, ahead = every // self.chunk_size, self._phases.num_ahead
@@ -735,9 +734,8 @@ class PlanRunner(Runner[PendingPlan]):
             count = min(count, 2 + ahead)  # more micro-batches have no other moments
         return find_brought(self._step(count))
 
-    def find_host_memory(self, accumulator_dtypes: Mapping[str, Any], link: LinkSpeed) -> HostMemory | None:
+    def find_host_memory(self, link: LinkSpeed) -> HostMemory | None:
         """What execution phases bring and take away, for the simulator; None if nothing."""
-        del accumulator_dtypes
         return None if self._phases is None else find_host_memory(self._step(2), link)
 
     def _step(self, count: int) -> Step:

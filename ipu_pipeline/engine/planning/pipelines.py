@@ -107,7 +107,7 @@ def plan_host_memory(pipeline: Pipeline, link: schedules.LinkSpeed) -> schedules
             "plan_host_memory goes with one replica, as steps of replicas in phases are not simulated; "
             f"num_replicas is {pipeline.num_replicas}."
         )
-    return runner.find_host_memory(pipeline.built.accumulator_dtypes, link)
+    return runner.find_host_memory(link)
 
 
 def measure_scenario(pipeline: Pipeline, num_micro_batches: int | None = None) -> schedules.Scenario:
