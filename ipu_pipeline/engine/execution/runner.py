@@ -492,8 +492,7 @@ class PlanRunner(Runner[PendingPlan]):
         registers: list[Any] = []
         done, ready = 0, None
         while done < request.every:
-            mixes = self._mixes and self._phases is None
-            if mixes:
+            if self._mixes and self._phases is None:
                 ready, number = self._run_mixed(state, request, supply, registers, done), request.every
             else:
                 runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
@@ -599,9 +598,8 @@ class PlanRunner(Runner[PendingPlan]):
         blocks, begin, plan = self._watched(ready, cursor), 0, ready.plan
         if self._lead.held:
             blocks = observed(plan, blocks, self._lead.held, self.maker.registers, registers)
-        while (
-            is_begun and plan.micro_batches[begin] == ALL
-        ):  # what comes first is there, or for other shapes
+        while is_begun and plan.micro_batches[begin] == ALL:
+            # Parts of the state are there already, but for those that only programs for other shapes read.
             left = [one for one in blocks[begin] if any(registers[number] is None for number in one[2])]
             run(iter([left]), registers)
             begin += 1

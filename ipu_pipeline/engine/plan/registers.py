@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import heapq
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -53,6 +54,7 @@ class Registers:
 
     def __init__(self) -> None:
         """Begins without any."""
+        self._lock = threading.Lock()  # threads may make plans of one pipeline
         self.names: list[Value] = []
         self._numbers: dict[tuple[Value, Any], int] = {}
         self._numbered: dict[tuple[Block, Any, int], Numbered] = {}
@@ -70,6 +72,10 @@ class Registers:
 
     def number(self, laid: Laid, num_kept: int, results: Results) -> Plan:
         """Makes a plan of blocks, numbered in place; `results` has values. For `num_kept` see `Plan`."""
+        with self._lock:
+            return self._make_plan(laid, num_kept, results)
+
+    def _make_plan(self, laid: Laid, num_kept: int, results: Results) -> Plan:
         blocks, numbers = laid.blocks, laid.numbers
         used = self._number_micro_batches(laid)
         shared = dict.fromkeys(
