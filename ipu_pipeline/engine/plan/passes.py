@@ -200,7 +200,7 @@ def load_and_store(
     known, shared_copy, is_shared = shared or ({}, copy, lambda _value: False)
     for one in block:
         is_copy_of_update = one.op is Op.SAME and type(one.writes[0].what) is tuple
-        if one.op not in (Op.RUN, Op.JOIN) and not is_copy_of_update:
+        if one.op not in (Op.RUN, Op.JOIN, Op.COLLECT) and not is_copy_of_update:
             found.append(one)
             continue
         away = {value: there for value in one.reads if (there := home(value)).is_away}
@@ -320,10 +320,12 @@ def wait_for_updates(code: Sequence[Instruction]) -> list[Instruction]:
 def _note(code: Iterable[Instruction], micro_batch: int) -> Instruction:
     """Notes the last program on each IPU, and what goes to host memory: devices work in order."""
     made: dict[Any, tuple[Value, ...]] = {}
+    stored: set[Value] = set()  # it is not held on the devices for that
     for one in code:
         if one.op in (Op.RUN, Op.STORE):
             made[one.group if one.op is Op.RUN else one.writes] = one.writes
-    values = tuple(dict.fromkeys(value for values in made.values() for value in values))
+            stored.update(one.reads if one.op is Op.STORE else ())
+    values = dict.fromkeys(value for values in made.values() for value in values if value not in stored)
     return Instruction(Op.COLLECT, (UNDERWAY, *values), (), None, micro_batch=micro_batch)
 
 
