@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ipu_pipeline.engine.schedules import Cluster, Costs, Scenario, predict_step_time
 from ipu_pipeline.engine.schedules.bubbles import find_bubble
-from ipu_pipeline.engine.schedules.free_running import run_freely, wire
+from ipu_pipeline.engine.schedules.task_times import run_step
 from scaling.gpt import Device, Gpt, Stage, split
 
 __all__ = ["Found", "Layout", "Shares", "find_layouts", "search", "shares"]
@@ -217,10 +217,10 @@ def search(model: Gpt, device: Device, num_devices: int) -> Found:
 def shares(layout: Layout, num_devices: int) -> Shares:
     """What the devices' time goes into."""
     scenario = layout.scenario
-    timetable, programs = scenario.timetable(), wire(scenario)
-    step_time = run_freely(programs, timetable, scenario.costs.host)
-    bubble = find_bubble(scenario, timetable, programs, step_time)
-    whole = num_devices * step_time
+    timetable = scenario.timetable()
+    step = run_step(scenario, timetable)
+    bubble = find_bubble(scenario, timetable, step)
+    whole = num_devices * step.end
     used = layout.num_replicas * layout.num_stages
     work = sum(scenario.work_of_ipus().values())
     idle = bubble.ramp_up + bubble.ramp_down + bubble.imbalance

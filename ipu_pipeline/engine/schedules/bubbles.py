@@ -28,12 +28,12 @@ import dataclasses
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.actions import HALVES, ActionKind
+from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.clusters import LinkSpeed
-from ipu_pipeline.engine.schedules.free_running import Programs, ProgramTiming, wire
-from ipu_pipeline.engine.schedules.in_phases import run_step
 from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.task_times import run_step
+from ipu_pipeline.engine.schedules.tasks import Step, Task
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
 
 __all__ = ["balanced", "find_bubble"]
@@ -62,73 +62,67 @@ def balanced(scenario: Scenario) -> Scenario:
     )
 
 
-def find_bubble(scenario: Scenario, timetable: Timetable, programs: Programs, step_time: float) -> Bubble:
+def find_bubble(scenario: Scenario, timetable: Timetable, step: Step) -> Bubble:
     """Finds the idle time by cause.
 
     Args:
       scenario: what was simulated.
       timetable: its timetable.
-      programs: the programs, with the times when they ran.
-      step_time: when the last program ended.
+      step: its tasks, which have run.
     """
+    scenario = dataclasses.replace(scenario, schedule=timetable)  # without another search
     num_ipus = len(scenario.ipus_of_replicas)
     work = sum(scenario.work_of_ipus().values())
+    shared_cores = host = transfers = imbalance = 0.0
 
-    def take_away(changed: Scenario, host: float) -> float:
-        nonlocal step_time, programs
-        programs = wire(changed)
-        before, step_time = step_time, run_step(changed, timetable, programs, host)
-        return max(0.0, num_ipus * (before - step_time))
+    def take_away(changed: Scenario) -> float:
+        nonlocal step
+        before, step = step.end, run_step(changed, timetable)
+        return max(0.0, num_ipus * (before - step.end))
 
-    costs = scenario.costs
-    shared_cores = host = transfers = 0.0
     if scenario.cores is not None:
-        shared_cores = take_away(scenario, costs.host)
-    if costs.host:
-        host = take_away(scenario, 0.0)
-    still = dataclasses.replace(
-        scenario,
-        costs=dataclasses.replace(costs, host=0.0, transfers={}),
-        cluster=dataclasses.replace(scenario.cluster, within=LinkSpeed(), between=LinkSpeed()),
-        host_memory=None,
-    )
-    if costs.transfers or still.cluster != scenario.cluster or scenario.host_memory is not None:
-        transfers = take_away(still, 0.0)
-    idle = num_ipus * step_time - work
-    imbalance = 0.0
-    even = balanced(still)
-    if even.costs != still.costs:
-        own = wire(even)
-        shorter = num_ipus * (step_time - run_step(even, timetable, own, 0.0))
+        scenario = dataclasses.replace(scenario, cores=None)
+        shared_cores = take_away(scenario)
+    if scenario.costs.host:
+        scenario = dataclasses.replace(scenario, costs=dataclasses.replace(scenario.costs, host=0.0))
+        host = take_away(scenario)
+    cluster = dataclasses.replace(scenario.cluster, within=LinkSpeed(), between=LinkSpeed())
+    if scenario.costs.transfers or cluster != scenario.cluster or scenario.host_memory is not None:
+        costs = dataclasses.replace(scenario.costs, transfers={})
+        scenario = dataclasses.replace(scenario, costs=costs, cluster=cluster, host_memory=None)
+        transfers = take_away(scenario)
+    idle = num_ipus * step.end - work
+    even = balanced(scenario)
+    if even.costs != scenario.costs:
+        other = run_step(even, timetable)
+        shorter = num_ipus * (step.end - other.end)
         if shorter > 0:
-            imbalance, programs, step_time = shorter, own, step_time - shorter / num_ipus
-    up, down = _find_ramps(even, programs, step_time)
+            imbalance, step = shorter, other
+    up, down = _find_ramps(even, step)
     ramps = max(0.0, idle - imbalance)
     ramp_up = ramps * (up / (up + down) if up + down else 0.5)
     return Bubble(ramp_up, ramps - ramp_up, imbalance, transfers, host, shared_cores)
 
 
-def _find_ramps(scenario: Scenario, programs: Programs, step_time: float) -> tuple[float, float]:
+def _find_ramps(scenario: Scenario, step: Step) -> tuple[float, float]:
     """Finds the idle time before the first backwards and after the last forwards of the devices."""
-    up = down = 0.0
-    by_ipu: dict[int, list[list[ProgramTiming]]] = {
-        ipu: [[] for _kind in programs] for ipu in scenario.ipus_of_replicas
-    }
-    for kind, programs_of_kind in enumerate(programs):
-        for one in programs_of_kind:
-            if one.cost:
-                by_ipu[one.ipu][kind].append(one)
-    for ipu, own in by_ipu.items():
-        if not any(own):
+    up, down, step_time = 0.0, 0.0, step.end
+    by_ipu: dict[int, list[Task]] = {ipu: [] for ipu in scenario.ipus_of_replicas}
+    for task in step:
+        if task.cost and task.kind <= GATHER:
+            by_ipu[task.resource].append(task)
+    for ipu, tasks in by_ipu.items():
+        if not tasks:
             up, down = up + step_time / 2, down + step_time / 2
             continue
-        begins = np.sort(np.concatenate([np.array(one.begins) for kind in own for one in kind]))
-        ends = np.sort(np.concatenate([np.array(one.ends) for kind in own for one in kind]))
-        forwards = own[ActionKind.FORWARD]
-        backwards = [*own[ActionKind.BACKWARD], *own[HALVES[0]]] or own[HALVES[1]]
-        last = max((one.ends[-1] for one in forwards), default=0.0)
+        begins = np.sort(np.concatenate([np.array(task.begins) for task in tasks]))
+        ends = np.sort(np.concatenate([np.array(task.ends) for task in tasks]))
+        forwards = [task for task in tasks if task.kind == ActionKind.FORWARD]
+        backwards = [task for task in tasks if task.kind in (ActionKind.BACKWARD, HALVES[0])]
+        backwards = backwards or [task for task in tasks if task.kind == HALVES[1]]
+        last = max((task.ends[-1] for task in forwards), default=0.0)
         is_last = scenario.is_fused and ipu % scenario.num_ipus == scenario.device_mapping[-1]
-        filling = [one.begins[0] for one in (forwards[-1:] if is_last or not backwards else backwards)]
+        filling = [task.begins[0] for task in (forwards[-1:] if is_last or not backwards else backwards)]
         filled = min(filling, default=0.0)
         own_up, own_down = _split_gaps(np.append(0.0, ends), np.append(begins, step_time), filled, last)
         up, down = up + own_up, down + own_down

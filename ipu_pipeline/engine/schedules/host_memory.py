@@ -102,10 +102,6 @@ class HostMemory:
         """The time to take away what a program leaves."""
         return self._time("from", kind, stage)
 
-    def time_of(self, kind: int, stage: int) -> float:
-        """The time of both, one after the other."""
-        return self.time_to(kind, stage) + self.time_from(kind, stage)
-
     def time_beside(self, moving: float, computing: float) -> float:
         """The time that moving something adds to computing.
 

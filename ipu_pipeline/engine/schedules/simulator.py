@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +10,9 @@ import numpy as np
 from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.bubbles import find_bubble
 from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.free_running import Link, Programs, wire
-from ipu_pipeline.engine.schedules.in_phases import run_step
 from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.shared_cores import run_sharing
+from ipu_pipeline.engine.schedules.task_times import run_step
+from ipu_pipeline.engine.schedules.tasks import SEND, Step
 from ipu_pipeline.engine.schedules.time_steps import run_in_lock_step
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble, Sending, Timeline, concatenate, memory_of
 
@@ -37,7 +35,7 @@ class Simulation:
       scenario: the simulated scenario.
       timetable: the checked schedule. If programs handle several micro-batches, its actions are for chunks.
       free_running: the timeline if devices wait only for data, as in the engine. See the modules
-        `free_running` and `bubbles`.
+        `task_times` and `bubbles`.
       lock_step: the timeline if devices start each time-step together, as Graphcore's IPUs do. See the
         module `time_steps`.
     """
@@ -93,74 +91,18 @@ def predict_step_time(scenario: Scenario) -> float:
       >>> schedules.predict_step_time(scenario)
       33.0
     """
-    return _run(scenario, scenario.timetable(), wire(scenario))
-
-
-def _run(scenario: Scenario, timetable: Timetable, programs: Programs) -> float:
-    if scenario.cores is None:
-        return run_step(scenario, timetable, programs, scenario.costs.host)
-    return run_sharing(programs, timetable, scenario.costs.host, scenario.cores)
+    return run_step(scenario, scenario.timetable()).end
 
 
 def _simulate_freely(scenario: Scenario, timetable: Timetable) -> Timeline:
-    programs = wire(scenario)
-    step_time = _run(scenario, timetable, programs)
-    bubble = find_bubble(scenario, timetable, programs, step_time)
-    number = scenario.costs.num_stages
-    runs = {
-        (kind, *divmod(place, number)): (np.array(own.begins), np.array(own.ends))
-        for kind, programs_of_kind in enumerate(programs[: GATHER + 1])
-        for place, own in enumerate(programs_of_kind)
-        if own.ends and (own.cost or kind < UPDATE)
-    }
-    sendings = []
-    for programs_of_kind in programs[:UPDATE]:
-        for place, own in enumerate(programs_of_kind):
-            for link in own.links:
-                if link.time:
-                    arrivals = np.array(link.arrivals)
-                    begins = np.maximum(own.ends, np.append(0.0, arrivals[:-1]))
-                    sendings.append(_sending(scenario, place // number, link, begins, arrivals))
-    return _timeline(scenario, runs, sendings, step_time, bubble, is_fused=scenario.is_fused)
+    step = run_step(scenario, timetable)
+    return _timeline(
+        scenario, step, step.end, find_bubble(scenario, timetable, step), is_fused=scenario.is_fused
+    )
 
 
 def _simulate_in_lock_step(scenario: Scenario, timetable: Timetable) -> Timeline:
-    number = scenario.costs.num_stages
-    flat = np.fromiter(itertools.chain.from_iterable(timetable.order), np.int32, 3 * len(timetable.order))
-    kinds, stages = flat[0::3], flat[1::3]
-    run = run_in_lock_step(scenario, timetable, kinds, stages)
-    programs = wire(scenario)
-    works = kinds * number + stages
-    places = np.split(
-        np.argsort(works, kind="stable"), np.cumsum(np.bincount(works, minlength=UPDATE * number))
-    )
-    runs, sendings = {}, []
-    for kind, programs_of_kind in enumerate(programs[:UPDATE]):
-        for place, own in enumerate(programs_of_kind):
-            replica, stage = divmod(place, number)
-            here = places[kind * number + stage]
-            if len(here):
-                runs[kind, replica, stage] = run.begins[here], run.ends[here]
-            for link in own.links:
-                if link.time:
-                    sent = run.sent[here]
-                    sendings.append(_sending(scenario, replica, link, sent, sent + link.time))
-    for (kind, stage), (begin, end) in run.closing.items():
-        for replica in range(scenario.cluster.num_replicas):
-            runs[kind, replica, stage] = np.array([begin]), np.array([end])
-    return _timeline(scenario, runs, sendings, run.step_time, run.bubble, is_fused=False)
-
-
-def _sending(scenario: Scenario, replica: int, link: Link, begins: Array, ends: Array) -> dict[str, Array]:
-    """The columns of `Sending` of a link."""
-    source, target = link.edge
-    return {
-        "source": np.full(len(ends), source),
-        "target": np.full(len(ends), target),
-        "micro_batch": _elements(scenario, replica, len(ends), scenario.chunk_size),
-        "begin": begins,
-        "end": ends,
-    }
+    return _timeline(scenario, *run_in_lock_step(scenario, timetable), is_fused=False)
 
 
 def _elements(scenario: Scenario, replica: int, number: int, size: int = 1) -> Array:
@@ -169,24 +111,32 @@ def _elements(scenario: Scenario, replica: int, number: int, size: int = 1) -> A
 
 
 def _timeline(
-    scenario: Scenario,
-    runs: Mapping[tuple[int, int, int], tuple[Array, Array]],
-    sendings: Sequence[Mapping[str, Array]],
-    step_time: float,
-    bubble: Bubble,
-    *,
-    is_fused: bool,
+    scenario: Scenario, step: Step, step_time: float, bubble: Bubble, *, is_fused: bool
 ) -> Timeline:
     """Makes a timeline.
 
     Args:
       scenario: what was simulated.
-      runs: (kind, replica, stage) -> begins and ends by chunk.
-      sendings: the columns of `Sending`, by link.
+      step: the tasks, which have run.
       step_time: the time when all is done.
       bubble: idle time by cause.
       is_fused: whether the last stage's forwards are its backwards, too.
     """
+    runs, sendings = {}, []
+    for task in step:
+        begins, ends = np.array(task.begins), np.array(task.ends)
+        if task.kind == SEND and len(begins):
+            sendings.append(
+                {
+                    "source": np.full(len(ends), task.stage),
+                    "target": np.full(len(ends), task.target),
+                    "micro_batch": _elements(scenario, task.replica, len(ends), scenario.chunk_size),
+                    "begin": begins,
+                    "end": ends,
+                }
+            )
+        elif task.kind <= GATHER and len(begins) and (task.cost or task.kind < UPDATE):
+            runs[task.kind, task.replica, task.stage] = begins, ends
     costs, ipus, last = scenario.costs, scenario.device_mapping, scenario.costs.num_stages - 1
     halved = scenario.halved
     back = [HALVES[0] if stage in halved else ActionKind.BACKWARD for stage in range(last + 1)]

@@ -30,8 +30,8 @@ from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.named import Schedule, SearchedSchedule, timetable
 from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.shared_cores import CORES_OF_TRANSFER
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.tasks import CORES_OF_TRANSFER
 
 __all__ = [
     "FoundSplit",

@@ -27,270 +27,196 @@ of the rest).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, REDUCE, UPDATE, ActionKind
+from ipu_pipeline.engine.schedules.actions import HALVES, UPDATE, ActionKind
 from ipu_pipeline.engine.schedules.checking import Timetable
 from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.shared_cores import share
+from ipu_pipeline.engine.schedules.tasks import ENDING, LOAD, SEND, STORE, Step, make_step
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble
 
-__all__ = ["LockStep", "run_in_lock_step"]
+__all__ = ["run_in_lock_step"]
 
 
-@dataclass(frozen=True, eq=False)
-class LockStep:
-    """When actions run.
+def run_in_lock_step(scenario: Scenario, timetable: Timetable) -> tuple[Step, float, Bubble]:
+    """Finds when each task of a scenario runs, in the time-steps of a timetable.
+
+    Returns:
+      The tasks, the time when all is done, and the idle time by cause.
+    """
+    costs = dataclasses.replace(scenario.costs, is_fused=False)
+    run = _Run(dataclasses.replace(scenario, costs=costs, schedule=timetable))
+    ramp_up, ramp_down = run.run_actions(timetable)
+    for kind in ENDING:
+        run.run_ending(kind)
+    number = len(scenario.ipus_of_replicas)
+    causes = run.imbalance, number * run.transfers, number * run.waited, number * run.shared
+    return run.step, run.now, Bubble(ramp_up, ramp_down, *causes)
+
+
+class _Run:
+    """A run in lock-step.
 
     Attributes:
-      begins: the begin of each action, in the order of the timetable; the same in each replica.
-      ends: the end of each action, in the same order.
-      sent: when the results of each action begin to be sent, in the same order.
-      closing: (kind, stage) -> begin and end of what ends the step and takes time; kinds are numbered as in
-        `free_running`.
-      step_time: the time when all is done.
-      bubble: idle time by cause, of all replicas.
+      step: the tasks.
+      now: the time when all so far is done.
+      waited: how long all devices have waited for the host.
+      transfers: how long nothing but transfers went on.
+      imbalance: how long devices have waited for the slowest one, summed over the devices.
+      shared: how much longer time-steps have taken because devices share cores.
     """
-
-    begins: Array
-    ends: Array
-    sent: Array
-    closing: Mapping[tuple[int, int], tuple[float, float]]
-    step_time: float
-    bubble: Bubble
-
-
-@dataclass(frozen=True, eq=False)
-class _Steps:
-    """Time-steps of actions: an entry per action, and an entry per time-step.
-
-    Attributes:
-      places: the time-step of each action, from 0.
-      costs: the time of each action alone.
-      ends: the end of each action, counted from the begin of its time-step.
-      slowest: the longest of the costs of each time-step's actions.
-      lasts: the time of each time-step until its last action ends.
-      transfers: how long sending takes after each time-step.
-    """
-
-    places: Array
-    costs: Array
-    ends: Array
-    slowest: Array
-    lasts: Array
-    transfers: Array
-
-
-def run_in_lock_step(scenario: Scenario, timetable: Timetable, kinds: Array, stages: Array) -> LockStep:
-    """Finds when each action runs.
-
-    Args:
-      scenario: what is simulated.
-      timetable: its timetable.
-      kinds: the kinds of the actions, in the order of the timetable.
-      stages: the stages of the actions, in the same order.
-    """
-    steps = _make_steps(scenario, timetable, kinds, stages)
-    hosts = _Hosts(scenario)
-    begins = _begin(steps.lasts + steps.transfers, hosts.start_actions(steps, stages))
-    ends = begins + steps.lasts + steps.transfers
-    action_begins = begins[steps.places]
-    closing = _Closing(scenario, hosts, float(ends[-1]))
-    ramp_up, ramp_down = _find_ramps(scenario, steps, kinds, stages)
-    num_active = np.bincount(steps.places, minlength=len(steps.lasts))
-    num_ipus, num_replicas = len(scenario.ipus), scenario.cluster.num_replicas
-    waited = float(begins[0] + (begins[1:] - ends[:-1]).sum()) + closing.waited
-    transfers = float(steps.transfers.sum()) + closing.transfers
-    imbalance = float(num_active @ steps.slowest - steps.costs.sum()) + closing.imbalance
-    shared = num_ipus * float((steps.lasts - steps.slowest).sum()) + closing.shared
-    causes = (ramp_up, ramp_down, imbalance, num_ipus * transfers, num_ipus * waited, shared)
-    return LockStep(
-        action_begins,
-        action_begins + steps.ends,
-        action_begins + steps.lasts[steps.places],
-        closing.intervals,
-        closing.now,
-        Bubble(*(num_replicas * cause for cause in causes)),
-    )
-
-
-class _Hosts:
-    """The hosts of all processes, which start the programs of each time-step."""
 
     def __init__(self, scenario: Scenario) -> None:
-        cluster, number = scenario.cluster, scenario.num_ipus
-        counts = np.zeros((cluster.num_processes, number), np.int64)
-        for device in range(cluster.num_replicas * number):
-            counts[cluster.process_of(device), device % number] += 1
-        self._cost = scenario.costs.host
-        self._mapping = np.array(scenario.device_mapping)
-        self._counts = np.unique(counts, axis=0)  # processes that start the same count once
-        self._started = np.zeros(len(self._counts))
+        self.step = make_step(scenario)
+        self.now = self.waited = self.transfers = self.imbalance = self.shared = 0.0
+        self._scenario = scenario
+        # By block: its program's cost and cores in all replicas, what it sends, and what it moves from and
+        # to host memory. Replicas wait for the one whose links take longest.
+        blocks = list(itertools.chain.from_iterable(self.step.blocks))
+        self._costs, self._cores, self._sent, self._moved = np.zeros((4, len(blocks)))
+        starts = np.zeros((scenario.cluster.num_processes, len(blocks)))
+        for number, block in enumerate(blocks):
+            for task in block:
+                if task.kind == SEND:
+                    self._sent[number] = max(self._sent[number], task.cost)
+                elif task.kind in (LOAD, STORE):
+                    self._moved[number] += task.cost
+                elif task.cost:
+                    self._costs[number] = task.cost
+                    self._cores[number] += task.cores
+                    process = scenario.cluster.process_of(task.resource)
+                    starts[process, number] += sum(start for _host, start in task.waits)
+        self._starts = np.unique(starts, axis=0)  # processes that start the same count once
+        self._started = np.zeros(len(self._starts))
 
-    def start_actions(self, steps: _Steps, stages: Array) -> Array:
-        """The times when the programs of each time-step have been started, by the slowest host."""
-        found = np.zeros(len(steps.lasts))
-        for place, of_ipus in enumerate(self._counts):
-            weights = (steps.costs > 0) * of_ipus[self._mapping[stages]]
-            number_started = np.cumsum(np.bincount(steps.places, weights, len(steps.lasts)))
-            found = np.maximum(found, number_started)
-            self._started[place] = number_started[-1]
-        return self._cost * found
+    def run_actions(self, timetable: Timetable) -> tuple[float, float]:
+        """Runs all actions. Returns the idle time in the ramps, up and down."""
+        scenario, number = self._scenario, self._scenario.costs.num_stages
+        flat = np.fromiter(
+            itertools.chain.from_iterable(timetable.order), np.int32, 3 * len(timetable.order)
+        )
+        kinds, stages = flat[0::3], flat[1::3]
+        blocks, places = kinds * number + stages, np.array(timetable.time_steps, np.int64) - 1
 
-    def start(self, costs: Mapping[int, float]) -> float:
-        """Starts one more program per process for each stage that takes time. Returns the time of that."""
-        stages = [stage for stage, cost in costs.items() if cost]
-        if not stages:
-            return 0.0
-        self._started += (self._counts[:, self._mapping[stages]] > 0).sum(axis=1)
-        return self._cost * float(self._started.max())
+        def longest(lengths: Array) -> Array:
+            """The longest of the times of each time-step's actions."""
+            found = np.zeros(timetable.num_time_steps)
+            np.maximum.at(found, places, lengths[blocks])
+            return found
+
+        slowest, transfers = longest(self._costs), longest(self._sent)
+        transfers += list(map(self._beside, longest(self._moved).tolist(), slowest.tolist()))
+        ends, lasts = self._costs[blocks], slowest
+        if scenario.cores is not None:
+            cores, bounds = self._cores[blocks], np.searchsorted(places, np.arange(len(slowest) + 1))
+            parts = [
+                share(ends[first:last].tolist(), cores[first:last].tolist(), scenario.cores)
+                for first, last in itertools.pairwise(bounds)
+            ]
+            ends = np.array(list(itertools.chain.from_iterable(parts)))
+            lasts = np.array([max(part, default=0.0) for part in parts])
+        started = np.zeros(len(slowest))
+        for process, starts in enumerate(self._starts):
+            of_process = np.cumsum(np.bincount(places, starts[blocks], len(slowest)))
+            started, self._started[process] = np.maximum(started, of_process), of_process[-1]
+        lengths = lasts + transfers
+        before = np.cumsum(lengths) - lengths
+        waited = np.maximum.accumulate(np.maximum(started - before, 0.0))
+        begins = before + waited
+        self.now, self.waited = float(begins[-1] + lengths[-1]), float(waited[-1])
+        self.transfers, self.shared = float(transfers.sum()), float((lasts - slowest).sum())
+        idle = np.bincount(places, minlength=len(slowest)) @ slowest - self._costs[blocks].sum()
+        self.imbalance = scenario.cluster.num_replicas * float(idle)
+
+        order = np.argsort(blocks, kind="stable")
+        numbers = np.split(order, np.cumsum(np.bincount(blocks, minlength=len(self._costs)))[:-1])
+        for block, here in zip(itertools.chain.from_iterable(self.step.blocks), numbers, strict=True):
+            times = begins[places[here]]
+            for task in block:
+                task.begins, task.ends = times, times + ends[here]
+                if task.kind == SEND:
+                    task.begins = times + lasts[places[here]]
+                    task.ends = task.begins + task.cost
+        return _find_ramps(scenario, slowest, places, kinds, stages)
+
+    def run_ending(self, kind: int) -> None:
+        """Runs what ends the step: replicas reduce gradients, update, or gather what each has updated."""
+        scenario, number = self._scenario, self._scenario.costs.num_stages
+        blocks = slice(kind * number, (kind + 1) * number)
+        tasks = itertools.chain.from_iterable(self.step.blocks[kind])
+        programs = [task for task in tasks if task.kind == kind and task.cost]
+        if programs:
+            self._started += self._starts[:, blocks].sum(axis=1)
+            waited = max(0.0, float(self._started.max()) - self.now)
+            self.waited, self.now = self.waited + waited, self.now + waited
+        alone = dict.fromkeys(scenario.ipus_of_replicas, 0.0)
+        for task in programs:
+            alone[task.resource] += task.cost
+        lasts, slowest = list(alone.values()), max(alone.values())
+        if scenario.cores is not None and kind == UPDATE:
+            lasts = share(lasts, [1.0] * len(lasts), scenario.cores)
+        last, free = dict(zip(alone, lasts, strict=True)), dict.fromkeys(alone, self.now)
+        for task in programs:  # those of a device follow each other
+            begin = free[task.resource]
+            free[task.resource] += task.cost * (last[task.resource] / alone[task.resource])
+            task.begins, task.ends = [begin], [free[task.resource]]
+        moved = np.bincount(scenario.device_mapping, self._moved[blocks])
+        transfers = self._beside(float(moved.max()), slowest)
+        self.now += max(lasts) + transfers
+        if kind == UPDATE:
+            self.imbalance += len(alone) * slowest - sum(alone.values())
+            self.shared += max(lasts) - slowest
+        else:
+            transfers += slowest
+        self.transfers += transfers
+
+    def _beside(self, moving: float, computing: float) -> float:
+        """The time that moving something from and to host memory adds to computing."""
+        memory = self._scenario.host_memory
+        return 0.0 if memory is None else memory.time_beside(moving, computing)
 
 
-class _Closing:
-    """The end of a step: replicas reduce gradients, update, and gather what each has updated.
+def share(costs: list[float], demands: list[float], cores: float) -> list[float]:
+    """Finds when programs end that begin together at 0, as `task_times` does for any.
 
-    Attributes:
-      intervals: see `LockStep.closing`.
-      now: the time when all is done.
-      waited: how long devices wait for the host.
-      transfers: how long replicas send to each other.
-      imbalance: how long the devices of a replica wait for the one that updates longest, summed over the
-        devices.
-      shared: how much longer the updates take because devices share cores, summed over the devices.
+    Args:
+      costs: how long each takes alone.
+      demands: the number of cores that each keeps busy then.
+      cores: the number of cores.
     """
-
-    def __init__(self, scenario: Scenario, hosts: _Hosts, now: float) -> None:
-        self.intervals: dict[tuple[int, int], tuple[float, float]] = {}
-        self.now, self.waited, self.transfers = now, 0.0, 0.0
-        self.imbalance = self.shared = 0.0
-        mapping, cluster = scenario.device_mapping, scenario.cluster
-        updates = {stage: scenario.update(stage) for stage in range(len(mapping))}
-        halves = {mapping.index(ipu): scenario.half_ring(ipu) for ipu in scenario.ipus}
-        rings = {
-            stage: half * (1 if cluster.shards_optimizer_state else 2) for stage, half in halves.items()
-        }
-        self._send_together(REDUCE, hosts, rings)
-        if any(updates.values()):
-            self._wait(hosts.start(updates))
-            begins, ends, slowest = _update(scenario, updates, self.now)
-            self.intervals |= {
-                (UPDATE, stage): (begins[stage], ends[stage]) for stage, cost in updates.items() if cost
-            }
-            self.imbalance = len(scenario.ipus) * slowest - sum(updates.values())
-            self.shared = len(scenario.ipus) * (max(ends) - self.now - slowest)
-            self.now = max(ends)
-        if scenario.host_memory is not None and scenario.training:
-            alone, moving = dict.fromkeys(scenario.ipus, 0.0), dict.fromkeys(scenario.ipus, 0.0)
-            for stage, cost in updates.items():
-                alone[mapping[stage]] += cost
-                moving[mapping[stage]] += scenario.host_memory.time_of(UPDATE, stage)
-            longer = scenario.host_memory.time_beside(max(moving.values()), max(alone.values()))
-            self.transfers += longer
-            self.now += longer
-        if cluster.shards_optimizer_state:
-            self._send_together(GATHER, hosts, halves)
-
-    def _send_together(self, kind: int, hosts: _Hosts, times: Mapping[int, float]) -> None:
-        self._wait(hosts.start(times))
-        self.intervals |= {
-            (kind, stage): (self.now, self.now + time) for stage, time in times.items() if time
-        }
-        self.transfers += max(times.values())
-        self.now += max(times.values())
-
-    def _wait(self, time: float) -> None:
-        self.waited += max(0.0, time - self.now)
-        self.now = max(self.now, time)
+    ends = [0.0] * len(costs)
+    now = served = 0.0
+    left = sum(demands)
+    for number in sorted(range(len(costs)), key=costs.__getitem__):
+        now += (costs[number] - served) * max(1.0, left / cores)
+        served = costs[number]
+        left -= demands[number]
+        ends[number] = now
+    return ends
 
 
-def _make_steps(scenario: Scenario, timetable: Timetable, kinds: Array, stages: Array) -> _Steps:
-    costs, size = scenario.costs, scenario.chunk_size
-    places = np.array(timetable.time_steps, np.int64) - 1
-    own = np.array(costs.of_actions)[kinds, stages] * size
-    sending = np.zeros((len(ActionKind), costs.num_stages))
-    # The replica whose links take longest counts: the others wait.
-    for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
-        time = max(scenario.transfer(r, (source, target)) for r in range(scenario.cluster.num_replicas))
-        is_back = scenario.levels[source] > scenario.levels[target]
-        for kind in (ActionKind.BACKWARD, HALVES[0]) if is_back else (ActionKind.FORWARD,):
-            sending[kind, source] = max(sending[kind, source], time)
-    slowest, transfers = np.zeros(timetable.num_time_steps), np.zeros(timetable.num_time_steps)
-    np.maximum.at(slowest, places, own)
-    np.maximum.at(transfers, places, sending[kinds, stages])
-    if scenario.host_memory is not None:
-        all_stages = range(costs.num_stages)
-        times = np.array([[scenario.host_memory.time_of(k, i) for i in all_stages] for k in ActionKind])
-        moving = np.zeros(timetable.num_time_steps)
-        np.maximum.at(moving, places, times[kinds, stages])
-        longer = map(scenario.host_memory.time_beside, moving.tolist(), slowest.tolist())
-        transfers = transfers + np.array(list(longer))
-    ends, lasts = own, slowest
-    if scenario.cores is not None:
-        # Replicas do the same at the same time, and each takes the same share of the cores.
-        cores = np.array([costs.forward_cores, *[costs.backward_cores] * 3])[kinds, stages]
-        cores = cores * scenario.cluster.num_replicas
-        bounds = np.searchsorted(places, np.arange(len(slowest) + 1))
-        parts = [
-            share(own[first:last].tolist(), cores[first:last].tolist(), scenario.cores)
-            for first, last in itertools.pairwise(bounds)
-        ]
-        ends = np.array([end for part in parts for end in part])
-        lasts = np.array([max(part, default=0.0) for part in parts])
-    return _Steps(places, own, ends, slowest, lasts, transfers)
-
-
-def _begin(lengths: Array, started: Array) -> Array:
-    """The begin of each time-step: after the one before, and not before the host has started it."""
-    before = np.concatenate([[0.0], np.cumsum(lengths)[:-1]])
-    return before + np.maximum.accumulate(np.maximum(started - before, 0.0))
-
-
-def _update(
-    scenario: Scenario, updates: Mapping[int, float], begin: float
-) -> tuple[list[float], list[float], float]:
-    """The time-step of updates: begins and ends by stage, and the longest time of a device alone.
-
-    The updates of one device follow each other.
-    """
-    alone = dict.fromkeys(scenario.ipus, 0.0)
-    for stage, cost in updates.items():
-        alone[scenario.device_mapping[stage]] += cost
-    lasts = list(alone.values())
-    if scenario.cores is not None:
-        lasts = share(lasts, [float(scenario.cluster.num_replicas)] * len(lasts), scenario.cores)
-    slowdown = {
-        ipu: last / alone[ipu] if alone[ipu] else 1.0 for ipu, last in zip(alone, lasts, strict=True)
-    }
-    times = dict.fromkeys(scenario.ipus, begin)
-    begins, ends = [], []
-    for stage, cost in updates.items():
-        ipu = scenario.device_mapping[stage]
-        begins.append(times[ipu])
-        times[ipu] += cost * slowdown[ipu]
-        ends.append(times[ipu])
-    return begins, ends, max(alone.values())
-
-
-def _find_ramps(scenario: Scenario, steps: _Steps, kinds: Array, stages: Array) -> tuple[float, float]:
+def _find_ramps(
+    scenario: Scenario, slowest: Array, places: Array, kinds: Array, stages: Array
+) -> tuple[float, float]:
     """Finds the idle time in the ramps, up and down."""
     where = np.array(scenario.device_mapping)[stages]
     up = down = 0.0
     for ipu in scenario.ipus:
         here = where == ipu
-        places, own_kinds = steps.places[here], kinds[here]
-        forwards = places[own_kinds == ActionKind.FORWARD]
+        own_places, own_kinds = places[here], kinds[here]
+        forwards = own_places[own_kinds == ActionKind.FORWARD]
         is_back = (own_kinds == ActionKind.BACKWARD) | (own_kinds == HALVES[0])
-        filled = int(places[is_back][0] if scenario.training else forwards[0])
+        filled = int(own_places[is_back][0] if scenario.training else forwards[0])
         last = int(forwards[-1]) + 1
-        active = np.zeros(len(steps.slowest))
-        active[places] = steps.slowest[places]
-        idle = np.concatenate([[0.0], np.cumsum(steps.slowest - active)])  # sums until a time-step
+        active = np.zeros(len(slowest))
+        active[own_places] = slowest[own_places]
+        idle = np.concatenate([[0.0], np.cumsum(slowest - active)])  # sums until a time-step
         inner = sorted((filled, last))
         between = idle[inner[1]] - idle[inner[0]]
         up += idle[inner[0]] + between / 2
         down += idle[-1] - idle[inner[1]] + between / 2
-    return float(up), float(down)
+    number = scenario.cluster.num_replicas
+    return number * float(up), number * float(down)

@@ -26,7 +26,7 @@ __all__ = [
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-# In the order of `free_running`'s programs.
+# By the numbers of `actions`.
 KINDS = (*(kind.words for kind in ActionKind), "update", "reduce", "gather")
 
 

@@ -1,0 +1,236 @@
+"""What a step does: tasks on devices, links and hosts, and what each waits for. No JAX.
+
+    scenario  ->  tasks: programs, transfers, weight updates, what replicas do together
+                    |  task_times     when each runs: devices wait only for data; cores may be shared
+                    |  time_steps     when each runs in lock-step
+                    v
+                  timelines, bubbles
+
+A task keeps one resource busy: a device, or a link. All tasks of an action are a block: it brings what its
+program needs from host memory, runs the program, and takes away and sends what the program leaves. A block
+has these of all replicas, one replica after the other. Behind the actions come the blocks that end a step:
+the replicas of a device meet, reduce their gradients, update, and gather what they have updated.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ipu_pipeline.engine.schedules.actions import GATHER, HALVES, REDUCE, UPDATE, ActionKind
+from ipu_pipeline.engine.schedules.scenarios import Scenario
+
+__all__ = ["CORES_OF_TRANSFER", "ENDING", "LOAD", "MEET", "SEND", "STORE", "Step", "Task", "make_step"]
+
+CORES_OF_TRANSFER = 1.0  # that a copy keeps busy
+ENDING = (REDUCE, UPDATE, GATHER)  # what ends a step, in this order
+
+# Tasks that are no programs, numbered behind the kinds of these.
+MEET, SEND, LOAD, STORE = range(GATHER + 1, GATHER + 5)
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A part of a step, and when it runs. An action's tasks run once per chunk, others once.
+
+    Attributes:
+      kind: the kind of program, or MEET, SEND, LOAD or STORE.
+      replica: its replica.
+      stage: its stage.
+      cost: how long it takes alone.
+      resource: what it keeps busy; devices are numbered as in `Scenario.ipus_of_replicas`.
+      cores: the number of cores that it keeps busy.
+      num_runs: how often it runs.
+      reads: the tasks whose results it reads, of the same chunk; what ends a step reads the last one's.
+      target: the stage to which it sends.
+      waits: other resources that must be free before it begins, and how long each takes to start it: its
+        host, and for LOAD, what has left before.
+      begins: when it began, by chunk; a list, or an array in lock-step.
+      ends: when it ended, likewise.
+    """
+
+    kind: int
+    replica: int
+    stage: int
+    cost: float
+    resource: int
+    cores: float
+    num_runs: int
+    reads: list[Task] = field(default_factory=list)
+    target: int | None = None
+    waits: tuple[tuple[int, float], ...] = ()
+    begins: Any = field(default_factory=list)
+    ends: Any = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Step:
+    """The tasks of a step.
+
+    Attributes:
+      blocks: by kind and stage, the tasks of an action or of what ends the step, in their order.
+      num_resources: the number of devices, hosts and links.
+      left: in execution phases, by stage, the resource that is busy until what has been stored is there.
+    """
+
+    blocks: list[list[list[Task]]]
+    num_resources: int
+    left: list[int] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Task]:
+        """All tasks."""
+        for of_kind in self.blocks:
+            yield from itertools.chain.from_iterable(of_kind)
+
+    @property
+    def end(self) -> float:
+        """The time when all is done."""
+        return max((task.ends[-1] for task in self if task.ends), default=0.0)
+
+
+def make_step(scenario: Scenario) -> Step:
+    """Makes the tasks of a scenario. None has run."""
+    return _Maker(scenario).step
+
+
+class _Maker:
+    def __init__(self, scenario: Scenario) -> None:
+        costs, cluster, memory = scenario.costs, scenario.cluster, scenario.host_memory
+        stages = range(costs.num_stages)
+        blocks: list[list[list[Task]]] = [[[] for _stage in stages] for _kind in range(GATHER + 1)]
+        self._first_host = cluster.num_replicas * scenario.num_ipus
+        self.step = Step(blocks, self._first_host + cluster.num_processes)
+        self._scenario = scenario
+        self._halved = scenario.halved if scenario.training else frozenset[int]()
+        self._num_chunks = scenario.num_micro_batches // scenario.chunk_size
+        # Of programs, by kind and stage; those of replicas together are added when they are made.
+        self._costs = [[cost * scenario.chunk_size for cost in of_kind] for of_kind in costs.of_actions]
+        self._costs.append([scenario.update(stage) for stage in stages])
+        cores = costs.forward_cores, *[costs.backward_cores] * 3, [1.0] * len(stages)
+        self._cores = [list(of_kind) for of_kind in cores]
+        if scenario.is_fused:
+            self._fuse()
+        # Of each device: the last programs of its stages, and their updates, in all replicas.
+        self._last = {ipu: list[Task]() for ipu in scenario.ipus}
+        self._updates = {ipu: list[Task]() for ipu in scenario.ipus}
+        if memory is not None:
+            self._links = [
+                (self._new_resource(), self._new_resource()) for _ipu in range(scenario.num_ipus)
+            ]
+            self.step.left = [self._new_resource() for _stage in stages]
+            if not memory.phases.keeps_values:  # what any stage leaves counts
+                self.step.left = self.step.left[:1] * len(stages)
+        for replica in range(cluster.num_replicas):
+            self._add_replica(replica)
+        if cluster.num_replicas > 1 and scenario.training:
+            self._join()
+
+    def _new_resource(self) -> int:
+        self.step.num_resources += 1
+        return self.step.num_resources - 1
+
+    def _fuse(self) -> None:
+        """Makes the last stage's forward do what its backward does."""
+        back = HALVES[0] if len(self._costs[0]) - 1 in self._halved else ActionKind.BACKWARD
+        forwards, backwards = self._costs[ActionKind.FORWARD], self._costs[back]
+        cores = self._cores[ActionKind.FORWARD]
+        if together := forwards[-1] + backwards[-1]:  # on average
+            cores[-1] = (forwards[-1] * cores[-1] + backwards[-1] * self._cores[back][-1]) / together
+        forwards[-1], backwards[-1] = together, 0.0
+
+    def _add_replica(self, replica: int) -> None:
+        scenario, costs = self._scenario, self._scenario.costs
+        stages, levels, is_training = range(costs.num_stages), scenario.levels, scenario.training
+        forwards, backs = [], []
+        for stage in stages:
+            halves = HALVES if stage in self._halved else (ActionKind.BACKWARD,)
+            kinds = (ActionKind.FORWARD, *halves) if is_training else (ActionKind.FORWARD,)
+            programs = [self._add_program(kind, replica, stage) for kind in kinds]
+            for before, after in itertools.pairwise(programs):
+                if not (before.cost and after.cost):  # else the order on their device ensures it
+                    after.reads.append(before)
+            forwards.append(programs[0])
+            if is_training:
+                backs.append(programs[1])  # what sends to the stages before
+                self._last[scenario.device_mapping[stage]].append(programs[-1])
+                update = self._add_program(UPDATE, replica, stage)
+                self._updates[scenario.device_mapping[stage]].append(update)
+        for source in stages:
+            first = bisect.bisect_left(levels, levels[source] + 1)
+            for target in range(first, bisect.bisect_right(levels, levels[source] + 1)):
+                self._send(forwards[source], forwards[target])
+                if is_training:
+                    self._send(backs[target], backs[source])
+        # Values may skip stages, over other edges than those between neighbours.
+        for source, target in dict.fromkeys([*costs.transfers, *costs.num_sent_bytes]):
+            if levels[target] - levels[source] > 1:
+                self._send(forwards[source], forwards[target])
+            elif levels[source] - levels[target] > 1 and is_training:
+                self._send(backs[source], backs[target])
+
+    def _add_program(self, kind: int, replica: int, stage: int) -> Task:
+        """Adds a program, and the transfers between host memory and the device around it."""
+        scenario, block = self._scenario, self.step.blocks[kind][stage]
+        cost, memory = self._costs[kind][stage], scenario.host_memory
+        num_runs = 1 if kind in ENDING else self._num_chunks
+        to = away = 0.0
+        if memory is not None:
+            to, away = memory.time_to(kind, stage), memory.time_from(kind, stage)
+        if not (cost or (kind == UPDATE and (to or away))):  # no program: passes on what it reads
+            block.append(task := Task(kind, replica, stage, 0.0, self._new_resource(), 0.0, num_runs))
+            return task
+        device = scenario.ipu_of(replica, scenario.device_mapping[stage])
+        task = Task(kind, replica, stage, cost, device, self._cores[kind][stage], num_runs)
+        process = scenario.cluster.process_of(device) if memory is None else 0
+        wait = self._first_host + process, scenario.costs.host
+        if kind in ENDING and (wait,) in [other.waits for other in block]:
+            wait = wait[0], 0.0  # started with another replica of the process
+        if memory is not None or scenario.costs.host:
+            task.waits = (wait,)
+        if to:
+            load = Task(LOAD, replica, stage, to, self._links[device][0], 0.0, num_runs)
+            load.waits = (wait[0], 0.0), (self.step.left[stage], 0.0)
+            block.append(load)
+            task.reads.append(load)
+        block.append(task)
+        if away:
+            block.append(Task(STORE, replica, stage, away, self._links[device][1], 0.0, num_runs, [task]))
+        return task
+
+    def _send(self, source: Task, target: Task) -> None:
+        """Makes a program read another one's results, over a link if that takes time."""
+        replica, stage = source.replica, source.stage
+        if time := self._scenario.transfer(replica, (stage, target.stage)):
+            link = self._new_resource()
+            send = Task(SEND, replica, stage, time, link, CORES_OF_TRANSFER, source.num_runs, [source])
+            send.target = target.stage
+            self.step.blocks[source.kind][stage].append(send)
+            source = send
+        target.reads.append(source)
+
+    def _join(self) -> None:
+        """Adds what replicas do together, once per device, with its first stage."""
+        scenario, mapping = self._scenario, self._scenario.device_mapping
+        is_sharded = scenario.cluster.shards_optimizer_state
+        for number in (1, 1) if is_sharded else (2, 0):  # half rings to reduce, and to gather
+            self._costs.append([number * scenario.half_ring(ipu) for ipu in mapping])
+            self._cores.append([0.0] * len(mapping))
+        for ipu in scenario.ipus:
+            first = mapping.index(ipu)
+            reductions = self._meet(REDUCE, first, self._last[ipu])
+            for update in self._updates[ipu]:
+                update.reads.append(reductions[update.replica])
+            self._meet(GATHER, first, self._updates[ipu])
+
+    def _meet(self, kind: int, stage: int, reads: list[Task]) -> list[Task]:
+        """Adds programs that begin when all replicas of a device have come this far."""
+        meeting = Task(MEET, 0, stage, 0.0, self._new_resource(), 0.0, 1, reads)
+        self.step.blocks[kind][stage].append(meeting)
+        replicas = range(self._scenario.cluster.num_replicas)
+        programs = [self._add_program(kind, replica, stage) for replica in replicas]
+        for program in programs:
+            program.reads.append(meeting)
+        return programs
