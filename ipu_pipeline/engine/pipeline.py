@@ -43,7 +43,7 @@ from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution import kept
+from ipu_pipeline.engine.execution import kept, op_by_op
 from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import Measured, divide_last, why_not_timed
@@ -65,6 +65,7 @@ from ipu_pipeline.engine.micro_batch_shapes import (
 )
 from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
+from ipu_pipeline.engine.plan.readers.op_by_op import OpByOp, Visit, find_nans
 from ipu_pipeline.engine.planning.choosing import (
     HOST_SECONDS,
     ChunkedStep,
@@ -79,7 +80,6 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import initializing, tracing
 from ipu_pipeline.engine.rehearsing import choose_by_steps
-from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     check_one_process,
@@ -929,6 +929,14 @@ class Pipeline:
         )
         runner.kept = self._kept
         runner.note = "" if lead is None else self._tell_shapes(number)
+        make = self._runner_maker(placement, [placement], number)
+
+        @functools.cache
+        def make_single() -> PlanRunner:
+            first = None if lead is None else lead.make_single()
+            return make(lead=first, other=first)
+
+        runner.make_single = make_single
         return runner
 
     def _tell_shapes(self, number: int) -> str:
@@ -953,23 +961,7 @@ class Pipeline:
             groups = own if lead is None else [home.groups for home in lead.homes]
             homes = list(map(self._place_state, groups))
 
-        # Without the pipeline itself, which the runner is not to hold; see `_follow`.
-        make_runner = functools.partial(
-            PlanRunner,
-            placement,
-            homes,
-            self._programs,
-            self._make_timetable,
-            self.options.donate,
-            self.collecting,
-            self._compiler_options,
-            self.built.accumulator_dtypes,
-            iterated=self._iterated,
-            phases=self.options.execution_phases,
-            shapes=number_of_shapes,
-            joins_assigned=self.options.joins_assigned,
-            has_identical_keys=self._has_identical_keys,
-        )
+        make_runner = self._runner_maker(placement, homes, number_of_shapes)
         first: list[PlanRunner] = []
 
         @functools.cache
@@ -1003,6 +995,27 @@ class Pipeline:
                 lambda: make_runner(dispatch_plan=ONE_BY_ONE, lead=leading, other=leading).like(runner)
             )
         return runner
+
+    def _runner_maker(
+        self, placement: StatePlacement, homes: Sequence[StatePlacement], number_of_shapes: int
+    ) -> Callable[..., PlanRunner]:
+        """What makes a runner by plans. It does not hold the pipeline, see `_follow`."""
+        return functools.partial(
+            PlanRunner,
+            placement,
+            homes,
+            self._programs,
+            self._make_timetable,
+            self.options.donate,
+            self.collecting,
+            self._compiler_options,
+            self.built.accumulator_dtypes,
+            iterated=self._iterated,
+            phases=self.options.execution_phases,
+            shapes=number_of_shapes,
+            joins_assigned=self.options.joins_assigned,
+            has_identical_keys=self._has_identical_keys,
+        )
 
     def _measure(self, runner: PlanRunner, schedule: schedules.SearchedSchedule) -> schedules.Scenario:
         """Measures the stages, and what they hold, for a search."""
@@ -1362,16 +1375,23 @@ class Pipeline:
         may_raise = has_nan_checks or self._has_checks
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
             return self._run_once(state, take, input_leaves, num_micro_batches)
-        replay = Replay(
-            runner,
-            self._find_alike,
-            state,
-            [],
-            input_leaves,
-            self.built.accumulator_dtypes,
-            self._has_identical_keys,
-            has_nan_checks,
-        )
+
+        def replay(elements: Sequence[Any], visit: Callable[[Visit], None] | None = None) -> Progress:
+            """Computes the step op by op."""
+            if leaves is not None:
+                elements = [self.place_element(own) for own in leaves]
+            single: PlanRunner = runner.make_single()
+            accumulators = single.make_accumulators(self.built.accumulator_dtypes)
+            return op_by_op.compute(
+                runner,
+                RunState(state, accumulators),
+                Request(input_leaves, every, limit=every, total=every),
+                list(map(self._resolve, elements)),
+                OpByOp(single.maker.layout, self.collecting.sources, has_nan_checks),
+                visit,
+            )
+
+        every = self.updated_every(num_micro_batches)
         with jax.debug_nans(False), jax.disable_jit(False):
             if is_op_by_op:
                 if self.uses_replicas:
@@ -1379,14 +1399,12 @@ class Pipeline:
                         "jax.disable_jit: stages compute with other replicas, which only run together. "
                         "Leave it out, or debug with num_replicas=1."
                     )
-                number = self.updated_every(num_micro_batches) * self._num_replicas
+                number = every * self._num_replicas
                 taken = gather(take, number, number) if leaves is None else []
-                call = self._make_caller(inputs, int(state.update_count))
-                progress = replay.on(leaves or _leaves_of(taken), call).run()
+                progress = replay(taken, self._make_caller(inputs, int(state.update_count)))
                 self._look_at_checks(progress)
                 self._accumulators = self._placed = None
-                placed = runner.place_state(progress.state.pipeline)
-                return dataclasses.replace(progress, state=RunState(placed, {}))
+                return dataclasses.replace(progress, state=RunState(progress.state.pipeline, {}))
             kept: list[Element] = []
 
             def recording(wanted: int) -> Sequence[Any]:
@@ -1402,7 +1420,7 @@ class Pipeline:
             self._accumulators = self._placed = None
             why = "stages compute with other replicas, so the operation is not looked for"
             if not self.uses_replicas:
-                replay.on(leaves or _leaves_of(kept)).run()
+                replay(kept)
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
 
@@ -1431,12 +1449,6 @@ class Pipeline:
     @property
     def _has_checks(self) -> bool:
         return hands_out_checks(self.traced.enqueued)
-
-    def _find_alike(self, leaves: Sequence[Any]) -> Pipeline:
-        """The pipeline for a micro-batch's shapes, from its leaves."""
-        if self.options.max_shapes == 1:
-            return self
-        return self.for_shapes(self._element_tree.unflatten(leaves))
 
     @property
     def _looks_for_nans(self) -> bool:
@@ -1823,11 +1835,6 @@ def _raise(error: Exception) -> Iterator[Any]:
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
-
-
-def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
-    """The leaves of micro-batches from a feed, or of those that stand for them without one."""
-    return [element.leaves if element else () for element in elements]
 
 
 def _check_targets(traced: TracedPipeline, updates: Updates | None) -> None:
