@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.placing import put
-from ipu_pipeline.engine.replaying import Visit
+from ipu_pipeline.engine.plan.readers.op_by_op import Visit
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.faults import describe_arguments
 from ipu_pipeline.engine.tracing.stage_meshes import in_mesh

@@ -40,7 +40,7 @@ from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.offloading import parse_offload
 from ipu_pipeline.engine.devices.sharding import parse_shard
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution import kept
+from ipu_pipeline.engine.execution import kept, op_by_op
 from ipu_pipeline.engine.execution.comparing import identify_operations
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import why_not_timed
@@ -60,6 +60,7 @@ from ipu_pipeline.engine.micro_batch_shapes import (
 )
 from ipu_pipeline.engine.option_checks import find_unused
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
+from ipu_pipeline.engine.plan.readers.op_by_op import OpByOp, Visit, find_nans
 from ipu_pipeline.engine.planning.choosing import (
     ChunkedStep,
     choose_dispatch_plan,
@@ -72,7 +73,6 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import tracing
 from ipu_pipeline.engine.rehearsing import choose_by_steps
-from ipu_pipeline.engine.replaying import Replay, find_nans
 from ipu_pipeline.engine.searched_timetables import (
     SearchedTimetables,
     Timetables,
@@ -585,6 +585,14 @@ class Pipeline:
         )
         runner.kept = self._kept
         runner.note = "" if lead is None else _describe_number(self, number)
+        make = _runner_maker(self, placement, [placement], number)
+
+        @functools.cache
+        def make_single() -> PlanRunner:
+            first = None if lead is None else lead.make_single()
+            return make(lead=first, other=first)
+
+        runner.make_single = make_single
         return runner
 
     def _make_column_runner(
@@ -604,23 +612,7 @@ class Pipeline:
             groups = own if lead is None else [home.groups for home in lead.homes]
             homes = list(map(self._place_state, groups))
 
-        # Without the pipeline itself, which the runner is not to hold; see `timetable`.
-        make_runner = functools.partial(
-            PlanRunner,
-            placement,
-            homes,
-            self.programs,
-            self.timetable.by_schedule,
-            self.options.donate,
-            self.built.collecting,
-            self._compiler_options,
-            self.built.accumulator_dtypes,
-            iterated=self.iterated,
-            phases=self.options.execution_phases,
-            shapes=number_of_shapes,
-            joins_assigned=self.options.joins_assigned,
-            has_identical_keys=self._has_identical_keys,
-        )
+        make_runner = _runner_maker(self, placement, homes, number_of_shapes)
         first: list[PlanRunner] = []
 
         @functools.cache
@@ -933,18 +925,23 @@ class Pipeline:
 
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
             return run(state)
-        element_tree: Any = jax.tree.structure(self.traced.element)
-        may_vary = self.options.max_shapes > 1
-        replay = Replay(
-            runner,
-            lambda leaves: self.for_shapes(element_tree.unflatten(leaves)) if may_vary else self,
-            state,
-            [],
-            input_leaves,
-            self.built.accumulator_dtypes,
-            self._has_identical_keys,
-            has_nan_checks,
-        )
+        every = self.updated_every(num_micro_batches)
+
+        def replay(elements: Sequence[Any], visit: Callable[[Visit], None] | None = None) -> Progress:
+            """Computes the step op by op."""
+            if leaves is not None:
+                elements = [self.place_element(own) for own in leaves]
+            single: PlanRunner = runner.make_single()
+            accumulators = single.make_accumulators(self.built.accumulator_dtypes)
+            return op_by_op.compute(
+                runner,
+                RunState(state, accumulators),
+                Request(input_leaves, every, limit=every, total=every),
+                list(map(self._shapes.resolve, elements)),
+                OpByOp(single.maker.layout, self.built.collecting.sources, has_nan_checks),
+                visit,
+            )
+
         with jax.debug_nans(False), jax.disable_jit(False):
             if is_op_by_op:
                 if self.traced.uses_replicas:
@@ -952,25 +949,24 @@ class Pipeline:
                         "jax.disable_jit: stages compute with other replicas, which only run together. "
                         "Leave it out, or debug with num_replicas=1."
                     )
-                number = self.updated_every(num_micro_batches) * self._num_replicas
+                number = every * self._num_replicas
                 taken = gather(supply, number, number) if leaves is None else []
                 assert self._surroundings is not None
                 call = StageCaller(
                     self._recipe.functions,
                     self.options.loss,
                     self._surroundings,
-                    element_tree,
+                    jax.tree.structure(self.traced.element),
                     inputs,
                     int(state.update_count),
                     runner.homes[0].groups[0],
                 )
-                progress = replay.on(leaves or _leaves_of(taken), call).run()
+                progress = replay(taken, call)
                 self._between = BetweenSteps()
                 error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
                 if error is not None:
                     raise error
-                placed = runner.place_state(progress.state.pipeline)
-                return dataclasses.replace(progress, state=RunState(placed, {}))
+                return dataclasses.replace(progress, state=RunState(progress.state.pipeline, {}))
             taken = supply.taken = []
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
             progress = run(own)
@@ -981,7 +977,7 @@ class Pipeline:
             self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
             if not self.traced.uses_replicas:
-                replay.on(leaves or _leaves_of(taken)).run()
+                replay(taken)
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
 
@@ -1315,9 +1311,26 @@ def _is_op_by_op() -> bool:
     return bool(config.jax_disable_jit)
 
 
-def _leaves_of(elements: Sequence[Any]) -> list[Sequence[Any]]:
-    """The leaves of micro-batches from a feed, or of those that stand for them without one."""
-    return [element.leaves if element else () for element in elements]
+def _runner_maker(
+    pipeline: Pipeline, placement: StatePlacement, homes: Sequence[StatePlacement], number_of_shapes: int
+) -> Callable[..., PlanRunner]:
+    """What makes a runner by plans. It does not hold the pipeline, see `timetable`."""
+    return functools.partial(
+        PlanRunner,
+        placement,
+        homes,
+        pipeline.programs,
+        pipeline.timetable.by_schedule,
+        pipeline.options.donate,
+        pipeline.built.collecting,
+        pipeline._compiler_options,
+        pipeline.built.accumulator_dtypes,
+        iterated=pipeline.iterated,
+        phases=pipeline.options.execution_phases,
+        shapes=number_of_shapes,
+        joins_assigned=pipeline.options.joins_assigned,
+        has_identical_keys=pipeline._has_identical_keys,
+    )
 
 
 def _check_targets(built: Built) -> None:

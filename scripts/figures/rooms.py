@@ -59,7 +59,7 @@ FLOORS = (
     _beside(
         "engine: roof",
         "engine.option_checks engine.pipeline_options engine.building engine.fingerprints "
-        "engine.hanging engine.replaying engine.calling "
+        "engine.hanging engine.calling "
         "engine.between_steps engine.initial_states engine.step_feeds "
         "engine.micro_batch_shapes engine.rehearsing engine.pipeline engine.loop "
         "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "

@@ -207,7 +207,8 @@ def test_checks_with_replicas_and_chunks():
         pipeline.step(state, batches(1, 1, 1, 1, 1, 4, 1, 1))
 
 
-def test_op_by_op_stages_are_called_with_arrays():
+@pytest.mark.parametrize("options", [{}, {"dispatch_plan": engine.Chunking(2), "offload": ["activations"]}])
+def test_op_by_op_stages_are_called_with_arrays(options):
     seen = []
 
     def looking(p, x, y):
@@ -217,7 +218,7 @@ def test_op_by_op_stages_are_called_with_arrays():
         engine.metric("mean", x.mean())
         return jnp.tanh((x + noise) @ p["w"]), y
 
-    pipeline = make((looking, last), num_micro_batches=2, optimizer=optax.sgd(0.03, momentum=0.9))
+    pipeline = make((looking, last), 2, optimizer=optax.sgd(0.03, momentum=0.9), **options)
     before = start(pipeline)
     with jax.disable_jit():
         state, outputs = pipeline.step(before, batches(1, 2))

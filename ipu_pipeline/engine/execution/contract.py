@@ -103,11 +103,13 @@ class Runner(abc.ABC, Generic[PendingT]):
       note: what is told about its programs while they compile.
       of_shapes: the runners of the pipeline, by the number of the shapes of micro-batches; all have this
         list.
+      make_single: returns the runner by plans for the same shapes whose programs handle one micro-batch.
     """
 
     kept: KeptPrograms | None = None
     shapes: int = 0
     note: str = ""
+    make_single: Callable[[], Any]
 
     def __init__(
         self,

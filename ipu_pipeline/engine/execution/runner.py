@@ -71,7 +71,7 @@ from ipu_pipeline.engine.tracing.keys import as_int32, key_aval
 from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 
-__all__ = ["PlanRunner"]
+__all__ = ["PendingPlan", "PlanRunner", "Ready", "check_alike"]
 
 _MAX_PLANS = 8  # that are kept, where the number of micro-batches is only known when the pipeline runs
 
@@ -82,6 +82,7 @@ class Ready:
 
     plan: Plan
     blocks: list[list[Linked]]
+    is_watched: bool = True  # whether a watcher hears of it
 
 
 @dataclass(eq=False)
@@ -105,7 +106,6 @@ class PlanRunner(Runner[PendingPlan]):
       linker: finds the functions of plans.
       cursor: where the last step is that was begun; None before the first one.
       held: measures what stages hold, by replica; empty if nobody asks.
-      make_single: returns the runner for the same shapes whose programs handle one micro-batch each.
       joins_assigned: whether variables that stages assign are the same in all replicas after an update.
       has_identical_keys: whether all replicas draw the same random numbers as a single one would.
     """
@@ -399,7 +399,7 @@ class PlanRunner(Runner[PendingPlan]):
         registers += [None] * (len(plan.names) - len(registers))
         if self.placement.has_peers:
             self.placement.begin_step()
-        keys = self._fold(state.pipeline.key)
+        keys = self.fold(state.pipeline.key)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         sums: dict[int, list[Any]] = {}
         for register, value in plan.given.items():
@@ -460,7 +460,7 @@ class PlanRunner(Runner[PendingPlan]):
         count = pipeline.execution_count if key is ValueKind.EXECUTION_COUNT else pipeline.update_count
         return put([as_int32(count)], group)[0]
 
-    def _fold(self, key: Any) -> list[Any]:
+    def fold(self, key: Any) -> list[Any]:
         """The key of each replica. The last ones are remembered: steps use the same."""
         if self.num_replicas == 1 or self.has_identical_keys:
             return [key] * self.num_replicas
@@ -608,7 +608,7 @@ class PlanRunner(Runner[PendingPlan]):
     def _watched(self, ready: Ready, cursor: Cursor) -> list[list[Linked]]:
         """The blocks of a plan, of which a watcher hears, if there is one."""
         watcher = watching.current()
-        if watcher is None:
+        if watcher is None or not ready.is_watched:
             return ready.blocks
         return watched(ready.plan, ready.blocks, watcher, self._lead, cursor)
 
@@ -746,14 +746,20 @@ class PlanRunner(Runner[PendingPlan]):
 def _take_alike(take: Take, number: int, num_replicas: int) -> Sequence[Any]:
     """Takes a micro-batch of each replica, which must have the same shapes; `number`: its number."""
     elements = gather(take, num_replicas, num_replicas)
-    if len(set(map(shapes_of, elements))) > 1:
+    check_alike(list(map(shapes_of, elements)), number)
+    return elements
+
+
+def check_alike(shapes: Sequence[Any], number: int) -> None:
+    """Raises if the replicas' micro-batches of some number have different shapes."""
+    num_replicas = len(shapes)
+    if len(set(shapes)) > 1:
         raise ValueError(
             f"Micro-batches {number * num_replicas} to {(number + 1) * num_replicas - 1} of a step go to "
             f"the {num_replicas} replicas at the same time, so they must have the same shapes; they have "
             f"different ones. Group the data so that {num_replicas} in a row are alike "
             f"(datasets.Buckets does, with in_a_row={num_replicas})."
         )
-    return elements
 
 
 def _of_each(

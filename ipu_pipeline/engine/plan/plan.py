@@ -9,11 +9,11 @@
     making                              blocks along the schedule
             |  registers                numbers, and when each register is free
             v
-          Plan  ->  readers             run, compile, watch, memory, times, describe
+          Plan  ->  readers             run, compile, watch, op by op, memory, times, describe
 
 Before they are numbered, instructions read and write `Value`s, which are names; behind that, numbers of
 registers. A register is free behind the last instruction that uses it: nothing else says how long an array
-lives.
+lives. Where all is on one device, its code becomes one program (`readers.in_trace`).
 """
 
 from __future__ import annotations

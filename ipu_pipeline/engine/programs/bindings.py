@@ -31,7 +31,6 @@ class BindingKind(enum.Enum):
     RESIDUAL = enum.auto()  # the stage, and the number there
     COTANGENT = enum.auto()  # the Source that it is a cotangent of, and the stage that sends it
     ENQUEUED = enum.auto()  # the number of the leaf
-    STORED = enum.auto()  # the stage, and the Source: a value in host memory for that stage's backward
 
 
 class Binding(NamedTuple):

@@ -8,9 +8,9 @@ one gradient per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
@@ -35,16 +35,6 @@ class AccumulatorPlan:
     # (stage, full name of a variable) -> the key of what that stage's programs accumulate into
     keys: Mapping[tuple[int, str], str]
     extra: Mapping[str, Accumulator]  # the accumulators besides the owners', whose keys are the full names
-
-    def merge(
-        self, accumulators: Mapping[str, Any], add: Callable[[Accumulator, Any, Any], Any]
-    ) -> dict[str, Any]:
-        """Merges the accumulators into one per variable."""
-        merged = {key: value for key, value in accumulators.items() if key not in self.extra}
-        for key, accumulator in self.extra.items():
-            name = accumulator.variable
-            merged[name] = add(accumulator, merged[name], accumulators[key])
-        return merged
 
 
 def variable_of(key: str) -> str:

@@ -216,9 +216,10 @@ def test_one_of_the_two_is_shared_out(shard):
 
 
 @pytest.mark.thorough
-def test_replicas_op_by_op():
+@pytest.mark.parametrize("options", [{}, {"shard": ["weights"], "offload": ["weights"]}])
+def test_replicas_op_by_op(options):
     """With random numbers and assigned variables, too."""
-    pipeline = make(noisy_stages(), 2)
+    pipeline = make(noisy_stages(), 2, **options)
     state, step = begun(pipeline, 2)
     expected, wanted = pipeline.step(state, step)
     with jax.disable_jit():

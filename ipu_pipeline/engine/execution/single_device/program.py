@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.devices.offloading import load, store
+from ipu_pipeline.engine.devices.offloading import load
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution.single_device.micro_batches import Environment, MicroBatches
 from ipu_pipeline.engine.execution.single_device.state import (
     BlockKind,
     Carry,
@@ -29,13 +28,13 @@ from ipu_pipeline.engine.execution.single_device.state import (
     Position,
     Totals,
 )
+from ipu_pipeline.engine.plan.readers.in_trace import Environment, TracedCode
 from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.tracing.traced import Source
 from ipu_pipeline.engine.updates.cutting import UpdateProgram
-from ipu_pipeline.engine.updates.environment import UpdateCounts, UpdateEnvironment
-from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
+from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
 __all__ = ["BlockProgram"]
 
@@ -44,7 +43,7 @@ __all__ = ["BlockProgram"]
 class BlockProgram:
     """The functions that a block's runner compiles."""
 
-    micro_batches: MicroBatches  # forwards and backwards
+    code: TracedCode  # of micro-batches and weight updates
     collecting: Collecting  # which outputs of the last stage are wanted
     num_serialized: int = 1  # micro-batches that each stage handles before the next one starts
     # in a loop, the values that are the first leaves of the next micro-batch. None: a pipeline, whose
@@ -56,7 +55,7 @@ class BlockProgram:
     @property
     def placement(self) -> StatePlacement:
         """Where state lies."""
-        return self.micro_batches.placement
+        return self.code.placement
 
     @functools.cached_property
     def update(self) -> UpdateProgram | None:
@@ -113,7 +112,7 @@ class BlockProgram:
             run = functools.partial(self._run_micro_batches, given, position, scale)
             carry = jax.lax.fori_loop(0, turns, lambda _turn, carry: run(carry), carry)
             if self.update is not None:
-                carry = self._update(self.update, position, carry)
+                carry = self._update(position, carry)
             if kind.num_updates:
                 carry = _end_update(carry)
             return dataclasses.replace(carry, accumulated=zero)
@@ -133,7 +132,7 @@ class BlockProgram:
                 carry = jax.lax.fori_loop(
                     0,
                     num_turns,
-                    lambda _turn, carry: self._update(self.update, position, carry),
+                    lambda _turn, carry: self._update(position, carry),
                     carry,
                 )
             if kind.num_updates:
@@ -191,7 +190,7 @@ class BlockProgram:
             fed = [jax.lax.dynamic_index_in_dim(leaf, carry.done, 0, False) for leaf in given.feed]
         else:
             fed = [jax.lax.dynamic_slice_in_dim(leaf, carry.done, size) for leaf in given.feed]
-        found = self.micro_batches.run(
+        found = self.code.run(
             self._make_environment(
                 {**given.variables, **carry.variables},
                 carry.totals.accumulators,
@@ -203,7 +202,7 @@ class BlockProgram:
         )
 
         def find(source: Source) -> Any:
-            return self.micro_batches.find(found, source, size)
+            return self.code.find(found, source, size)
 
         def last(source: Source) -> Any:
             return find(source) if size == 1 else find(source)[-1]
@@ -247,7 +246,7 @@ class BlockProgram:
         inputs: Sequence[Any],
         element: Sequence[Any],
     ) -> Environment:
-        """Makes what `MicroBatches.run` takes; `scalars` are in the order of `_SCALARS`."""
+        """Makes what `TracedCode.run` takes; `scalars` are in the order of `_SCALARS`."""
         known = {Binding(BindingKind.VARIABLE, name): value for name, value in variables.items()}
         known |= {Binding(BindingKind.ACCUMULATOR, key): value for key, value in accumulators.items()}
         known |= {
@@ -260,40 +259,41 @@ class BlockProgram:
         }
         return known
 
-    def _update(self, program: UpdateProgram, position: Position, carry: Carry) -> Carry:
-        placement = self.placement
-        group, plan = placement.groups[0], placement.accumulator_plan
-        accumulators = carry.totals.accumulators
-        if placement.offloads_accumulators:
-            accumulators = {key: load(value, group) for key, value in accumulators.items()}
-        merged = plan.merge(accumulators, lambda _accumulator, total, part: total + part)
+    def _update(self, position: Position, carry: Carry) -> Carry:
+        accumulators = dict(carry.totals.accumulators)
+        variables, state_leaves = dict(carry.variables), list(carry.state_leaves)
         before = position.updates + (position.accumulated + carry.done) // position.every - 1
-        environment = UpdateEnvironment(
-            carry.variables,
-            merged,
-            carry.state_leaves,
-            carry.latest,
-            UpdateCounts(position.every, before),
-        )
 
-        def read(value: UpdateValue) -> Any:
-            is_away = placement.is_offloaded(value) and value.kind != UpdateKind.GRADIENT
-            return load(environment[value], group) if is_away else environment[value]
+        def given(what: Any) -> Any:
+            if isinstance(what, Binding):
+                is_gradient = what.kind is BindingKind.ACCUMULATOR
+                return (carry.totals.accumulators if is_gradient else carry.variables)[what.key]
+            if isinstance(what, int):
+                return carry.latest[what]
+            if what.kind == UpdateKind.STATE:
+                return carry.state_leaves[what.key]
+            return position.every if what.kind == UpdateKind.COUNT else before
 
-        results = program.function(*map(read, program.arguments))
-        for value, result in zip(program.results, results, strict=True):
-            environment[value] = store(result, group) if placement.is_offloaded(value) else result
-        zeros = {key: jnp.zeros_like(accumulators[key]) for key in plan.extra}
-        if placement.offloads_accumulators:
-            zeros = {key: store(value, group) for key, value in zeros.items()}
+        enqueued: dict[int, Any] = {}
+        of_kinds: dict[str, Any] = {
+            UpdateKind.PARAMETER: variables,
+            UpdateKind.GRADIENT: accumulators,
+            UpdateKind.STATE: state_leaves,
+            UpdateKind.ENQUEUED: enqueued,
+        }
+        for what, value in self.code.update(accumulators, self.read, given).items():
+            if isinstance(what, str):
+                accumulators[what] = value
+            else:
+                of_kinds[what.kind][what.key] = value
         return dataclasses.replace(
             carry,
-            totals=dataclasses.replace(carry.totals, accumulators={**environment.accumulators, **zeros}),
-            variables={**carry.variables, **environment.variables},
-            state_leaves=environment.state_leaves,
+            totals=dataclasses.replace(carry.totals, accumulators=accumulators),
+            variables=variables,
+            state_leaves=state_leaves,
             updated=_write(
                 carry.updated,
-                [jnp.expand_dims(environment.enqueued[leaf], 0) for leaf in range(len(carry.updated))],
+                [jnp.expand_dims(enqueued[leaf], 0) for leaf in range(len(carry.updated))],
                 carry.num_kept,
             ),
         )
@@ -322,8 +322,8 @@ class BlockProgram:
         places, values = list(environment), list(environment.values())
 
         def outputs(values: list[Any]) -> list[Any]:
-            found = self.micro_batches.run(dict(zip(places, values, strict=True)))
-            return [self.micro_batches.find(found, source) for source in traced.outputs]
+            found = self.code.run(dict(zip(places, values, strict=True)))
+            return [self.code.find(found, source) for source in traced.outputs]
 
         flat = jaxprs.flatten(jax.make_jaxpr(outputs)(values))
         program = jaxprs.extract(flat, flat.outputs)  # prints and the like run with the block

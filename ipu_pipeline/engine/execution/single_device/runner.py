@@ -29,10 +29,10 @@ from ipu_pipeline.engine.devices.state_placement import NO_LOSS_SCALE, StatePlac
 from ipu_pipeline.engine.execution.compiling import note_temporaries
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.kept import identify, jit_zeros, text_of
-from ipu_pipeline.engine.execution.single_device.micro_batches import MicroBatches
 from ipu_pipeline.engine.execution.single_device.program import BlockProgram
 from ipu_pipeline.engine.execution.single_device.state import BlockKind, Given, Left, Position, Totals
 from ipu_pipeline.engine.execution.watched import watched_take
+from ipu_pipeline.engine.plan.readers.in_trace import TracedCode
 from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.collecting import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
@@ -123,7 +123,7 @@ class BlockRunner(Runner[PendingBlock]):
         self._has_fixed_room = has_fixed_room
         self._options = dict(options or {})
         self.program = BlockProgram(
-            MicroBatches(placement, self.programs),
+            TracedCode(placement, self.programs),
             collecting,
             num_serialized,
             None if iterated is None else iterated.carried,
