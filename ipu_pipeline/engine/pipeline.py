@@ -585,7 +585,9 @@ class Pipeline:
         )
         runner.kept = self._kept
         runner.note = "" if lead is None else _describe_number(self, number)
-        make = _runner_maker(self, placement, [placement], number)
+        make = _runner_maker(
+            self, placement, [placement], number, self._compiler_options, self._has_identical_keys
+        )
 
         @functools.cache
         def make_single() -> PlanRunner:
@@ -612,7 +614,9 @@ class Pipeline:
             groups = own if lead is None else [home.groups for home in lead.homes]
             homes = list(map(self._place_state, groups))
 
-        make_runner = _runner_maker(self, placement, homes, number_of_shapes)
+        make_runner = _runner_maker(
+            self, placement, homes, number_of_shapes, self._compiler_options, self._has_identical_keys
+        )
         first: list[PlanRunner] = []
 
         @functools.cache
@@ -1312,7 +1316,12 @@ def _is_op_by_op() -> bool:
 
 
 def _runner_maker(
-    pipeline: Pipeline, placement: StatePlacement, homes: Sequence[StatePlacement], number_of_shapes: int
+    pipeline: Pipeline,
+    placement: StatePlacement,
+    homes: Sequence[StatePlacement],
+    number_of_shapes: int,
+    options: CompilerOptions,
+    has_identical_keys: bool,
 ) -> Callable[..., PlanRunner]:
     """What makes a runner by plans. It does not hold the pipeline, see `timetable`."""
     return functools.partial(
@@ -1323,13 +1332,13 @@ def _runner_maker(
         pipeline.timetable.by_schedule,
         pipeline.options.donate,
         pipeline.built.collecting,
-        pipeline._compiler_options,
+        options,
         pipeline.built.accumulator_dtypes,
         iterated=pipeline.iterated,
         phases=pipeline.options.execution_phases,
         shapes=number_of_shapes,
         joins_assigned=pipeline.options.joins_assigned,
-        has_identical_keys=pipeline._has_identical_keys,
+        has_identical_keys=has_identical_keys,
     )
 
 
