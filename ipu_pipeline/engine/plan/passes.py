@@ -320,10 +320,13 @@ def wait_for_updates(code: Sequence[Instruction]) -> list[Instruction]:
 def _note(code: Iterable[Instruction], micro_batch: int) -> Instruction:
     """Notes the last program on each IPU, and what goes to host memory: devices work in order."""
     made: dict[Any, tuple[Value, ...]] = {}
+    stored = set[Value]()  # is on the devices no longer than its copy takes
     for one in code:
         if one.op in (Op.RUN, Op.STORE):
             made[one.group if one.op is Op.RUN else one.writes] = one.writes
-    values = tuple(dict.fromkeys(value for values in made.values() for value in values))
+        if one.op is Op.STORE:
+            stored.update(one.reads)
+    values = dict.fromkeys(value for values in made.values() for value in values if value not in stored)
     return Instruction(Op.COLLECT, (UNDERWAY, *values), (), None, micro_batch=micro_batch)
 
 
