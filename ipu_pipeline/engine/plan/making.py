@@ -271,8 +271,6 @@ class Maker:
         order: Sequence[Action],
         count: int,
         is_full: bool = True,
-        makers: Sequence[Maker] | None = None,
-        first: int = 0,
     ) -> Plan:
         """The plan of a step.
 
@@ -281,37 +279,30 @@ class Maker:
           count: the micro-batches of the step, or chunks of them.
           is_full: whether a weight update follows, or would in training; False in a loop that has not
             accumulated enough.
-          makers: by micro-batch, who has the code for its shapes; None: all have those of this one.
-          first: the number of the first micro-batch; those before are complete.
         """
-        makers = [self] * count if makers is None else makers
         ending = self._lead.find_ending(is_full)
-        laid = Laid(maker.before for maker in dict.fromkeys(makers[first:]))
-        fed, now, done = (
-            set[int](),
-            (0, None),
-            list[Key](),
-        )  # the programs of the execution phase that runs now
+        laid, fed, now = Laid([self.before]), set[int](), (0, None)
+        done: list[Key] = []  # the programs of the execution phase that runs now
         for kind, stage, micro_batch in order:
-            key, maker = (kind, stage), makers[micro_batch]
-            block = maker.blocks.get(key)
-            if block is None or micro_batch < first:
+            key = kind, stage
+            block = self.blocks.get(key)
+            if block is None:
                 continue  # there is nothing to compute
             if micro_batch not in fed:  # while the previous phase still runs
                 fed.add(micro_batch)
-                laid.add(maker.feed, micro_batch)
+                laid.add(self.feed, micro_batch)
             if self._limits_phases:
-                if done and now != (micro_batch, maker.phase_of(key)):
+                if done and now != (micro_batch, self.phase_of(key)):
                     laid.add(self._end_phase(tuple(done)), now[0])
                     done = []
-                now = micro_batch, maker.phase_of(key)
+                now = micro_batch, self.phase_of(key)
                 done.append(key)
             laid.add(block, micro_batch)
-            if key == maker.last_key:
-                if micro_batch == 0 and maker.first_block is not None:
-                    laid.add(maker.first_block, 0)
-                if micro_batch == count - 1 and maker.last_block is not None:
-                    laid.add(maker.last_block, micro_batch)
+            if key == self.last_key:
+                if micro_batch == 0 and self.first_block is not None:
+                    laid.add(self.first_block, 0)
+                if micro_batch == count - 1 and self.last_block is not None:
+                    laid.add(self.last_block, micro_batch)
         if done:
             laid.add(self._end_phase(tuple(done)), now[0])
         self._add_joins(laid, ending)
