@@ -16,11 +16,12 @@ import pytest
 
 from ipu_pipeline import engine, reports
 from ipu_pipeline.data.buckets import Buckets
-from ipu_pipeline.engine import schedules
+from ipu_pipeline.engine import schedules, watching
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
 from tests.support import beside, models
 from tests.support.compilations import compilations
+from tests.support.watchers import Watcher
 
 NUM_TOKENS, WIDTH = 11, 6
 
@@ -405,3 +406,26 @@ def test_live_bytes_of_several_shapes():
         of_shapes = pipeline.for_shapes(step[-1])
         planned = [stage.num_live_bytes for stage in plan_memory(of_shapes)]
         assert live_bytes.peaks == planned
+
+
+def test_a_step_goes_on_while_its_micro_batches_are_made():
+    """Programs start as soon as their micro-batch is there, and a watcher hears of all of them."""
+    pipeline, launches = make(dispatch_plan=engine.Chunking()), []
+
+    class Noting(Watcher):
+        def run(self, launch, function, arguments):
+            launches.append(launch.step)
+            return function(*arguments)
+
+    def make_step():
+        for micro_batch in texts(4, 4, 5, 4):
+            started.append(len(launches))
+            yield micro_batch
+
+    state = start(pipeline)
+    with watching.watching(Noting()):
+        for _step in range(2):
+            started = []
+            state, _outputs = pipeline.step(state, make_step())
+            assert started == sorted(set(started))
+    assert launches.count(0) == launches.count(1)

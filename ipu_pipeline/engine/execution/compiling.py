@@ -211,8 +211,10 @@ def compile_ahead(
             if program not in started and not program.is_compiled and group.is_here:
                 install = functools.partial(setattr, program, "function")
                 is_joint = program.kind is not None and group.num_replicas > 1
+                # Programs between others take values of several shapes, an executable does not.
+                is_fixed = bool(program.binds) and not is_joint
                 started[program] = compiler.start(
-                    program.jitted, arguments, group, program.options, None if is_joint else install
+                    program.jitted, arguments, group, program.options, install if is_fixed else None
                 )
             is_chosen = program.kind is not None and isinstance(program.shardings, list)
             if is_chosen and (compiled := started.get(program)) is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -45,10 +45,11 @@ from ipu_pipeline.engine.execution.measured_costs import (
     time_updates,
 )
 from ipu_pipeline.engine.execution.outputs import Left, gather_outputs, join_collected, join_handed
+from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.making import FEED, NUMBERS, Maker, Recipe
 from ipu_pipeline.engine.plan.passes import UNDERWAY
-from ipu_pipeline.engine.plan.plan import ALL, Plan, Value
+from ipu_pipeline.engine.plan.plan import ALL, Numbered, Plan, Value
 from ipu_pipeline.engine.plan.programs import Programs, first_replica
 from ipu_pipeline.engine.plan.readers.memory import Sizes, Step, find_brought, find_host_memory
 from ipu_pipeline.engine.plan.readers.run import Cursor, Linked, Linker, Numbers, Underway, run
@@ -83,6 +84,10 @@ class Ready:
     plan: Plan
     blocks: list[list[Linked]]
     is_watched: bool = True  # whether a watcher hears of it
+
+    def numbered(self) -> Iterator[tuple[Numbered, int]]:
+        """Its blocks over registers, each with the number of its micro-batch."""
+        return zip(self.plan.blocks, self.plan.micro_batches, strict=True)
 
 
 @dataclass(eq=False)
@@ -290,14 +295,16 @@ class PlanRunner(Runner[PendingPlan]):
         """The plan of one micro-batch or chunk, in the order of its programs, and of an update."""
         return self.maker.make([Action(kind, stage, 0) for kind, stage in self.maker.code], 1)
 
-    def _find(self, num_chunks: int, is_full: bool = True) -> Ready:
+    def find(self, num_chunks: int, is_full: bool = True) -> Ready:
+        """The plan of `find_plan`, ready to be run; the last ones are kept."""
         key = num_chunks, is_full
-        if key not in self._ready:
-            if len(self._ready) == _MAX_PLANS:
-                del self._ready[next(iter(self._ready))]
+        ready = self._ready.get(key)
+        if ready is None:
+            if len(self._ready) >= _MAX_PLANS:
+                self._ready.pop(next(iter(self._ready), None), None)
             plan = self.find_plan(num_chunks, is_full)
-            self._ready[key] = Ready(plan, self.linker.link(plan))
-        return self._ready[key]
+            ready = self._ready[key] = Ready(plan, self.linker.link(plan))
+        return ready
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of a step, and of its weight update."""
@@ -394,7 +401,7 @@ class PlanRunner(Runner[PendingPlan]):
 
     # What registers hold before a step.
 
-    def _fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
+    def fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
         """Fills the registers that are given, but for those that are filled already."""
         registers += [None] * (len(plan.names) - len(registers))
         if self.placement.has_peers:
@@ -526,53 +533,74 @@ class PlanRunner(Runner[PendingPlan]):
         size, count = self._chunk.size, request.every
         takes = self.dealer.take_everywhere(supply.alike(self.shapes), count)
         nexts = _of_each(ReplicaFeed.feed_from, self.feeds, takes)
-        if done == 0:
-            ready = self._find(count // size)
-        else:
-            assert done % size == 0
-            order = self._make_timetable(count // size).order
-            plan = self.maker.make(order, count // size, first=done // size)
-            ready = Ready(plan, self.linker.link(plan))
+        assert done % size == 0
+        ready, first = self.find(count // size), done // size
+        plan, begin = ready.plan, 0
         cursor = self.begin(ready, state, request, nexts, registers)
+        blocks = self.seen(ready, cursor, registers)
+        if first:
+            pairs = zip(blocks, plan.micro_batches, strict=True)
+            blocks = [own if number == ALL or number >= first else [] for own, number in pairs]
+            begin = _run_before(plan, blocks, registers)
         try:
-            self.run_kept(ready, registers, cursor, is_begun=done > 0)
+            run(cursor.over(blocks, begin, plan.num_kept), registers)
         except OtherShapes:
             place = cursor.place
-            end = ready.plan.micro_batches[place]
+            end = plan.micro_batches[place]
             # Those that have begun are completed.
-            for number in range(place, ready.plan.num_kept):
-                if 0 <= ready.plan.micro_batches[number] < end:
-                    run(cursor.over(ready.blocks, number, number + 1), registers)
+            for number in range(place, plan.num_kept):
+                if 0 <= plan.micro_batches[number] < end:
+                    run(cursor.over(blocks, number, number + 1), registers)
             return ready, end * size
         return ready, count
 
     def _run_mixed(
         self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
     ) -> Ready:
-        """Runs the micro-batches of a step that are left, whose shapes may differ."""
-        count, number = request.every, self.num_replicas
-        groups = [_take_alike(supply, place, number) for place in range(done, count)]
-        runners = [self.of_shapes[shapes_of(elements[0])].make_single() for elements in groups]
-        for runner in dict.fromkeys(runners):
+        """Runs the micro-batches of a step that are left, whose shapes may differ.
+
+        The plans of all shapes have the same order, and the same frames for micro-batches. So a micro-batch
+        is run by the blocks that the plan of its shapes has for it.
+        """
+        own: PlanRunner = self.make_single()
+        number = self.num_replicas
+        placed: list[Sequence[Any]] = [()] * number
+        nexts = [functools.partial(placed.__getitem__, replica) for replica in range(number)]
+        ready = own.find(request.every)
+        cursor, plan = own.begin(ready, state, request, nexts, registers), ready.plan
+        blocks = list(own.seen(ready, cursor, registers))
+        take = watched_take(supply, cursor.step, done)
+        of_runners: dict[PlanRunner, Mapping[Any, Any]] = {}
+        of_micro_batches: dict[int, Mapping[Any, Any]] = {}
+
+        def begin(runner: PlanRunner) -> Mapping[Any, Any]:
+            """Begins what runs micro-batches of some shapes. Returns its blocks by name and number."""
             runner.compile(state, request)
-        own = self.make_single()
-        makers = [own.maker] * done + [runner.maker for runner in runners]
-        order = self._make_timetable(count).order
-        plan = own.maker.make(order, count, makers=makers, first=done)
-        ready = Ready(plan, self.linker.link(plan))
-        placed: dict[int, list[Sequence[Any]]] = {}
-        counts = [0] * number
+            found = runner.find(request.every)
+            runner.fill(found.plan, registers, state, request)
+            seen = runner.seen(found, cursor, registers)
+            _run_before(found.plan, seen, registers)
+            # The watcher has heard of the wait for the feed when a micro-batch's shapes are known.
+            pairs = zip(found.numbered(), seen, found.blocks, strict=True)
+            return {
+                (numbered.block.name, n): unseen if numbered.block.name == "feed" else block
+                for (numbered, n), block, unseen in pairs
+            }
 
-        def take(replica: int) -> Sequence[Any]:
-            place = counts[replica]
-            counts[replica] += 1
-            if place not in placed:
-                placed[place] = runners[place].dealer.place_alone(groups[place])
-            return placed[place][replica]
-
-        nexts = [functools.partial(take, replica) for replica in range(number)]
-        cursor = own.begin(ready, state, request, nexts, registers)
-        own.run_kept(ready, registers, cursor, is_begun=done > 0)
+        for place in range(plan.num_kept):
+            chunk, name = plan.micro_batches[place], plan.blocks[place].block.name
+            if place == 0 or 0 <= chunk < done:
+                continue  # shapes have each their own first block
+            if chunk != ALL:
+                if chunk not in of_micro_batches:
+                    elements = _take_alike(take, chunk, number)
+                    runner = self.of_shapes[shapes_of(elements[0])].make_single()
+                    if runner not in of_runners:
+                        of_runners[runner] = begin(runner)
+                    placed[:] = runner.dealer.place_alone(elements)
+                    of_micro_batches[chunk] = of_runners[runner]
+                blocks[place] = of_micro_batches[chunk][name, chunk]
+            run(cursor.over(blocks, place, place + 1), registers)
         return ready
 
     def begin(
@@ -584,7 +612,7 @@ class PlanRunner(Runner[PendingPlan]):
         registers: list[Any],
     ) -> Cursor:
         """Fills registers. `nexts` give the micro-batches of each replica, on its devices."""
-        self._fill(ready.plan, registers, state, request)
+        self.fill(ready.plan, registers, state, request)
         for register, value in ready.plan.given.items():
             if value.what == FEED:
                 registers[register] = nexts[value.replica]
@@ -593,17 +621,17 @@ class PlanRunner(Runner[PendingPlan]):
         self._lead.cursor = self.linker.cursor = cursor
         return cursor
 
-    def run_kept(self, ready: Ready, registers: list[Any], cursor: Cursor, is_begun: bool = False) -> None:
-        """Runs what leaves the state as it is. `is_begun`: another plan has run a part of it."""
-        blocks, begin, plan = self._watched(ready, cursor), 0, ready.plan
+    def run_kept(self, ready: Ready, registers: list[Any], cursor: Cursor) -> None:
+        """Runs what leaves the state as it is."""
+        blocks = self.seen(ready, cursor, registers)
+        run(cursor.over(blocks, 0, ready.plan.num_kept), registers)
+
+    def seen(self, ready: Ready, cursor: Cursor, registers: list[Any]) -> list[list[Linked]]:
+        """The blocks of a plan, of which a watcher hears, and behind which is measured what is held."""
+        blocks = self._watched(ready, cursor)
         if self._lead.held:
-            blocks = observed(plan, blocks, self._lead.held, self.maker.registers, registers)
-        while is_begun and plan.micro_batches[begin] == ALL:
-            # Parts of the state are there already, but for those that only programs for other shapes read.
-            left = [one for one in blocks[begin] if any(registers[number] is None for number in one[2])]
-            run(iter([left]), registers)
-            begin += 1
-        run(cursor.over(blocks, begin, plan.num_kept), registers)
+            blocks = observed(ready.plan, blocks, self._lead.held, self.maker.registers, registers)
+        return blocks
 
     def _watched(self, ready: Ready, cursor: Cursor) -> list[list[Linked]]:
         """The blocks of a plan, of which a watcher hears, if there is one."""
@@ -617,7 +645,7 @@ class PlanRunner(Runner[PendingPlan]):
         request, registers, ready = pending.request, pending.registers, pending.ready
         is_full = state.num_accumulated + pending.count == request.every
         if ready is None:
-            ready = self._find(1, is_full)
+            ready = self.find(1, is_full)
             nexts = [
                 feed.feed_iteration(elements, request.of_replica(replica))
                 for replica, (feed, elements) in enumerate(zip(self.feeds, pending.elements, strict=True))
@@ -700,7 +728,7 @@ class PlanRunner(Runner[PendingPlan]):
         if self.num_replicas == 1:
             return state
         plan, registers, pipeline = self.maker.make_joins(), list[Any](), state.pipeline
-        self._fill(plan, registers, state, Request((), 1, 1, 1))
+        self.fill(plan, registers, state, Request((), 1, 1, 1))
         cursor = Cursor(plan, int(as_int32(pipeline.execution_count)), 0, 1)
         self.linker.cursor = cursor
         run(cursor.over(self.linker.link(plan), 0, len(plan.blocks)), registers)
@@ -741,6 +769,16 @@ class PlanRunner(Runner[PendingPlan]):
         layout, maker = self.maker.layout, self.maker
         sizes = Sizes(layout, self.programs, self.chunk_size, self.residual_bytes, dict(maker.dtypes))
         return Step(self.find_plan(count), layout, self._phases, sizes)
+
+
+def _run_before(plan: Plan, blocks: Sequence[Sequence[Linked]], registers: list[Any]) -> int:
+    """Runs what comes first, unless it is there, or was made for other shapes. Returns its end."""
+    place = 0
+    while plan.micro_batches[place] == ALL:
+        left = [one for one in blocks[place] if any(registers[number] is None for number in one[2])]
+        run(iter([left]), registers)
+        place += 1
+    return place
 
 
 def _take_alike(take: Take, number: int, num_replicas: int) -> Sequence[Any]:

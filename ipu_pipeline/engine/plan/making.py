@@ -272,7 +272,6 @@ class Maker:
         count: int,
         is_full: bool = True,
         makers: Sequence[Maker] | None = None,
-        first: int = 0,
     ) -> Plan:
         """The plan of a step.
 
@@ -282,20 +281,16 @@ class Maker:
           is_full: whether a weight update follows, or would in training; False in a loop that has not
             accumulated enough.
           makers: by micro-batch, who has the code for its shapes; None: all have those of this one.
-          first: the number of the first micro-batch; those before are complete.
         """
         makers = [self] * count if makers is None else makers
         ending = self._lead.find_ending(is_full)
-        laid = Laid(maker.before for maker in dict.fromkeys(makers[first:]))
-        fed, now, done = (
-            set[int](),
-            (0, None),
-            list[Key](),
-        )  # the programs of the execution phase that runs now
+        fed, now = set[int](), (0, None)
+        laid = Laid(maker.before for maker in dict.fromkeys(makers))
+        done: list[Key] = []  # the programs of the execution phase that runs now
         for kind, stage, micro_batch in order:
             key, maker = (kind, stage), makers[micro_batch]
             block = maker.blocks.get(key)
-            if block is None or micro_batch < first:
+            if block is None:
                 continue  # there is nothing to compute
             if micro_batch not in fed:  # while the previous phase still runs
                 fed.add(micro_batch)

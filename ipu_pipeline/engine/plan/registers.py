@@ -54,8 +54,8 @@ class Registers:
 
     def __init__(self) -> None:
         """Begins without any."""
-        self._lock = threading.Lock()  # threads may make plans of one pipeline
         self.names: list[Value] = []
+        self._lock = threading.RLock()  # threads may run steps at the same time
         self._numbers: dict[tuple[Value, Any], int] = {}
         self._numbered: dict[tuple[Block, Any, int], Numbered] = {}
         self._courses: dict[tuple[Block, ...], list[_Frees]] = {}
@@ -66,8 +66,10 @@ class Registers:
         key = value, ALL if value.micro_batch == ALL else frame
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = len(self.names)
-            self.names.append(value)
+            with self._lock:
+                number = self._numbers.setdefault(key, len(self.names))
+                if number == len(self.names):
+                    self.names.append(value)
         return number
 
     def number(self, laid: Laid, num_kept: int, results: Results) -> Plan:

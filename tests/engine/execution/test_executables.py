@@ -43,8 +43,7 @@ def make(scales=(1.0,) * (NUM_STAGES - 1), last=last_block, stages=None, **optio
         stages or [*blocks, named(last, len(scales))],
         num_micro_batches=COUNT,
         optimizer=optax.adam(0.01),
-        dispatch_plan=engine.Chunking(2),
-        **options,
+        **{"dispatch_plan": engine.Chunking(2), **options},
     )
 
 
@@ -85,6 +84,31 @@ SHARED = [
 
 def test_equal_stages_are_compiled_once(no_cache):
     assert run(make()) == sorted(SHARED)
+
+
+def test_gradients_of_several_shapes_are_added_where_stages_are_equal(no_cache):
+    """What adds the gradients of variables that stages share is the same program for all shapes."""
+
+    def shared(index, function):
+        def stage(x, target):
+            with engine.variable_scope(f"shared{index % 2}", reuse=engine.AUTO_REUSE):
+                return function(x, target)
+
+        return stage
+
+    def make_shared(**options):
+        functions = [block()] * 3 + [last_block]
+        stages = [shared(index, function) for index, function in enumerate(functions)]
+        return make(stages=stages, **options)
+
+    rng = np.random.default_rng(0)
+    step = [tuple(rng.normal(size=(2, 4, 1024)).astype("float32")) for _ in range(COUNT)]
+    found = []
+    for options in ({}, {"device_mapping": [0] * 4, "dispatch_plan": None}):
+        pipeline = make_shared(**options)
+        state = pipeline.init(jax.random.key(0), step[0])
+        found.append(pipeline.step(state, step)[0].variables)
+    models.assert_trees_close(*found)
 
 
 def dropping(x, target):

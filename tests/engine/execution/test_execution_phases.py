@@ -13,6 +13,7 @@ from benchmarks.emulation import stages as emulated
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.execution import runner
+from ipu_pipeline.engine.plan.plan import Op
 from ipu_pipeline.engine.plan.readers.run import Underway
 from ipu_pipeline.engine.schedules.actions import ActionKind
 from tests.support import models, watchers
@@ -184,3 +185,14 @@ def test_what_does_not_go_with_phases():
         make(found)
     with pytest.raises(ValueError, match="need the schedule \"sequential\".* got 'grouped'"):
         engine.Pipeline(STAGES[:2], num_micro_batches=2, schedule="grouped", execution_phases=found)
+
+
+def test_waiting_holds_nothing_that_has_gone_to_host_memory():
+    found = engine.ExecutionPhases(of_levels=(0, 0, 1, 1), num_ahead=1, keeps_values=False)
+    pipeline = make(found, ALL)
+    pipeline.trace(models.mlp_batches(np.random.default_rng(0), 2)[0])
+    instructions = [one for one, _number in pipeline.prepare().find_plan(2).instructions()]
+    stored = {register for one in instructions if one.op is Op.STORE for register in one.reads}
+    waited = {register for one in instructions if one.op is Op.COLLECT for register in one.reads}
+    assert stored
+    assert not stored & waited

@@ -153,18 +153,19 @@ class Linker:
 
     def link(self, plan: Plan) -> list[list[Linked]]:
         """The blocks of a plan, with the function of each instruction."""
-        new = [numbered for numbered in dict.fromkeys(plan.blocks) if numbered not in self._known]
+        known = self._known  # another thread may let it be forgotten
+        new = [numbered for numbered in dict.fromkeys(plan.blocks) if numbered not in known]
         for one in (one for numbered in new for one in numbered.block.code if self._has_peers):
             if one.op is Op.SEND and one.group.is_here:
                 pairs = zip(one.reads, one.writes, strict=True)
                 self._received |= {there for value, there in pairs if not value.group.is_here}
         for numbered in new:
-            self._known[numbered] = self._link(numbered)
-        return [self._known[numbered] for numbered in plan.blocks]
+            known[numbered] = self._link(numbered)
+        return [known[numbered] for numbered in plan.blocks]
 
     def forget(self) -> None:
         """Forgets functions, since programs have others."""
-        self._known.clear()
+        self._known = {}
 
     def _link(self, numbered: Numbered) -> list[Linked]:
         found = []
