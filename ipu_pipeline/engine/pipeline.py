@@ -644,6 +644,8 @@ class Pipeline:
         assert plan is not None
 
         runner = make(plan.chunk_size)
+        if lead is None:
+            runner.forget_trials()
         if plan.chunk_size > 1:
             leading = runner if lead is None else lead
             runner.make_single = functools.cache(

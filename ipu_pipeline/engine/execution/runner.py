@@ -333,6 +333,11 @@ class PlanRunner(Runner[PendingPlan]):
         """Lets plans be made again."""
         self._ready.clear()
 
+    def forget_trials(self) -> None:
+        """Lets go of what runners with other sizes of chunks have compiled."""
+        self.maker.programs.keep_stages(self.maker.scope)
+        self.link_anew()
+
     def link_anew(self) -> None:
         """Lets plans find the functions of their programs again, which have others."""
         self.linker.forget()

@@ -78,6 +78,7 @@ class Maker:
       layout: where a step runs.
       programs: the programs of the pipeline, for all shapes.
       registers: those of the pipeline.
+      scope: the number of the shapes, and how many micro-batches a program handles.
       chunk: how many micro-batches a program handles.
       dtypes: of the accumulators of trained variables, by full name.
       fed: by replica, the leaves that FEED brings.
@@ -116,7 +117,7 @@ class Maker:
         """
         self.layout, self.programs, self.registers, self.chunk = layout, programs, registers, chunk
         self.dtypes = recipe.dtypes
-        self._recipe, self._scope, self._lead = recipe, (shapes, chunk.size), lead or self
+        self._recipe, self.scope, self._lead = recipe, (shapes, chunk.size), lead or self
         traced, updates = layout.whole.traced, layout.whole.updates
         self.last_key: Key = ActionKind.FORWARD, len(traced.stages) - 1
         inits, steps = ((), ()) if updates is None else (updates.inits, updates.updates)
@@ -130,17 +131,17 @@ class Maker:
         self.collected: list[tuple[Value, ...]] = []
         self.enqueued: list[list[Value]] = []
         self.code = passes.run_together(layout, [self._lower(chunked, r) for r in replicas], joint)
-        self.blocks = {key: Block(key, tuple(code), self._scope) for key, code in self.code.items()}
+        self.blocks = {key: Block(key, tuple(code), self.scope) for key, code in self.code.items()}
         firsts = [one for r in replicas for one in self._pick(r, FIRST, self.reads[0], 0)]
         lasts = [one for r in replicas for one in self._pick(r, LAST, self._last_places, -1)]
         self.first_block, self.last_block = (
-            Block(name, tuple(code), self._scope) if code else None
+            Block(name, tuple(code), self.scope) if code else None
             for name, code in ((FIRST, firsts), (LAST, lasts))
         )
         code = [one for block in self.code.values() for one in block]
         self.feed = self._make_feed([*code, *firsts, *lasts])
         parts = passes.replica_parts(layout, [*code, *firsts, *lasts])
-        self.before = Block("state of replicas", tuple(parts), self._scope)
+        self.before = Block("state of replicas", tuple(parts), self.scope)
         self._endings: dict[bool, _Ending] = {}
         self._phase_ends: dict[tuple[Key, ...], Block] = {}
 
@@ -149,7 +150,7 @@ class Maker:
     def _lower(self, chunked: Sequence[StagePrograms], replica: int) -> Code:
         layout, recipe, whole = self.layout, self._recipe, self.layout.whole
         find_program = functools.partial(
-            self.programs.of_stage, self._scope, placement=layout.homes[replica]
+            self.programs.of_stage, self.scope, placement=layout.homes[replica]
         )
         code = lower_micro_batch(layout, replica, chunked, find_program)
         group = self._last_group(replica)
@@ -209,7 +210,7 @@ class Maker:
                 )
             arguments, results = bindings.arguments(key[1], source), bindings.results(key[1], source)
             found[key] = self.programs.of_stage(
-                self._scope, *key, source, arguments, results, placement=whole, is_joint=True
+                self.scope, *key, source, arguments, results, placement=whole, is_joint=True
             )
         return found
 
@@ -262,7 +263,7 @@ class Maker:
                         Instruction(op, (source,), writes, None, None, replica, 0, self.chunk.size)
                     )
         found.sort(key=lambda one: one.op)  # what has other shapes is noticed before anything is counted
-        return Block("feed", tuple(found), self._scope)
+        return Block("feed", tuple(found), self.scope)
 
     # The whole step.
 
@@ -330,7 +331,7 @@ class Maker:
         """What ends an execution phase that has run these programs."""
         if keys not in self._phase_ends:
             code = passes.end_phase(one for key in keys for one in self.code[key])
-            self._phase_ends[keys] = Block("end of phase", tuple(code), self._scope)
+            self._phase_ends[keys] = Block("end of phase", tuple(code), self.scope)
         return self._phase_ends[keys]
 
     def _kept(self, name: str, replica: int, place: int) -> Value:

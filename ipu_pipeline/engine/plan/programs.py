@@ -163,6 +163,10 @@ class Programs:
                 given = [sharding or whole for sharding in given]
             program.function = NotRun(program.jitted, given or whole)
 
+    def keep_stages(self, scope: Any) -> None:
+        """Lets go of stages' programs for others than some shapes and size of chunks."""
+        self._known = {key: own for key, own in self._known.items() if own.kind is None or key[0] == scope}
+
     def __iter__(self) -> Iterator[Program]:
         """All that were asked for."""
         return iter(self._known.values())
