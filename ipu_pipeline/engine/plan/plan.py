@@ -106,13 +106,23 @@ class Block:
     scope: Any = None  # micro-batches whose code has another scope have other registers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Numbered:
     """A block over numbers of registers. Micro-batches that have the same registers share it."""
 
     block: Block
     frame: Any  # of its micro-batch; ALL
-    instructions: tuple[Instruction, ...]
+    # Of each instruction, the registers that it reads, writes and frees. A large plan has many of these,
+    # and Python's collector of garbage does not look into tuples of numbers.
+    registers: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The instructions, over registers."""
+        pairs = zip(self.block.code, self.registers, strict=True)
+        return tuple(
+            one._replace(reads=reads, writes=writes, frees=frees) for one, (reads, writes, frees) in pairs
+        )
 
 
 class Results(NamedTuple):
@@ -141,6 +151,7 @@ class Plan:
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
         """All instructions, each with the number of its micro-batch."""
+        known = {numbered: numbered.instructions for numbered in dict.fromkeys(self.blocks)}
         for numbered, micro_batch in zip(self.blocks, self.micro_batches, strict=True):
-            for one in numbered.instructions:
+            for one in known[numbered]:
                 yield one, micro_batch

@@ -161,16 +161,16 @@ class Registers:
                     tuple([self.find(value, frame) for value in some])
                     for some in (one.reads, one.writes, values)
                 )
-                numbered.append(one._replace(reads=reads, writes=writes, frees=own))
+                numbered.append((reads, writes, own))
             found = self._numbered[key] = Numbered(block, frame, tuple(numbered))
         return found
 
     def _find_given(self, blocks: Sequence[Numbered], results: Results) -> dict[int, Value]:
         """The registers that are read, or left, before they are written."""
         written, given = set[int](), dict[int, None]()
-        for one in (one for numbered in dict.fromkeys(blocks) for one in numbered.instructions):
-            given.update(dict.fromkeys(register for register in one.reads if register not in written))
-            written.update(one.writes)
+        for reads, writes, _frees in (own for one in dict.fromkeys(blocks) for own in one.registers):
+            given.update(dict.fromkeys(register for register in reads if register not in written))
+            written.update(writes)
         given.update(dict.fromkeys(register for register in values_of(results) if register not in written))
         return {register: self.names[register] for register in given}
 

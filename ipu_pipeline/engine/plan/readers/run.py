@@ -20,7 +20,7 @@ from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.placing import copy_to, put
 from ipu_pipeline.engine.devices.sharding import gather_replicas, is_apart
 from ipu_pipeline.engine.plan.lowering import Layout
-from ipu_pipeline.engine.plan.plan import ALL, Instruction, Numbered, Op, Plan, Value
+from ipu_pipeline.engine.plan.plan import ALL, Block, Instruction, Numbered, Op, Plan, Value
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.state import Collected
 
@@ -147,6 +147,7 @@ class Linker:
             group.devices[0]: group for placement in layout.homes for group in placement.groups
         }
         self._known: dict[Numbered, list[Linked]] = {}
+        self._functions: dict[Block, list[Callable[..., Sequence[Any]]]] = {}
         self._has_peers = layout.whole.has_peers
         self._received = set[Value]()  # what other processes send
         self.cursor: Cursor | None = None
@@ -168,23 +169,23 @@ class Linker:
         self._known = {}
 
     def _link(self, numbered: Numbered) -> list[Linked]:
-        found = []
-        for number, (one, own) in enumerate(zip(numbered.block.code, numbered.instructions, strict=True)):
-            function = self._find(one, f"{numbered.block.scope} {numbered.block.name} {number}")
-            if self._has_peers and one.op is Op.RUN:
-                function = self._told(function, one)
-            found.append((function, own.reads, own.writes, own.frees))
-        return found
+        block = numbered.block
+        if block not in self._functions:
+            self._functions[block] = [
+                self._told(self._find(one, f"{block.scope} {block.name} {number}"), one)
+                for number, one in enumerate(block.code)
+            ]
+        pairs = zip(self._functions[block], numbered.registers, strict=True)
+        return [(function, *registers) for function, registers in pairs]
 
     def _told(
         self, function: Callable[..., Sequence[Any]], one: Instruction
     ) -> Callable[..., Sequence[Any]]:
         """A program, which other processes may wait for: what this one has started is logged."""
         program, placement = one.program, self._layout.whole
-        assert program is not None
-        group = program.group
-        if not group.is_here:
+        if program is None or not self._has_peers or not program.group.is_here:
             return function
+        group = program.group
         is_join, is_update = not program.binds, program.kind is None
         if is_join and not group.is_joined:
             return function
