@@ -136,6 +136,7 @@ class Linker:
 
     Attributes:
       cursor: where the step is; only looked at where there are other processes.
+      version: how often programs have got other functions.
     """
 
     def __init__(
@@ -151,31 +152,35 @@ class Linker:
         self._has_peers = layout.whole.has_peers
         self._received = set[Value]()  # what other processes send
         self.cursor: Cursor | None = None
+        self.version = 0
 
     def link(self, plan: Plan) -> list[list[Linked]]:
         """The blocks of a plan, with the function of each instruction."""
-        known = self._known  # another thread may let it be forgotten
+        known, functions = self._known, self._functions  # another thread may let them be forgotten
         new = [numbered for numbered in dict.fromkeys(plan.blocks) if numbered not in known]
         for one in (one for numbered in new for one in numbered.block.code if self._has_peers):
             if one.op is Op.SEND and one.group.is_here:
                 pairs = zip(one.reads, one.writes, strict=True)
                 self._received |= {there for value, there in pairs if not value.group.is_here}
         for numbered in new:
-            known[numbered] = self._link(numbered)
+            known[numbered] = self._link(numbered, functions)
         return [known[numbered] for numbered in plan.blocks]
 
     def forget(self) -> None:
         """Forgets functions, since programs have others."""
-        self._known = {}
+        self._known, self._functions = {}, {}
+        self.version += 1
 
-    def _link(self, numbered: Numbered) -> list[Linked]:
+    def _link(
+        self, numbered: Numbered, functions: dict[Block, list[Callable[..., Sequence[Any]]]]
+    ) -> list[Linked]:
         block = numbered.block
-        if block not in self._functions:
-            self._functions[block] = [
+        if block not in functions:
+            functions[block] = [
                 self._told(self._find(one, f"{block.scope} {block.name} {number}"), one)
                 for number, one in enumerate(block.code)
             ]
-        pairs = zip(self._functions[block], numbered.registers, strict=True)
+        pairs = zip(functions[block], numbered.registers, strict=True)
         return [(function, *registers) for function, registers in pairs]
 
     def _told(
