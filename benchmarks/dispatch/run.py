@@ -112,7 +112,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
             group.__dict__["copy"] = functools.partial(
                 clocks.run, "copies", group.copy
             )  # it is cached there
-        executor.link_anew()
+        executor.linker.forget()
         split = run_rounds(run_step, *bare_loops)
         columns = zip(split.pop("dispatch"), split["calls"], split["copies"], strict=True)
         taken |= split | {"rest": [dispatch - calls - copies for dispatch, calls, copies in columns]}

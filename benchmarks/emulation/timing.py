@@ -78,12 +78,12 @@ class ProgramTimer:
         try:
             for program, function in zip(programs, known, strict=True):
                 program.function = functools.partial(note, program, function)
-            executor.link_anew()
+            executor.linker.forget()
             jax.block_until_ready(pipeline.step(state, micro_batches)[0])
         finally:
             for program, function in zip(programs, known, strict=True):
                 program.function = function
-            executor.link_anew()
+            executor.linker.forget()
         runs = {(own.kind, own.stage): own for own in programs if own in given and own.kind is not None}
         self._programs = {key: (own.function, given[own]) for key, own in runs.items()}
         self._transfers = {}

@@ -58,4 +58,4 @@ def make_optimizer_state(
     if updates is None or (updates.init_needs_outputs and outputs is None):
         return None
     placed = runner.placement.place_variables(variables)
-    return runner.init_optimizer_state(placed, dict(enumerate(outputs or ())))
+    return runner.init_optimizer_state(placed, [dict(enumerate(outputs or ()))] * len(runner.homes))

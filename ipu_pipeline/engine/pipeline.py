@@ -668,7 +668,6 @@ class Pipeline:
             self._offload,
             self._shard,
             self.built.partitions,
-            None if self.options.execution_phases is None else self.options.execution_phases.num_ahead,
         )
 
     @apart

@@ -24,12 +24,7 @@ from ipu_pipeline.engine.tracing.tensor_parallel import MODEL
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.values import is_readable
 
-__all__ = ["copy_to", "is_offloaded", "keep", "put", "put_host_copies"]
-
-
-def is_offloaded(array: Any) -> bool:
-    """Whether an array is in host memory for its group."""
-    return bool(array.sharding.memory_kind == HOST_MEMORY)
+__all__ = ["copy_to", "keep", "put", "put_host_copies"]
 
 
 def put(

@@ -51,10 +51,8 @@ class StatePlacement:
         offload: Collection[Offload] = (),
         shard: Collection[Shard] = (),
         partitions: Partitions = MappingProxyType({}),
-        num_ahead: int | None = None,
     ) -> None:
         """Jits the programs that make optimizer state; XLA compiles each at its first call."""
-        self.num_ahead = num_ahead
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
         self.offloads_activations = Offload.ACTIVATIONS in offload
@@ -179,11 +177,6 @@ class StatePlacement:
     def sharding_in_program(self, name: str, group: DeviceGroup) -> NamedSharding:
         """How a variable and its gradient lie on a group while a program of a stage there uses them."""
         return group.divided(self.partitions[name]) if name in self.partitions else group.replicated
-
-    def struct_in_program(self, name: str, group: DeviceGroup) -> jax.ShapeDtypeStruct:
-        """A variable's shape, dtype and sharding while a program of a stage on a group uses it."""
-        spec, sharding = self.traced.variables[name], self.sharding_in_program(name, group)
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
     def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
         """The partition of the variable that an optimizer-state leaf belongs to, if their shapes match."""

@@ -182,7 +182,7 @@ def compile_ahead(
     is_shared: bool,
     kept: KeptPrograms | None,
     note: str = "",
-) -> tuple[Compiled, dict[Value, Any]]:
+) -> Compiled:
     """Compiles all programs of a plan; returns when all are compiled.
 
     Args:
@@ -195,7 +195,7 @@ def compile_ahead(
       note: what is told meanwhile.
 
     Returns:
-      What is known of the programs then, and the shapes of all values.
+      What is known of the programs then.
     """
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
     programs = dict.fromkeys(one.program for block in blocks for one in block.code if one.program)
@@ -231,10 +231,10 @@ def compile_ahead(
             return results
 
         try:
-            shapes = find_shapes(plan, layout, given, launch)
+            find_shapes(plan, layout, given, launch)
             compiled = compiler.finish(chunk_size)
             for program in started:
                 program.is_compiled = True
-            return compiled, shapes
+            return compiled
         finally:  # after an error, compilations that have not begun are not waited for
             compiler.threads.shutdown(wait=False, cancel_futures=True)

@@ -296,7 +296,9 @@ class Runner(abc.ABC, Generic[PendingT]):
             optimizer_state=optimizer_state,
         )
 
-    def init_optimizer_state(self, variables: Mapping[str, Any], outputs: Mapping[int, Any]) -> Any:
+    def init_optimizer_state(
+        self, variables: Mapping[str, Any], outputs: Sequence[Mapping[int, Any]]
+    ) -> Any:
         """The optimizer's state at the start, of placed variables; `outputs` as in `with_optimizer`."""
         assert self.placement.updates is not None
         leaves = self._first_state.make(variables, outputs)
@@ -306,12 +308,13 @@ class Runner(abc.ABC, Generic[PendingT]):
     def _first_state(self) -> FirstState:
         return FirstState(Layout(self.placement, self.homes))
 
-    def with_optimizer(self, state: RunState, outputs: Mapping[int, Any]) -> RunState:
+    def with_optimizer(self, state: RunState, outputs: Sequence[Mapping[int, Any]]) -> RunState:
         """Adds the optimizer's state to a state.
 
         Args:
           state: placed.
-          outputs: leaves that the last stage returned for the first micro-batch, by place, if needed.
+          outputs: by replica and place, leaves that the last stage returned for the first micro-batch, if
+            they are needed.
         """
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:

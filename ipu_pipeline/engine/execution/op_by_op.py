@@ -49,7 +49,7 @@ def compute(
     runners: list[PlanRunner] = [runner.of_shapes[shapes_of(own[0])].make_single() for own in groups]
     order = [Action(*key, place) for place in range(request.every) for key in maker.code]
     plan = maker.make(order, request.every, makers=[own.maker for own in runners])
-    ready = Ready(plan, reader.link(plan, lead.linker.link(plan)), is_watched=False)
+    ready = Ready(plan, reader.link(plan, lead.linker.link(plan)), lead.linker.version, is_watched=False)
     changing = [
         {name: maker.registers.find(assigned(maker.layout, name, replica)) for name in maker.assigned_names}
         for replica in range(number)

@@ -77,9 +77,12 @@ def skip(runner: Runner[Any], state: RunState, count: int, every: int) -> RunSta
     """The state after `count` iterations in other processes."""
     if runner.placement.updates is None or not count:
         return state
-    group, avals = runner.placement.groups[-1], runner.placement.traced.output_avals
-    outputs = [absent(aval.shape, aval.dtype, group.replicated) for aval in avals]
-    state = runner.with_optimizer(state, dict(enumerate(outputs)))
+    avals = runner.placement.traced.output_avals
+    outputs = [
+        {n: absent(aval.shape, aval.dtype, home.groups[-1].replicated) for n, aval in enumerate(avals)}
+        for home in runner.homes
+    ]
+    state = runner.with_optimizer(state, outputs)
     num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
     pipeline = dataclasses.replace(
         state.pipeline, update_count=int(state.pipeline.update_count) + num_updates

@@ -15,19 +15,18 @@ of the shapes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from ipu_pipeline.engine import peers, watching
+from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
-from ipu_pipeline.engine.devices.device_groups import join, split
+from ipu_pipeline.engine.devices.device_groups import split
 from ipu_pipeline.engine.devices.feeds import OtherShapes, Supply, Take, gather, shapes_of
 from ipu_pipeline.engine.devices.placing import put, put_host_copies
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
@@ -49,8 +48,8 @@ from ipu_pipeline.engine.execution.watched import watched_take
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.making import FEED, NUMBERS, Maker, Recipe
 from ipu_pipeline.engine.plan.passes import UNDERWAY
-from ipu_pipeline.engine.plan.plan import ALL, Numbered, Plan, Value
-from ipu_pipeline.engine.plan.programs import Programs, first_replica
+from ipu_pipeline.engine.plan.plan import ALL, Plan, Value
+from ipu_pipeline.engine.plan.programs import Programs
 from ipu_pipeline.engine.plan.readers.memory import Sizes, Step, find_brought, find_host_memory
 from ipu_pipeline.engine.plan.readers.run import Cursor, Linked, Linker, Numbers, Underway, run
 from ipu_pipeline.engine.plan.readers.shapes import find_shapes
@@ -83,11 +82,8 @@ class Ready:
 
     plan: Plan
     blocks: list[list[Linked]]
+    version: int  # of the functions in the blocks, see `Linker`
     is_watched: bool = True  # whether a watcher hears of it
-
-    def numbered(self) -> Iterator[tuple[Numbered, int]]:
-        """Its blocks over registers, each with the number of its micro-batch."""
-        return zip(self.plan.blocks, self.plan.micro_batches, strict=True)
 
 
 @dataclass(eq=False)
@@ -110,8 +106,7 @@ class PlanRunner(Runner[PendingPlan]):
       dealer: deals out micro-batches to the replicas.
       linker: finds the functions of plans.
       cursor: where the last step is that was begun; None before the first one.
-      held: measures what stages hold, by replica; empty if nobody asks.
-      joins_assigned: whether variables that stages assign are the same in all replicas after an update.
+      held: by replica, what measures the bytes that stages hold; empty unless `observe_held` was called.
       has_identical_keys: whether all replicas draw the same random numbers as a single one would.
     """
 
@@ -195,7 +190,6 @@ class PlanRunner(Runner[PendingPlan]):
         self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and the replicas' keys
-        self.structs: dict[Value, Any] = {}  # what each value is, once it has been compiled
         if len(homes) > 1:
             warn_unless_one_is_free(placement.groups)
 
@@ -299,12 +293,18 @@ class PlanRunner(Runner[PendingPlan]):
         """The plan of `find_plan`, ready to be run; the last ones are kept."""
         key = num_chunks, is_full
         ready = self._ready.get(key)
+        if ready is not None and ready.version != self.linker.version:
+            ready = self._ready[key] = self._link(ready.plan)
         if ready is None:
             if len(self._ready) >= _MAX_PLANS:
                 self._ready.pop(next(iter(self._ready), None), None)
             plan = self.find_plan(num_chunks, is_full)
-            ready = self._ready[key] = Ready(plan, self.linker.link(plan))
+            ready = self._ready[key] = self._link(plan)
         return ready
+
+    def _link(self, plan: Plan) -> Ready:
+        version = self.linker.version  # before the functions, which another thread may let be forgotten
+        return Ready(plan, self.linker.link(plan), version)
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of a step, and of its weight update."""
@@ -316,7 +316,7 @@ class PlanRunner(Runner[PendingPlan]):
         if self._compiled_for is not None and self._lead is self:
             for program in programs:
                 programs.forget_compiled(program)
-        compiled, self.structs = compile_ahead(
+        compiled = compile_ahead(
             self.find_micro_batch(),
             self.maker.layout,
             functools.partial(self._find_struct, state.pipeline.key),
@@ -327,23 +327,12 @@ class PlanRunner(Runner[PendingPlan]):
         )
         self.temporary_bytes, self.residual_bytes = compiled
         self._compiled_for = kind
-        self.link_anew()
-
-    def forget_plans(self) -> None:
-        """Lets plans be made again."""
-        self._ready.clear()
+        self.linker.forget()  # programs have other functions
 
     def forget_trials(self) -> None:
         """Lets go of what runners with other sizes of chunks have compiled."""
         self.maker.programs.keep_stages(self.maker.scope)
-        self.link_anew()
-
-    def link_anew(self) -> None:
-        """Lets plans find the functions of their programs again, which have others."""
         self.linker.forget()
-        for runner in self.of_shapes:
-            runner.forget_plans()
-            runner.make_single().forget_plans()
 
     def _find_struct(self, key: Any, value: Value) -> Any:
         """The shape, dtype and sharding of what is given, or comes from the feed. `key`: a random key."""
@@ -586,10 +575,10 @@ class PlanRunner(Runner[PendingPlan]):
             seen = runner.seen(found, cursor, registers)
             _run_before(found.plan, seen, registers)
             # The watcher has heard of the wait for the feed when a micro-batch's shapes are known.
-            pairs = zip(found.numbered(), seen, found.blocks, strict=True)
+            parts = found.plan.blocks, found.plan.micro_batches, seen, found.blocks
             return {
-                (numbered.block.name, n): unseen if numbered.block.name == "feed" else block
-                for (numbered, n), block, unseen in pairs
+                (own.block.name, n): unseen if own.block.name == "feed" else block
+                for own, n, block, unseen in zip(*parts, strict=True)
             }
 
         for place in range(plan.num_kept):
@@ -703,24 +692,15 @@ class PlanRunner(Runner[PendingPlan]):
         """Makes the optimizer's state, if there is none, from the first micro-batch's outputs."""
         if self.placement.updates is None or state.pipeline.optimizer_state is not None:
             return state
-        firsts = plan.results.first
-        outputs = {place: registers[register] for place, register in firsts[0].items()}
-        if self.num_replicas > 1 and outputs:
-            outputs = self._first_of(firsts, registers)
-        state = self.with_optimizer(state, outputs)
+        firsts = [
+            {place: registers[register] for place, register in one.items()} for one in plan.results.first
+        ]
+        state = self.with_optimizer(state, firsts)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         for register, value in plan.given.items():
             if isinstance(value.what, UpdateValue) and value.what.kind == UpdateKind.STATE:
                 registers[register] = leaves[value.what.key]
         return state
-
-    def _first_of(self, firsts: Sequence[Mapping[int, int]], registers: Sequence[Any]) -> dict[int, Any]:
-        """The first replica's outputs, in all replicas."""
-        group = self.placement.groups[-1]
-        program = self.maker.programs.between(group, first_replica(group.replicated.mesh), "first_replica")
-        joined = [join([registers[own[place]] for own in firsts], group) for place in firsts[0]]
-        with peers.waiting("the weight update") if group.is_joined else contextlib.nullcontext():
-            return dict(zip(firsts[0], program.function(*joined), strict=True))
 
     # State.
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ipu_pipeline.engine.devices.compiler_options import NO_OPTIONS
+from ipu_pipeline.engine.devices.placing import put
 from ipu_pipeline.engine.plan import passes
 from ipu_pipeline.engine.plan.lowering import Layout, lower_update, update_results
-from ipu_pipeline.engine.plan.making import FIRST
-from ipu_pipeline.engine.plan.plan import Block, Results, Value
+from ipu_pipeline.engine.plan.making import FIRST, read_outputs
+from ipu_pipeline.engine.plan.plan import Block, Results
 from ipu_pipeline.engine.plan.programs import Programs
 from ipu_pipeline.engine.plan.readers.run import Cursor, Linker, run
 from ipu_pipeline.engine.plan.registers import Laid, Registers
 from ipu_pipeline.engine.programs.bindings import Binding
+from ipu_pipeline.engine.updates.cutting import find_read
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
 __all__ = ["FirstState"]
@@ -29,12 +31,10 @@ class FirstState:
         """Jits the programs; XLA compiles each at its first call."""
         self._placement = placement = layout.whole
         assert placement.updates is not None
-        inits, group = placement.updates.inits, placement.groups[-1]
-        read = {v.key for one in inits for v in one.arguments if v.kind == UpdateKind.OUTPUT}
-        outputs = {place: Value((FIRST, place), group) for place in sorted(read)}
-        programs = Programs(NO_OPTIONS, False)
+        inits, programs = placement.updates.inits, Programs(NO_OPTIONS, False)
+        code, outputs = read_outputs(layout, programs, FIRST, sorted(find_read(inits)))
         find_program = functools.partial(programs.of_init, placement=placement)
-        code = lower_update(layout, inits, find_program, programs, {}, outputs)
+        code += lower_update(layout, inits, find_program, programs, {}, outputs)
         made, home = update_results(code), passes.at_home(layout)
         code = passes.place_update(layout, code)
         code = passes.load_and_store(code, home, 1, ({}, 1, lambda _value: True))
@@ -44,8 +44,8 @@ class FirstState:
         self._plan = Registers().number(Laid([Block("first state", tuple(code))]), 1, results)
         self._linker = Linker(layout)
 
-    def make(self, variables: Mapping[str, Any], outputs: Mapping[int, Any]) -> list[Any]:
-        """The leaves, placed; `outputs`: leaves that the last stage returned first, by place."""
+    def make(self, variables: Mapping[str, Any], outputs: Sequence[Mapping[int, Any]]) -> list[Any]:
+        """The leaves, placed; `outputs`: what the last stage returned first, by replica and place."""
         placement, plan = self._placement, self._plan
         updates = placement.updates
         assert updates is not None
@@ -57,7 +57,7 @@ class FirstState:
             if isinstance(what, Binding):
                 registers[register] = variables[what.key]
             elif type(what) is tuple and what[0] == FIRST:
-                registers[register] = outputs[what[1]]
+                (registers[register],) = put([outputs[value.replica][what[1]]], value.group)
             else:  # a count of what has been before
                 registers[register] = placement.constants.scalar(0, value.group)
         self._linker.cursor = cursor = Cursor(plan, 0, 0, 1)

@@ -36,9 +36,10 @@ from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.actions import Action, ActionKind
 from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
 from ipu_pipeline.engine.tracing.replicas import uses_replicas
+from ipu_pipeline.engine.updates.cutting import find_read
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 
-__all__ = ["FEED", "FIRST", "NUMBERS", "Maker", "Recipe"]
+__all__ = ["FEED", "FIRST", "NUMBERS", "Maker", "Recipe", "read_outputs"]
 
 FEED, NUMBERS = ("feed",), ("numbers",)  # what registers hold that FEED and COUNT read
 FIRST, LAST = "first output", "last output"  # with a place: outputs that stay beyond their micro-batch
@@ -77,7 +78,7 @@ class Maker:
     Attributes:
       layout: where a step runs.
       programs: the programs of the pipeline, for all shapes.
-      registers: those of the pipeline.
+      registers: gives numbers to the values of the pipeline.
       scope: the number of the shapes, and how many micro-batches a program handles.
       chunk: how many micro-batches a program handles.
       dtypes: of the accumulators of trained variables, by full name.
@@ -85,7 +86,7 @@ class Maker:
       last_key: the forward of the last stage.
       before: the block that comes first.
       feed: the block that brings a micro-batch.
-      blocks: those of a micro-batch, by program.
+      blocks: by kind and stage, a micro-batch's program with what goes before and after it.
       first_block: keeps what is read of the first micro-batch's outputs; None if nothing is.
       last_block: the same of the last one's.
       reads: the outputs' places that the optimizer's first state reads, and that the update does.
@@ -121,10 +122,7 @@ class Maker:
         traced, updates = layout.whole.traced, layout.whole.updates
         self.last_key: Key = ActionKind.FORWARD, len(traced.stages) - 1
         inits, steps = ((), ()) if updates is None else (updates.inits, updates.updates)
-        self.reads = tuple(
-            sorted({v.key for one in some for v in one.arguments if v.kind == UpdateKind.OUTPUT})
-            for some in (inits, steps)
-        )
+        self.reads = sorted(find_read(inits)), sorted(find_read(steps))
         chunked = chunk_programs(traced, recipe.stage_programs, chunk.size)
         joint = self._find_joint(chunked)
         replicas = range(layout.num_replicas)
@@ -227,7 +225,7 @@ class Maker:
         return source_at(outputs[place], self._last_group(replica), replica)
 
     def _pick(self, replica: int, name: str, places: Sequence[int], number: int) -> Iterator[Instruction]:
-        """Keeps outputs of the first or last micro-batch beyond it; of a chunk, those of one of its own."""
+        """Keeps outputs of the first or last micro-batch beyond it; `number`: its place in a chunk."""
         group, stacks = self._last_group(replica), list[tuple[Value, Value]]()
         for place in places:
             pair = self._output(replica, place), Value((name, place), group, replica)
@@ -321,8 +319,14 @@ class Maker:
             ending.accumulators,
             self.collected,
             self.enqueued,
-            [{place: self._kept(FIRST, r, place) for place in self.reads[0]} for r in replicas],
-            [tuple(self._kept(LAST, r, place) for place in self._recipe.carried) for r in replicas],
+            [
+                {place: kept_output(self.layout, FIRST, r, place) for place in self.reads[0]}
+                for r in replicas
+            ],
+            [
+                tuple(kept_output(self.layout, LAST, r, place) for place in self._recipe.carried)
+                for r in replicas
+            ],
             ending.updated,
         )
         return self.registers.number(laid, num_kept, results)
@@ -333,9 +337,6 @@ class Maker:
             code = passes.end_phase(one for key in keys for one in self.code[key])
             self._phase_ends[keys] = Block("end of phase", tuple(code), self.scope)
         return self._phase_ends[keys]
-
-    def _kept(self, name: str, replica: int, place: int) -> Value:
-        return Value((name, place), self._last_group(replica), replica)
 
     def _add_joins(self, laid: Laid, ending: _Ending) -> None:
         """Puts what joins replicas behind the last block that it waits for.
@@ -417,7 +418,7 @@ class Maker:
             waited += [v for own in kept.values() for v in own]
             waited += [assigned(layout, name, r) for name in names for r in replicas]
             waited += [v for r in replicas for v in (*self.collected[r], *self.enqueued[r])]
-            waited += [self._kept(LAST, r, place) for r in replicas for place in self._last_places]
+            waited += [kept_output(layout, LAST, r, place) for r in replicas for place in self._last_places]
         waits = Block("wait", (Instruction(Op.WAIT, tuple(waited), (), None),)) if waited else None
         leaves: list[Value] = []
         updated: tuple[Value, ...] = ()
@@ -425,7 +426,7 @@ class Maker:
         if whole.updates is not None:
             leaves = [home(state_leaf(layout, n)) for n in range(len(whole.updates.state_leaves))]
         if whole.updates is not None and is_full:
-            update, outputs = self._read_outputs()
+            update, outputs = read_outputs(layout, programs, LAST, self.reads[1])
             find_program = functools.partial(
                 programs.of_update,
                 placement=whole,
@@ -440,7 +441,7 @@ class Maker:
             update = passes.load_and_store(update, home, 3, ({}, 3, lambda _value: True))
             if self._limits_phases:
                 update = passes.wait_for_updates(update)
-            if recipe.update_may_raise:  # also in a program whose results nobody reads
+            if recipe.update_may_raise:  # the host hears of an error where it waits
                 runs = [one for one in update if one.op is Op.RUN]
                 read = tuple(value for one in runs for value in one.writes)
                 update.append(Instruction(Op.WAIT, read, (), None))
@@ -460,20 +461,28 @@ class Maker:
         block = Block("update", tuple(update)) if update else None
         return _Ending(joins, gradients, waits, block, variables, leaves, kept, updated)
 
-    def _read_outputs(self) -> tuple[list[Instruction], dict[int, Value]]:
-        """Code that makes the outputs which an update reads the first replica's, and where they are."""
-        layout, group, places = self.layout, self.layout.whole.groups[-1], self.reads[1]
-        replicas = range(layout.num_replicas)
-        if len(replicas) == 1 or not places:
-            return [], {place: self._kept(LAST, 0, place) for place in places}
-        parts = tuple(self._kept(LAST, replica, place) for place in places for replica in replicas)
-        joined = tuple(Value(("outputs of replicas", place), group) for place in places)
-        found = {place: Value(("output", place), group) for place in places}
-        program = self.programs.between(
-            group, functions.first_replica(group.replicated.mesh), "first_replica"
-        )
-        run = Instruction(Op.RUN, joined, tuple(found.values()), group, program)
-        return [Instruction(Op.JOIN, parts, joined, group), run], found
+
+def read_outputs(
+    layout: Layout, programs: Programs, name: str, places: Sequence[int]
+) -> tuple[list[Instruction], dict[int, Value]]:
+    """Code that brings the first replica's outputs of a micro-batch to all replicas, and their values.
+
+    `name` says of which micro-batch: FIRST or LAST.
+    """
+    group = layout.whole.groups[-1]
+    parts = [[kept_output(layout, name, r, place) for r in range(layout.num_replicas)] for place in places]
+    if layout.num_replicas == 1 or not places:
+        return [], {place: part for place, (part,) in zip(places, parts, strict=True)}
+    joined = tuple(Value(("outputs of replicas", place), group) for place in places)
+    outputs = {place: Value(("output", place), group) for place in places}
+    program = programs.between(group, functions.first_replica(group.replicated.mesh), "first_replica")
+    join = Instruction(Op.JOIN, tuple(value for some in parts for value in some), joined, group)
+    return [join, Instruction(Op.RUN, joined, tuple(outputs.values()), group, program)], outputs
+
+
+def kept_output(layout: Layout, name: str, replica: int, place: int) -> Value:
+    """A replica's output of the first or last micro-batch, which stays beyond that."""
+    return Value((name, place), layout.homes[replica].groups[-1], replica)
 
 
 def _itself(value: Value) -> Value:

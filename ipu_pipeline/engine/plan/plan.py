@@ -50,7 +50,7 @@ class Op(enum.IntEnum):
     JOIN = 8  # the inverse
     SAME = 9  # another name for a value
     COLLECT = 10  # appends values to a list, which is read first
-    WAIT = 11  # the host waits for what is read; of a list of work, until devices have few enough of it
+    WAIT = 11  # the host waits for arrays, or until few enough pieces of a list of work are unfinished
 
 
 class Value(NamedTuple):

@@ -39,24 +39,6 @@ class ChunkForm:
         """The number of stacked values; None if there is only one, as it is."""
         return self.axes[0] if self.axes else None
 
-    def pick(self, value: Any, number: int) -> Any:
-        """The value of one micro-batch."""
-        return _pick(value, number) if self.axes else value
-
-    def spread(self, value: Any) -> Any:
-        """Repeats a value that all micro-batches have, as if each had its own."""
-        return _spread(value, self.axes) if self.axes else value
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _pick(stack: jax.Array, number: int) -> jax.Array:
-    return stack[number]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _spread(value: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.broadcast_to(value, (*axes, *value.shape))
-
 
 def chunk_programs(
     traced: TracedPipeline, programs: Sequence[StagePrograms], size: int

@@ -211,7 +211,7 @@ class BlockRunner(Runner[PendingBlock]):
         if sizes.unit == request.every:
             whole = dataclasses.replace(block.position, count=request.every)
             block = dataclasses.replace(block, position=whole)
-        state = self.with_optimizer(state, block.begun.first_outputs)
+        state = self.with_optimizer(state, [block.begun.first_outputs])
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         has_parts = sizes.unit != request.every and request.every > sizes.capacity
         with compiling(1 + has_parts, self.note):
@@ -317,7 +317,7 @@ class BlockRunner(Runner[PendingBlock]):
     def run(self, state: RunState, pending: PendingBlock) -> Progress:
         """Runs what `fetch` returned."""
         begun, every = pending.begun, pending.request.every
-        state = self.with_optimizer(state, begun.first_outputs)
+        state = self.with_optimizer(state, [begun.first_outputs])
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         result = pending.runner.call(state, leaves, pending, updates=True)
         count = pending.count

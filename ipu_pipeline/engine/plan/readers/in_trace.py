@@ -86,7 +86,7 @@ class TracedCode:
         """Runs a weight update.
 
         Args:
-          keys: those of the accumulators.
+          keys: the accumulators' keys.
           places: those of the outputs that it reads.
           given: finds the value of a `Binding` or `UpdateValue` before the update, or of a place.
 
