@@ -1163,8 +1163,8 @@ class Pipeline:
           ValueError: a variable is missing, is no array, or has another shape or dtype; or elements of it
             are masked.
         """
-        if self._between.is_placed(state):
-            return self._between.with_hidden(state)
+        if (placed := self._between.find_placed(state)) is not None:
+            return placed
         state = as_plain_state(state)
         for name, spec in self.variables.items():
             value = state.variables.get(name)
