@@ -219,12 +219,14 @@ class Pipeline:
         for sentence in find_unused(vars(options)):
             warnings.warn(sentence, stacklevel=3)
 
-    if not TYPE_CHECKING:  # for which there would be any attribute
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             """Says what takes the place of a method that is gone."""
-            instead = f"; use {_MOVED[name]}" if name in _MOVED else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+            if name in _MOVED:
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}; use {_MOVED[name]}")
+            return object.__getattribute__(self, name)  # raises the first error again, a property's too
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
         """Checks a recipe, and takes it.

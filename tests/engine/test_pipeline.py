@@ -552,3 +552,11 @@ def test_a_method_that_has_become_a_function_names_it():
         pipeline.plan_memory()
     with pytest.raises(AttributeError, match="no attribute 'plan'$"):
         pipeline.plan()
+
+
+def test_an_error_within_a_property_is_told_as_it_is(monkeypatch):
+    """A method that was missing inside was told as the property's own absence."""
+    pipeline = make(models.mlp_stages(2))
+    monkeypatch.setattr("ipu_pipeline.engine.pipeline.begin_first_run", lambda: pipeline.options.missing)
+    with pytest.raises(AttributeError, match="'PipelineOptions' object has no attribute 'missing'"):
+        _ = pipeline.place_element
