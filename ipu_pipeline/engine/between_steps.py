@@ -24,12 +24,12 @@ class BetweenSteps:
         self._placed: tuple[Callable[[], PipelineState | None], Mapping[str, Any]] = (lambda: None), {}
 
     def take_accumulators(self, runner: Runner[Any], dtypes: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes the accumulators; the runner makes some if there are none."""
+        """Takes the accumulators. If there are none, the runner makes them."""
         accumulators, self.accumulators = self.accumulators, None
         return runner.make_accumulators(dtypes) if accumulators is None else accumulators
 
     def keep(self, state: RunState) -> None:
-        """Keeps the accumulators of the state after an update, and that it is placed."""
+        """Keeps the accumulators after an update, and notes that the new state is placed."""
         self.accumulators = state.accumulators
         self._placed = weakref.ref(state.pipeline), {}
 
@@ -43,7 +43,7 @@ class BetweenSteps:
         return given
 
     def is_placed(self, state: Any) -> bool:
-        """Whether it is the last state that is known to be placed."""
+        """Whether a state is the last one that is known to be placed."""
         return state is self._placed[0]()
 
     def find_placed(self, state: PipelineState) -> PipelineState | None:
