@@ -153,7 +153,7 @@ def find_searched(pipeline: Pipeline, num_micro_batches: int | None = None) -> s
     searches = pipeline.timetable.searches
     if searches is None:
         return None
-    return searches.find(pipeline.updated_every(num_micro_batches) // pipeline.options.num_serialized)
+    return searches.find(pipeline.updated_every(num_micro_batches))
 
 
 def introduce(pipeline: Pipeline, name: str) -> None:
