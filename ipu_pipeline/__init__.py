@@ -5,11 +5,11 @@ Modules are imported when they are first used, so that importing the package tak
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from ipu_pipeline.graphcore import importing
 from ipu_pipeline.ground import first_run
+from ipu_pipeline.ground.lazy_names import import_later
 
 if TYPE_CHECKING:
     from ipu_pipeline import ray, reports
@@ -135,44 +135,34 @@ __all__ = [
     "variable_scope",
 ]
 
-_HOMES = {  # the modules of names that are not modules themselves
-    "trainable_variables": "tf1.program.registry",
-    "outlined_function": "tf1.ops.functional_ops",
-    "latest_checkpoint": "tf1.session.saver",
-    "global_variables": "tf1.program.registry",
-    "Saver": "tf1.session.saver",
-    "AUTO_REUSE": "engine.tracing.variable_scopes",
-    "EvalSpec": "tf1.estimator.train_and_evaluate",
-    "ModeKeys": "tf1.estimator.programs",
-    "TrainSpec": "tf1.estimator.train_and_evaluate",
-    "train_and_evaluate": "tf1.estimator.train_and_evaluate",
-    "Session": "tf1.session.session",
-    "SummaryWriter": "tf1.estimator.summaries",
-    "assign": "engine.tracing.variables",
-    "assign_add": "engine.tracing.variables",
-    "assign_sub": "engine.tracing.variables",
-    "get_global_step": "tf1.graph.symbols",
-    "get_variable": "engine.tracing.variables",
-    "get_variable_scope": "engine.tracing.variable_scopes",
-    "global_variables_initializer": "tf1.graph.operations",
-    "load_program": "tf1.session.loaded_program",
-    "metric": "engine.tracing.metrics",
-    "mixed_precision": "tf1.layers.policies",
-    "next_rng_key": "engine.tracing.keys",
-    "placeholder": "tf1.graph.placeholders",
-    "set_num_devices": "processes.selection",
-    "variable_scope": "engine.tracing.variable_scopes",
-}
+_find, _names = import_later(
+    __name__,
+    {
+        "engine.tracing.keys": "next_rng_key",
+        "engine.tracing.metrics": "metric",
+        "engine.tracing.variable_scopes": "AUTO_REUSE get_variable_scope variable_scope",
+        "engine.tracing.variables": "assign assign_add assign_sub get_variable",
+        "processes.selection": "set_num_devices",
+        "tf1.estimator.programs": "ModeKeys",
+        "tf1.estimator.summaries": "SummaryWriter",
+        "tf1.estimator.train_and_evaluate": "EvalSpec TrainSpec train_and_evaluate",
+        "tf1.graph.operations": "global_variables_initializer",
+        "tf1.graph.placeholders": "placeholder",
+        "tf1.graph.symbols": "get_global_step",
+        "tf1.layers.policies": "mixed_precision",
+        "tf1.ops.functional_ops": "outlined_function",
+        "tf1.program.registry": "global_variables trainable_variables",
+        "tf1.session.loaded_program": "load_program",
+        "tf1.session.saver": "Saver latest_checkpoint",
+        "tf1.session.session": "Session",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         return importing.find_attribute(__name__, name)
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    return importlib.import_module(f"{__name__}.{name}")  # the import sets the attribute
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, reports
-from ipu_pipeline.engine import inspect
+from ipu_pipeline.engine import inspect, planning
 from tests.support import forked, traces
 from tests.support.programs import environment
 
@@ -50,7 +50,7 @@ def test_all_names_are_there():
 
 
 def test_the_engine_s_names_come_when_they_are_used():
-    for module in (engine, inspect, reports):
+    for module in (engine, inspect, planning, reports):
         assert set(module.__all__) <= set(dir(module))
         for name in module.__all__:
             assert getattr(module, name) is getattr(module, name) is not None

@@ -6,11 +6,11 @@ Modules are imported when they are first used, so that `engine.schedules` is the
 from __future__ import annotations
 
 import importlib
-import sys
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from ipu_pipeline.ground import deprecated
+from ipu_pipeline.ground.lazy_names import import_later
 
 if TYPE_CHECKING:
     # Named for type checkers; imported when somebody asks for it, as all here (`NAMED_LATER` of the rooms).
@@ -131,92 +131,64 @@ __all__ = [
     "with_metrics",
 ]
 
-_HOMES = {
-    "AUTO_REUSE": "engine.tracing.variable_scopes",
-    "Action": "engine.schedules.actions",
-    "ActionKind": "engine.schedules.actions",
-    "Adoption": "engine.adopting",
-    "AutoStages": "engine.automatic_splits",
-    "Chunking": "engine.planning.chunking",
-    "Cluster": "engine.schedules.clusters",
-    "Costs": "engine.schedules.costs",
-    "ExecutionPhases": "engine.schedules.execution_phases",
-    "Generator": "engine.generation.generator",
-    "HostMemory": "engine.schedules.host_memory",
-    "InMemoryCheckpoints": "checkpointing.engine_memory",
-    "Layer": "engine.schedules.scenarios",
-    "LinkSpeed": "engine.schedules.clusters",
-    "ModelStages": "engine.automatic_splits",
-    "Offload": "engine.devices.offloading",
-    "OutOfRangeError": "ground.errors",
-    "Pipeline": "engine.pipeline",
-    "PipelineOptions": "engine.pipeline_options",
-    "PipelineState": "engine.state",
-    "PlacedMicroBatches": "engine.devices.feeds",
-    "ProcessError": "ground.errors",
-    "Recomputation": "engine.programs.recomputation",
-    "Reduction": "engine.programs.accumulation",
-    "Request": "engine.generation.requests",
-    "Sampling": "engine.generation.sampling",
-    "Scenario": "engine.schedules.scenarios",
-    "ScheduleError": "engine.schedules.actions",
-    "ScheduleFunction": "engine.schedules.actions",
-    "Schedule": "engine.schedules.named",
-    "SearchedSchedule": "engine.schedules.named",
-    "Shard": "engine.devices.sharding",
-    "Shared": "engine.tracing.stage_parameters",
-    "SplitTable": "engine.automatic_splits",
-    "Stage": "engine.tracing.stage_lists",
-    "StageEntry": "engine.tracing.stage_lists",
-    "StepOutputs": "engine.state",
-    "TensorParallel": "engine.tracing.tensor_parallel",
-    "Timetable": "engine.schedules.checking",
-    "VariableSpec": "engine.tracing.specs",
-    "advise": "engine.schedules.advice",
-    "assign": "engine.tracing.variables",
-    "assign_add": "engine.tracing.variables",
-    "assign_sub": "engine.tracing.variables",
-    "auto_stages": "engine.automatic_splits",
-    "constrain": "engine.tracing.tensor_parallel",
-    "cross_replica_sum": "engine.tracing.replicas",
-    "emulate": "engine.emulation",
-    "gathered": "engine.devices.gathered",
-    "get_variable": "engine.tracing.variables",
-    "get_variable_scope": "engine.tracing.variable_scopes",
-    "measure_dispatch_plan": "engine.measuring",
-    "metric": "engine.tracing.metrics",
-    "micro_batch_tag": "engine.tracing.keys",
-    "next_rng_key": "engine.tracing.keys",
-    "recomputation_checkpoint": "engine.tracing.recomputation_marks",
-    "replica_count": "engine.tracing.replicas",
-    "replica_index": "engine.tracing.replicas",
-    "resplit": "engine.resplitting",
-    "restore": "checkpointing.engine_states",
-    "save": "checkpointing.engine_states",
-    "simulate": "engine.schedules.simulator",
-    "split": "engine.automatic_splits",
-    "stage_mesh": "engine.tracing.stage_meshes",
-    "update_count": "engine.tracing.counting",
-    "variable_scope": "engine.tracing.variable_scopes",
-    "what_if": "engine.schedules.variants",
-    "with_metrics": "engine.updates.reporting",
-}
+_find, __dir__ = import_later(
+    __name__,
+    {
+        "checkpointing.engine_memory": "InMemoryCheckpoints",
+        "checkpointing.engine_states": "restore save",
+        "engine.adopting": "Adoption",
+        "engine.automatic_splits": "AutoStages ModelStages SplitTable auto_stages split",
+        "engine.devices.feeds": "PlacedMicroBatches",
+        "engine.devices.gathered": "gathered",
+        "engine.devices.offloading": "Offload",
+        "engine.devices.sharding": "Shard",
+        "engine.emulation": "emulate",
+        "engine.generation.generator": "Generator",
+        "engine.generation.requests": "Request",
+        "engine.generation.sampling": "Sampling",
+        "engine.measuring": "measure_dispatch_plan",
+        "engine.pipeline": "Pipeline",
+        "engine.pipeline_options": "PipelineOptions",
+        "engine.planning.chunking": "Chunking",
+        "engine.programs.accumulation": "Reduction",
+        "engine.programs.recomputation": "Recomputation",
+        "engine.resplitting": "resplit",
+        "engine.schedules.actions": "Action ActionKind ScheduleError ScheduleFunction",
+        "engine.schedules.advice": "advise",
+        "engine.schedules.checking": "Timetable",
+        "engine.schedules.clusters": "Cluster LinkSpeed",
+        "engine.schedules.costs": "Costs",
+        "engine.schedules.execution_phases": "ExecutionPhases",
+        "engine.schedules.host_memory": "HostMemory",
+        "engine.schedules.named": "Schedule SearchedSchedule",
+        "engine.schedules.scenarios": "Layer Scenario",
+        "engine.schedules.simulator": "simulate",
+        "engine.schedules.variants": "what_if",
+        "engine.state": "PipelineState StepOutputs",
+        "engine.tracing.counting": "update_count",
+        "engine.tracing.keys": "micro_batch_tag next_rng_key",
+        "engine.tracing.metrics": "metric",
+        "engine.tracing.recomputation_marks": "recomputation_checkpoint",
+        "engine.tracing.replicas": "cross_replica_sum replica_count replica_index",
+        "engine.tracing.specs": "VariableSpec",
+        "engine.tracing.stage_lists": "Stage StageEntry",
+        "engine.tracing.stage_meshes": "stage_mesh",
+        "engine.tracing.stage_parameters": "Shared",
+        "engine.tracing.tensor_parallel": "TensorParallel constrain",
+        "engine.tracing.variable_scopes": "AUTO_REUSE get_variable_scope variable_scope",
+        "engine.tracing.variables": "assign assign_add assign_sub get_variable",
+        "engine.updates.reporting": "with_metrics",
+        "ground.errors": "OutOfRangeError ProcessError",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
     if (former := f"engine.{name}") in deprecated.NAMES:
         deprecated.warn_deprecated(former)
         name = deprecated.NAMES[former].instead.removeprefix("engine.")
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"ipu_pipeline.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
     full_name = f"{__name__}.{name}"
-    if not name.startswith("_") and PathFinder.find_spec(full_name, __path__) is not None:
+    is_module = name not in __all__ and not name.startswith("_")
+    if is_module and PathFinder.find_spec(full_name, __path__) is not None:
         return importlib.import_module(full_name)  # which enters it here
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message, name=name, obj=sys.modules[__name__])
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *globals()})
+    return _find(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ipu_pipeline.engine.execution.contract import Runner
@@ -19,18 +19,19 @@ class BetweenSteps:
 
     def __init__(self) -> None:
         self.accumulators: dict[str, Any] | None = None
-        self._placed: weakref.ref[PipelineState] | None = None
-        self._hidden: Mapping[str, Any] = {}  # variables that count weights, which users do not see
+        # The state, and its variables that count weights, which users do not see. One value, as another
+        # thread may step the pipeline between two reads.
+        self._placed: tuple[Callable[[], PipelineState | None], Mapping[str, Any]] = (lambda: None), {}
 
     def take_accumulators(self, runner: Runner[Any], dtypes: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes the accumulators; the runner makes some if there are none."""
+        """Takes the accumulators. If there are none, the runner makes them."""
         accumulators, self.accumulators = self.accumulators, None
         return runner.make_accumulators(dtypes) if accumulators is None else accumulators
 
     def keep(self, state: RunState) -> None:
-        """Keeps the accumulators of the state after an update, and that it is placed."""
+        """Keeps the accumulators after an update, and notes that the new state is placed."""
         self.accumulators = state.accumulators
-        self._placed, self._hidden = weakref.ref(state.pipeline), {}
+        self._placed = weakref.ref(state.pipeline), {}
 
     def hide_weights(self, state: PipelineState) -> PipelineState:
         """The placed state without the variables that count weights, which are kept here."""
@@ -38,15 +39,16 @@ class BetweenSteps:
         if not hidden:
             return state
         given = dataclasses.replace(state, variables=without_weights(state.variables))
-        self._placed, self._hidden = weakref.ref(given), hidden
+        self._placed = weakref.ref(given), hidden
         return given
 
     def is_placed(self, state: Any) -> bool:
-        """Whether it is the last state that is known to be placed."""
-        return self._placed is not None and state is self._placed()
+        """Whether a state is the last one that is known to be placed."""
+        return state is self._placed[0]()
 
-    def with_hidden(self, state: PipelineState) -> PipelineState:
-        """The placed state with the variables that count weights."""
-        if not self._hidden:
-            return state
-        return dataclasses.replace(state, variables={**state.variables, **self._hidden})
+    def find_placed(self, state: PipelineState) -> PipelineState | None:
+        """The last state with the variables that count weights; None if the given one is another."""
+        placed, hidden = self._placed
+        if state is not placed():
+            return None
+        return dataclasses.replace(state, variables={**state.variables, **hidden}) if hidden else state

@@ -49,7 +49,7 @@ def describe_shapes(element: Any) -> str:
 
 
 def describe_number(element: Any, number: int, max_shapes: int) -> str:
-    """What is told while programs compile for other shapes than the first micro-batch's."""
+    """The message while programs compile for other shapes than the first micro-batch's."""
     return f"for micro-batches of {describe_shapes(element)} ({number + 1} of at most {max_shapes} shapes)"
 
 
@@ -187,7 +187,7 @@ class MicroBatchShapes:
     """
 
     def __init__(self) -> None:
-        """Begins with none."""
+        """Begins without other shapes."""
         self.others: dict[ShapesKey, Any] = {}
         self.runners: RunnersOfShapes | None = None
 
@@ -266,4 +266,4 @@ class RunnersOfShapes:
                 make, number = self._make(), len(self.all)
                 assert make is not None
                 self.all.append(make(self.all[0], element, number))
-                self._numbers = {**self._numbers, key: number}  # one that other threads read stays as it is
+                self._numbers = {**self._numbers, key: number}  # never changed: other threads read it

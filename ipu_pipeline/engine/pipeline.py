@@ -106,7 +106,7 @@ from ipu_pipeline.ground.shapes import as_shapes, check_like, describe_structure
 __all__ = ["Pipeline"]
 
 P = ParamSpec("P")
-# What takes the place of methods that are gone.
+# The functions and attributes that replace former methods.
 _MOVED = {
     "facts": "engine.inspect.find_facts(pipeline)",
     "measure_costs": "engine.planning.measure_costs(pipeline)",
@@ -219,12 +219,14 @@ class Pipeline:
         for sentence in find_unused(vars(options)):
             warnings.warn(sentence, stacklevel=3)
 
-    if not TYPE_CHECKING:  # for which there would be any attribute
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             """Says what takes the place of a method that is gone."""
-            instead = f"; use {_MOVED[name]}" if name in _MOVED else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
+            if name in _MOVED:
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}; use {_MOVED[name]}")
+            return object.__getattribute__(self, name)  # raises the first error again, a property's too
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
         """Checks a recipe, and takes it.
@@ -239,7 +241,7 @@ class Pipeline:
         if options.dispatch_plan is not None:
             check_dispatch_plan(options.dispatch_plan, options.num_micro_batches, self.is_one_program)
         self._compiler_options = _plan_compiler_options(self)
-        self._reduction = parse_member(Reduction, options.reduction, "reduction")
+        parse_member(Reduction, options.reduction, "reduction")  # it may raise
         self._offload = parse_offload(options.offload)
         self._shard = parse_shard(options.shard)
         self.recompute = (
@@ -256,8 +258,8 @@ class Pipeline:
         self._surroundings: Surroundings | None = None  # of the first trace
         self._kept = kept.current()
         self._between = BetweenSteps()
-        # Without the pipeline itself, which callers of it are not to hold: an infeed holds the runner, and
-        # the pipeline's program the infeed.
+        # A timetable does not hold the pipeline: an infeed holds the runner, which has the timetable, and
+        # the pipeline's program holds the infeed.
         self.timetable = Timetables(options.schedule, recipe.mapping, trains, tuple(levels))
         self._building = threading.RLock()  # held while it is traced, and while its runner is made
 
@@ -421,7 +423,7 @@ class Pipeline:
                 )
                 assert around is not None
                 other = trace_again(traced, element, around, self.options.hooks.captures, trace)
-                check_alike(built, other.built, (_plan_accumulators(self), _plan_accumulators(other)))
+                check_alike(built, other.built, (accumulator_plan(self), accumulator_plan(other)))
                 others[key] = other
             found: Pipeline = others[key]
             return found
@@ -664,7 +666,7 @@ class Pipeline:
             self.traced,
             self.built.updates,
             groups,
-            _plan_accumulators(self),
+            accumulator_plan(self),
             self._offload,
             self._shard,
             self.built.partitions,
@@ -975,7 +977,7 @@ class Pipeline:
             taken = supply.taken = []
             own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
             progress = run(own)
-            supply.taken = None  # whoever watches the step keeps the supply
+            supply.taken = None  # `StepOnItsWay` holds the supply, which is not to hold the micro-batches
             found = find_nans(progress) if has_nan_checks else ""
             if not found:
                 return progress
@@ -1162,8 +1164,8 @@ class Pipeline:
           ValueError: a variable is missing, is no array, or has another shape or dtype; or elements of it
             are masked.
         """
-        if self._between.is_placed(state):
-            return self._between.with_hidden(state)
+        if (placed := self._between.find_placed(state)) is not None:
+            return placed
         state = as_plain_state(state)
         for name, spec in self.variables.items():
             value = state.variables.get(name)
@@ -1216,7 +1218,7 @@ def plan_in_flight(pipeline: Pipeline, count: int, chunk_size: int) -> tuple[Sta
 
 
 def chunked_step(pipeline: Pipeline) -> ChunkedStep:
-    """What a dispatch plan is chosen for."""
+    """Describes the step that a dispatch plan is chosen for."""
     options = pipeline.options
     count = options.num_micro_batches
     return ChunkedStep(
@@ -1232,8 +1234,14 @@ def chunked_step(pipeline: Pipeline) -> ChunkedStep:
     )
 
 
+def accumulator_plan(pipeline: Pipeline) -> AccumulatorPlan:
+    """Plans which program accumulates where."""
+    reduction = Reduction(pipeline.options.reduction)
+    return plan_accumulators(pipeline.traced, pipeline.programs, pipeline.device_mapping, reduction)
+
+
 def _describe_for_choice(pipeline: Pipeline) -> Mapping[str, str]:
-    """What tells the pipeline from others that another dispatch plan may be chosen for."""
+    """Describes everything that the choice of a dispatch plan depends on."""
     options, mapping = pipeline.options, pipeline.device_mapping
     timetable = pipeline.timetable(options.num_micro_batches or 1)
     told = fingerprints.describe(pipeline.built, options, mapping, timetable, None)
@@ -1247,18 +1255,12 @@ def _describe_number(pipeline: Pipeline, number: int) -> str:
     return describe_number(pipeline.traced.element, number, pipeline.options.max_shapes)
 
 
-def _plan_accumulators(pipeline: Pipeline) -> AccumulatorPlan:
-    """Plans which program accumulates where."""
-    reduction = parse_member(Reduction, pipeline.options.reduction, "reduction")
-    return plan_accumulators(pipeline.traced, pipeline.programs, pipeline.device_mapping, reduction)
-
-
 def _find_accumulators(pipeline: Pipeline) -> Any:
     """A value that identifies the accumulators and their places."""
     ipus, owners = pipeline.device_mapping, pipeline.traced.owners
     dtypes = pipeline.built.accumulator_dtypes
     homes = {name: ipus[owners[name]] for name in dtypes}
-    extra = _plan_accumulators(pipeline).extra
+    extra = accumulator_plan(pipeline).extra
     return dtypes, homes | {key: ipus[accumulator.stage] for key, accumulator in extra.items()}
 
 
@@ -1324,7 +1326,7 @@ def _runner_maker(
     options: CompilerOptions,
     has_identical_keys: bool,
 ) -> Callable[..., PlanRunner]:
-    """What makes a runner by plans. It does not hold the pipeline, see `timetable`."""
+    """A function that makes a runner by plans. It does not hold the pipeline, see `timetable`."""
     return functools.partial(
         PlanRunner,
         placement,

@@ -82,9 +82,9 @@ class SearchedTimetables:
         assert found is not None
         return found, scenario.timetable()
 
-    def find(self, num_chunks: int) -> Searched:
+    def find(self, num_micro_batches: int) -> Searched:
         """Returns what the search found."""
-        return self._kept(num_chunks)[0]
+        return self._kept(num_micro_batches // self._scenario.chunk_size)[0]
 
     def __call__(self, num_chunks: int) -> Timetable:
         """Returns the timetable."""

@@ -14,23 +14,23 @@ from ipu_pipeline.ground.errors import OutOfRangeError
 
 __all__ = ["StepFeed"]
 
-Place: TypeAlias = "Callable[[Any, int], Any]"  # from a micro-batch and its number
+Place: TypeAlias = "Callable[[Any, int], Any]"  # of a micro-batch and its number
 
 
 class StepFeed:
     """Takes micro-batches one by one."""
 
     def __init__(self, micro_batches: Iterable[Any], every: int, has_peers: Callable[[], bool]) -> None:
-        """Begins with them.
+        """Takes nothing yet.
 
         Args:
-          micro_batches: an iterable.
+          micro_batches: as for `Pipeline.step`.
           every: the number of micro-batches of a step, in all replicas.
           has_peers: says whether other processes run the step, too.
 
         Raises:
-          TypeError: they are not what can be iterated over.
-          ValueError: there are too many in a list.
+          TypeError: the micro-batches are not iterable.
+          ValueError: a list has more micro-batches than a step takes.
         """
         self._numbers, self._every, self._has_peers = iter(range(every)), every, has_peers
         try:
@@ -38,10 +38,10 @@ class StepFeed:
         except Exception as error:
             if not has_peers():
                 raise
-            self._iterator = _raise(error)  # when it is asked, so that the other processes hear of it
+            self._iterator = _raise(error)  # in the step, where the other processes are told of it
 
     def peek(self) -> Any:
-        """The first micro-batch, which is still to be taken."""
+        """Returns the first micro-batch without taking it."""
         first = self._next(0)
         self._iterator = itertools.chain([first], self._iterator)
         return first
@@ -56,7 +56,7 @@ class StepFeed:
         try:
             return [place(self._next(number), number)]
         except Exception:
-            if self._has_peers():  # whose iterators are where the next step begins
+            if self._has_peers():  # the next step begins at the same place in all processes
                 for _number in self._numbers:
                     with contextlib.suppress(Exception):
                         next(self._iterator, None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ipu_pipeline.ground.lazy_names import import_later
 from ipu_pipeline.ground.tested import warn_of_untested
 
 try:
@@ -168,76 +169,45 @@ __all__ = [
     "trainingModel",
 ]
 
-_HOMES = {  # modules of the names that are not modules themselves
-    "AnchorMode": "enums",
-    "Attribute": "operations.hints",
-    "AsynchronousDataAccessor": "data",
-    "AutoStage": "enums",
-    "BeginBlock": "annotations",
-    "Block": "annotations",
-    "BlockFunction": "annotations",
-    "CPU": "operations.host_calls",
-    "CommGroupType": "enums",
-    "ConfigFileError": "options",
-    "ConnectionType": "enums",
-    "DataLoader": "data",
-    "DataLoaderMode": "enums",
-    "Error": "errors",
-    "HalfFloatCastingBehavior": "enums",
-    "ICustomArgParser": "structures",
-    "Liveness": "enums",
-    "MatMulSerializationMode": "enums",
-    "MeanReductionStrategy": "enums",
-    "MultiConv": "operations.multi_conv",
-    "MultiConvPlanType": "enums",
-    "NameScope": "operations.hints",
-    "Options": "options",
-    "OutputMode": "enums",
-    "OverlapMode": "enums",
-    "ParallelPhasedExecution": "options.phased",
-    "Phase": "options.stages",
-    "PipelinedExecution": "options.strategies",
-    "PoplarExecutor": "execution.executor",
-    "RecoverableError": "errors",
-    "ReductionType": "enums",
-    "SerialPhasedExecution": "options.phased",
-    "ShardedExecution": "options.strategies",
-    "SerializedLinear": "operations.products",
-    "SharingStrategy": "enums",
-    "Stage": "options.stages",
-    "SyncPattern": "enums",
-    "TensorLocationSettings": "options",
-    "UnrecoverableError": "errors",
-    "VariableRetrievalMode": "enums",
-    "cond": "operations.control_flow",
-    "ctc_beam_search_decoder": "operations.ctc_decoding",
-    "custom_op": "operations.custom_ops",
-    "dynamic_slice": "operations.slicing",
-    "dynamic_update": "operations.slicing",
-    "for_loop": "operations.control_flow",
-    "identity_loss": "operations.losses",
-    "inferenceModel": "execution.wrapping",
-    "ipuHardwareIsAvailable": "operations.running",
-    "ipuHardwareVersion": "operations.running",
-    "ipu_print_tensor": "operations.printing",
-    "isRunningOnIpu": "operations.running",
-    "load": "execution.loading",
-    "module_repr": "annotations",
-    "nop": "operations.hints",
-    "recomputationCheckpoint": "operations.hints",
-    "registerCustomArgParser": "structures",
-    "registerPostCompileHook": "execution.hooks",
-    "registerPreCompileHook": "execution.hooks",
-    "register_custom_op": "operations.custom_registry",
-    "register_lowering": "lowering.registry",
-    "removeBlocks": "annotations",
-    "serializedMatMul": "operations.products",
-    "setLogLevel": "logs",
-    "set_available_memory": "operations.hints",
-    "set_overlap_for_input": "operations.hints",
-    "set_overlap_for_output": "operations.hints",
-    "trainingModel": "execution.wrapping",
-}
+_find, _names = import_later(
+    __name__,
+    {
+        "poptorch.annotations": "BeginBlock Block BlockFunction module_repr removeBlocks",
+        "poptorch.data": "AsynchronousDataAccessor DataLoader",
+        "poptorch.enums": (
+            "AnchorMode AutoStage CommGroupType ConnectionType DataLoaderMode HalfFloatCastingBehavior "
+            "Liveness MatMulSerializationMode MeanReductionStrategy MultiConvPlanType OutputMode "
+            "OverlapMode ReductionType SharingStrategy SyncPattern VariableRetrievalMode"
+        ),
+        "poptorch.errors": "Error RecoverableError UnrecoverableError",
+        "poptorch.execution.executor": "PoplarExecutor",
+        "poptorch.execution.hooks": "registerPostCompileHook registerPreCompileHook",
+        "poptorch.execution.loading": "load",
+        "poptorch.execution.wrapping": "inferenceModel trainingModel",
+        "poptorch.logs": "setLogLevel",
+        "poptorch.lowering.registry": "register_lowering",
+        "poptorch.operations.control_flow": "cond for_loop",
+        "poptorch.operations.ctc_decoding": "ctc_beam_search_decoder",
+        "poptorch.operations.custom_ops": "custom_op",
+        "poptorch.operations.custom_registry": "register_custom_op",
+        "poptorch.operations.hints": (
+            "Attribute NameScope nop recomputationCheckpoint set_available_memory set_overlap_for_input "
+            "set_overlap_for_output"
+        ),
+        "poptorch.operations.host_calls": "CPU",
+        "poptorch.operations.losses": "identity_loss",
+        "poptorch.operations.multi_conv": "MultiConv",
+        "poptorch.operations.printing": "ipu_print_tensor",
+        "poptorch.operations.products": "SerializedLinear serializedMatMul",
+        "poptorch.operations.running": "ipuHardwareIsAvailable ipuHardwareVersion isRunningOnIpu",
+        "poptorch.operations.slicing": "dynamic_slice dynamic_update",
+        "poptorch.options": "ConfigFileError Options TensorLocationSettings",
+        "poptorch.options.phased": "ParallelPhasedExecution SerialPhasedExecution",
+        "poptorch.options.stages": "Phase Stage",
+        "poptorch.options.strategies": "PipelinedExecution ShardedExecution",
+        "poptorch.structures": "ICustomArgParser registerCustomArgParser",
+    },
+)
 
 
 _ABSENT = {
@@ -250,13 +220,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
     if name == "__version__":
         return importlib.import_module("ipu_pipeline").__version__
-    return importlib.import_module(f"{__name__}.{name}")  # this also makes it an attribute of this package
+    return _find(name)
 
 
 def __dir__() -> list[str]:

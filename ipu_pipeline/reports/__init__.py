@@ -5,22 +5,13 @@ The code that records a trace is imported when it is first used: reading one tak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ipu_pipeline.ground.lazy_names import import_later
 
 if TYPE_CHECKING:
     from ipu_pipeline.reports.capturing import Capture, capture
 
 __all__ = ["Capture", "capture"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ipu_pipeline.reports import capturing
-
-    globals()[name] = value = getattr(capturing, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *globals()})
+__getattr__, __dir__ = import_later(__name__, {"reports.capturing": "Capture capture"})

@@ -12,6 +12,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError
 from ipu_pipeline.engine.state import Collected
+from ipu_pipeline.engine.step_feeds import StepFeed
 from tests.support import beside, models
 from tests.support.compilations import compilations
 
@@ -552,3 +553,35 @@ def test_a_method_that_has_become_a_function_names_it():
         pipeline.plan_memory()
     with pytest.raises(AttributeError, match="no attribute 'plan'$"):
         pipeline.plan()
+
+
+def test_an_error_within_a_property_is_told_as_it_is(monkeypatch):
+    """A method that was missing inside was told as the property's own absence."""
+    pipeline = make(models.mlp_stages(2))
+    monkeypatch.setattr("ipu_pipeline.engine.pipeline.begin_first_run", lambda: pipeline.options.missing)
+    with pytest.raises(AttributeError, match="'PipelineOptions' object has no attribute 'missing'"):
+        _ = pipeline.place_element
+
+
+def test_two_steps_share_their_accumulators_and_another_mapping_has_its_own(rng, monkeypatch):
+    pipeline, other = (make(models.mlp_stages(2), device_mapping=devices) for devices in ([0, 1], [1, 0]))
+    micro_batches = models.mlp_batches(rng, 4)
+    state, given = (one.init(jax.random.key(0), micro_batches[0]) for one in (pipeline, other))
+    state, _outputs = pipeline.step(state, micro_batches)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline.runner, "make_accumulators", None)
+        state, _outputs = pipeline.step(state, micro_batches)
+    other.take_accumulators(pipeline)
+    for _step in range(2):
+        given, _outputs = other.step(given, micro_batches)
+    models.assert_trees_close(given.variables, state.variables, 0.0)
+
+
+@pytest.mark.parametrize(("has_peers", "left"), [(False, 2), (True, 4)])
+def test_after_an_error_the_next_step_begins_at_the_same_place_in_all_processes(has_peers, left):
+    data = iter(range(8))
+    take = StepFeed(data, 4, lambda: has_peers).placing(lambda element, number: element / (1 - number))
+    assert take(1) == [0]
+    with pytest.raises(ZeroDivisionError):
+        take(1)
+    assert next(data) == left

@@ -5,8 +5,9 @@ Modules are imported when a name is first used, so that the data classes are the
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ipu_pipeline.ground.lazy_names import import_later
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
@@ -69,30 +70,21 @@ __all__ = [
     "watching",
 ]
 
-_FACTS = "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails StageFacts select_fields"
-_HOMES = {
-    "": "watching",
-    ".execution.contract": "Runner",
-    ".execution.held": "LiveBytes",
-    ".inspect.counting": "Work count_costs count_work",
-    ".inspect.facts": _FACTS,
-    ".inspect.layer_costs": "find_layer_costs",
-    ".inspect.layers": "fold_names",
-    ".inspect.pipelines": "find_facts find_searched find_separate_variables introduce summarize",
-    ".inspect.summary": "PipelineSummary describe_numbers",
-    ".planning.memory_plans": "Flow IpuMemory StageMemory",
-    ".watching": "Launch LaunchKind",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names.split():
-            value = getattr(importlib.import_module(f"ipu_pipeline.engine{home}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *globals()})
+__getattr__, __dir__ = import_later(
+    __name__,
+    {
+        "engine": "watching",
+        "engine.execution.contract": "Runner",
+        "engine.execution.held": "LiveBytes",
+        "engine.inspect.counting": "Work count_costs count_work",
+        "engine.inspect.facts": (
+            "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails StageFacts select_fields"
+        ),
+        "engine.inspect.layer_costs": "find_layer_costs",
+        "engine.inspect.layers": "fold_names",
+        "engine.inspect.pipelines": "find_facts find_searched find_separate_variables introduce summarize",
+        "engine.inspect.summary": "PipelineSummary describe_numbers",
+        "engine.planning.memory_plans": "Flow IpuMemory StageMemory",
+        "engine.watching": "Launch LaunchKind",
+    },
+)

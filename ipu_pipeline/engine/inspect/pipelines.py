@@ -11,9 +11,7 @@ from ipu_pipeline.engine.inspect.facts import PipelineDetails, Sent, select_fiel
 from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.inspect.waiting import estimate_bubble
 from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.pipeline import Pipeline, plan_in_flight
-from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.updates.accumulators import plan_accumulators
+from ipu_pipeline.engine.pipeline import Pipeline, accumulator_plan, plan_in_flight
 from ipu_pipeline.engine.updates.loss_weights import is_loss_weight
 
 __all__ = ["find_facts", "find_searched", "find_separate_variables", "introduce", "summarize"]
@@ -91,8 +89,7 @@ def _find_sends(pipeline: Pipeline) -> tuple[Sent, ...]:
     sent = find_update_sends(built.updates, ipus)
     if isinstance(pipeline, Loop):
         return sent
-    reduction = Reduction(pipeline.options.reduction)
-    extra = plan_accumulators(built.traced, pipeline.programs, ipus, reduction).extra
+    extra = accumulator_plan(pipeline).extra
     return (*find_shared_sends(built.traced, ipus, extra, built.accumulator_dtypes), *sent)
 
 
@@ -156,7 +153,7 @@ def find_searched(pipeline: Pipeline, num_micro_batches: int | None = None) -> s
     searches = pipeline.timetable.searches
     if searches is None:
         return None
-    return searches.find(pipeline.updated_every(num_micro_batches) // pipeline.options.num_serialized)
+    return searches.find(pipeline.updated_every(num_micro_batches))
 
 
 def introduce(pipeline: Pipeline, name: str) -> None:

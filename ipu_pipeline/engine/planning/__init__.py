@@ -5,8 +5,9 @@ Modules are imported when a name is first used, so that those without JAX are th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ipu_pipeline.ground.lazy_names import import_later
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine.planning.pipelines import (
@@ -29,14 +30,4 @@ __all__ = [
     "with_recomputation",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.pipelines"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *globals()})
+__getattr__, __dir__ = import_later(__name__, {"engine.planning.pipelines": " ".join(__all__)})

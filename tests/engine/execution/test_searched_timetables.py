@@ -201,6 +201,12 @@ def test_costs_of_a_micro_batch_are_shares_of_a_chunk():
     assert costs.host == 0.5
 
 
+def test_what_is_found_for_chunks_is_followed():
+    """What was told was another search, of as many chunks as a step has micro-batches."""
+    pipeline = prepared("searched", dispatch_plan=engine.Chunking(2))
+    assert pipeline.timetable(COUNT // 2).rows == find_searched(pipeline).rows
+
+
 def test_a_scenario_is_what_plans_are_chosen_by():
     pipeline = prepared("interleaved")
     scenario = measure_scenario(pipeline)

@@ -329,6 +329,13 @@ def test_one_device_has_what_is_in_flight_among_its_temporaries():
     assert plan.num_temporary_bytes == pytest.approx(held, rel=0.5)  # XLA keeps what suits it
     assert plan.num_feed_bytes % sum(leaf.nbytes for leaf in make_step(1)[0]) == 0
     assert plan.num_feed_bytes > 0
+    grouped = {
+        "device_mapping": [0, 0, 0],
+        "num_micro_batches": 2,
+        "num_serialized": NUM_MICRO_BATCHES // 2,
+    }
+    (in_groups,) = plan_ipu_memory(make(3, "sequential", None, **grouped))
+    assert in_groups.num_feed_bytes == plan.num_feed_bytes
 
 
 def test_the_count_must_be_known():

@@ -1,5 +1,7 @@
 """Losses that are sums over tokens: the gradients of a step are those of the mean over all its tokens."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +167,25 @@ def test_the_state_is_that_of_a_pipeline_without_weights(tmp_path):
         found, _outputs = weighted.step(other, given[4:])
         if has_begun:
             models.assert_trees_close(weighted.parameters(found), plain_loop(clipped, given, COUNT), 1e-5)
+
+
+def test_another_thread_steps_the_pipeline_while_a_state_is_placed():
+    """It got the other thread's variables that count weights, which a step with `donate` destroys."""
+    pipeline, given = make(lambda: optax.sgd(0.1)), list(micro_batches())
+    other = pipeline.init(jax.random.key(1), given[0])
+    state, _outputs = pipeline.step(pipeline.init(jax.random.key(0), given[0]), given[:COUNT])
+    expected = pipeline.place(state).variables
+
+    def step_once(frame, event, _argument):  # where a thread may give way to another one
+        if event == "return" and frame.f_code.co_filename.endswith("between_steps.py"):
+            sys.setprofile(None)
+            pipeline.step(other, given[:COUNT])
+
+    sys.setprofile(step_once)
+    found = pipeline.place(state).variables
+    assert sys.getprofile() is None
+    assert found.keys() == expected.keys() > state.variables.keys()
+    assert all(found[name] is expected[name] for name in found)
 
 
 def test_some_variables_only():

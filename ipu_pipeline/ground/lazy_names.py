@@ -1,0 +1,35 @@
+"""Packages that import the module of a name when somebody first asks for the name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["import_later"]
+
+
+def import_later(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Makes the `__getattr__` and the `__dir__` of a package.
+
+    Args:
+      package: its full name. Other names of its `__all__` than those of `homes` are modules of it.
+      homes: the modules within `ipu_pipeline`, with the names that are imported from each.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+    module = sys.modules[package]
+
+    def find(name: str) -> Any:
+        if name in home_of:
+            value = getattr(importlib.import_module(f"ipu_pipeline.{home_of[name]}"), name)
+            setattr(module, name, value)
+            return value
+        if name in module.__all__:
+            return importlib.import_module(f"{package}.{name}")  # which enters it in the package
+        message = f"module {package!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=module)
+
+    return find, lambda: sorted({*module.__all__, *vars(module)})
