@@ -57,6 +57,7 @@ mutants: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks.run_all --short --write docs/benchmarks.md
+	$(BIN)/python scripts/draw_figures.py
 
 # The site, to build/site/index.html. Whatever Sphinx warns of fails: a link, a name, an anchor that is not there.
 docs: $(VENV)/installed-docs

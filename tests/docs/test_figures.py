@@ -63,6 +63,16 @@ def test_figures_are_up_to_date(tmp_path):
     assert result.stdout == "All figures are up to date.\n"
 
 
+def test_figures_of_rows_and_lines_are_up_to_date():
+    """Fast, unlike all of them: these two change with the benchmarks' rows and with every file that moves."""
+    kept = ROOT / "docs" / "figures"
+    rows = measured.draw_against_targets(draw_figures.history.read())
+    assert rows.render() == (kept / "benchmarks.svg").read_text(), "run scripts/draw_figures.py"
+    assert draw_figures.draw_rooms().render() == (kept / "rooms.svg").read_text(), (
+        "run scripts/draw_figures.py"
+    )
+
+
 def test_files_can_be_read_in_a_diff():
     titles = set()
     folders = (ROOT / "tutorial" / "figures", ROOT / "docs" / "figures")
