@@ -70,11 +70,7 @@ def _open_orbax() -> Any:
 
 @contextlib.contextmanager
 def _taken_literally(directory: Path) -> Iterator[Path]:
-    """A path to a directory; a link to it, if Orbax took its own for a pattern or TensorStore for another.
-
-    Raises:
-      ValueError: the path of the directory for temporary files would be misread, too.
-    """
+    """A path to a directory; a link if Orbax took its own for a pattern or TensorStore for another."""
     if not _MISREAD.search(str(directory)):
         yield directory
         return

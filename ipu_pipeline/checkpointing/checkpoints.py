@@ -58,11 +58,7 @@ _logger = logging.getLogger("ipu_pipeline")
 def write_checkpoint(
     path: str | os.PathLike[str], snapshot: Snapshot, files: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes a checkpoint. An existing one is replaced when the new one is complete.
-
-    Raises:
-      OSError, ValueError: it cannot be written. What was there stays.
-    """
+    """Writes a checkpoint. An existing one is replaced when the new one is complete."""
     target = _find_directory(path)
     check_same_path(target)
     with written_whole(f"the checkpoint {target}"):
@@ -117,11 +113,7 @@ def _replace(target: Path, started: Path, old: Path) -> None:
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads what a checkpoint has besides arrays; see `Snapshot.document`. The files are not verified.
-
-    Raises:
-      CheckpointError: there is no checkpoint, it is not complete, or its document is damaged.
-    """
+    """Reads what a checkpoint has besides arrays; see `Snapshot.document`. The files are not verified."""
     directory = _find_directory(path)
     _recover(directory)
     if not directory.is_dir():
@@ -145,12 +137,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
-    """Reads a checkpoint, after comparing all its files with their digests.
-
-    Raises:
-      CheckpointError: there is none, it is not complete, one of its files is missing or damaged, or it has
-        another format.
-    """
+    """Reads a checkpoint, after comparing all its files with their digests."""
     directory = _find_directory(path)
     document = read_document(directory)
     for name, digest in document["files"].items():
@@ -184,12 +171,7 @@ def check_same_path(path: Path) -> None:
 
 
 def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = None) -> Snapshot:
-    """Reads a checkpoint in all processes of the run, each by its own path; all of them call it.
-
-    Raises:
-      CheckpointError: as `read_checkpoint`; or the processes have read different checkpoints.
-      OSError: another process could not read its own.
-    """
+    """Reads a checkpoint in all processes of the run, each by its own path; all of them call it."""
     found: list[Snapshot] = []
 
     def read() -> tuple[str, str, dict[str, int]]:
@@ -248,15 +230,7 @@ class CheckpointSeries:
         return self.path(complete[-1]) if complete else None
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
-        """The step and contents of the newest checkpoint that can be read; None if none was ever complete.
-
-        Args:
-          set_aside: whether newer ones, which cannot be read, get other names, or are deleted if they were
-            never complete, so that checkpoints of the same steps can be written.
-
-        Raises:
-          CheckpointError: there are complete checkpoints, and none can be read.
-        """
+        """The step and contents of the newest checkpoint that can be read; None if none was complete."""
         found: tuple[int, Snapshot] | None = None
 
         def read() -> int | None:
@@ -313,11 +287,7 @@ class CheckpointSeries:
             self._thread = None
 
     def save(self, step: int, snapshot: Snapshot) -> Path:
-        """Writes a checkpoint, and deletes the oldest ones. A complete checkpoint of this step is kept.
-
-        Raises:
-          OSError, ValueError: it cannot be written.
-        """
+        """Writes a checkpoint, and deletes the oldest ones. A complete checkpoint of this step is kept."""
         path = self.path(step)
 
         def prepare() -> bool:

@@ -26,12 +26,7 @@ _KEY, _ROWS = "engine_key", "engine_rows"
 
 
 def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) -> Snapshot:
-    """A snapshot of a state.
-
-    Args:
-      state: the state.
-      prepare: makes of its arrays what a snapshot has of them.
-    """
+    """A snapshot of a state."""
     leaves = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     prepared = prepare([*state.variables.values(), *named.values()])
@@ -47,13 +42,7 @@ def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) 
 
 
 def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> Snapshot:
-    """A snapshot of this process's parts of a state.
-
-    Args:
-      state: the state.
-      separate: the variables of which each replica has its own values.
-      extra: what else belongs to it, as JSON.
-    """
+    """A snapshot of this process's parts of a state."""
     own = {name: value for name, value in state.variables.items() if name in separate}
     others = {name: value for name, value in state.variables.items() if name not in separate}
     snapshot = take_state(dataclasses.replace(state, variables=others), parts_of)
@@ -63,18 +52,7 @@ def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any
 
 
 def place_state(snapshot: Snapshot, what: str, pipeline: Pipeline) -> PipelineState:
-    """The state that a snapshot is of, on the devices of a pipeline.
-
-    Args:
-      snapshot: the snapshot.
-      what: where it is from, for the error; the beginning of a sentence.
-      pipeline: traced.
-
-    Raises:
-      CheckpointError: it is of a session with several pipelines, or within an update.
-      ValueError: the pipeline has other variables, or another optimizer.
-      RuntimeError: the pipeline has not been traced.
-    """
+    """The state that a snapshot is of, on the devices of a pipeline."""
     records = list(snapshot.state.pipelines.values())
     if len(records) > 1 or any(record.accumulated is not None for record in records):
         names = ", ".join(map(repr, snapshot.state.pipelines))

@@ -159,16 +159,7 @@ class InMemorySeries:
     """
 
     def __init__(self, directory: Path, name: str) -> None:
-        """Writes nothing yet. All processes call it.
-
-        Args:
-          directory: the launcher's; it is made if it is gone.
-          name: of the training, the same in all processes and after a restart.
-
-        Raises:
-          OSError: it cannot be made, or another user may write to it.
-          ValueError: the launcher's variables differ between processes, or are malformed.
-        """
+        """Writes nothing yet. All processes call it."""
         self.runs = 0
         self._run_begun = 0.0  # by `time.monotonic`
         # What is run -> the seconds of its first run; None once it has been counted.
@@ -198,11 +189,7 @@ class InMemorySeries:
 
     @classmethod
     def of_environment(cls, name: str) -> InMemorySeries | None:
-        """The series in the directory that a launcher gave; None if it gave none. All processes call it.
-
-        Raises:
-          ValueError: only some processes have a directory; or as for the class.
-        """
+        """The series in the directory that a launcher gave; None if it gave none. All processes call it."""
         directory = os.environ.get(MEMORY_VARIABLE)
         _check_same(MEMORY_VARIABLE, do_each(lambda: "set" if directory else "not set"))
         return cls(Path(directory), name) if directory else None
@@ -243,11 +230,7 @@ class InMemorySeries:
             self._complete = self._written
 
     def take(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Writes the next checkpoint in a thread. All processes call it when a run has begun.
-
-        Args:
-          snapshot: takes the snapshot, with `Parts` for arrays; it is called if a checkpoint is due.
-        """
+        """Writes the next checkpoint in a thread. All processes call it when a run has begun."""
         with interrupts.deferred():  # else the processes' numbers might differ
             is_due = self._is_working and self.is_due
             self._num_asked += 1
@@ -272,10 +255,6 @@ class InMemorySeries:
         """Counts a run that is done, with the global step after it.
 
         The first run of something also compiles it. It counts for as long as the second one takes.
-
-        Args:
-          step: the global step.
-          what: tells what is run from other things.
         """
         seconds = time.monotonic() - self._run_begun
         if what not in self._first:
@@ -486,11 +465,7 @@ def _describe_memory(directory: Path) -> tuple[str, int, int]:
 
 
 def _check_same(variable: str, values: Sequence[T]) -> T:
-    """The value of an environment variable, which must be the same in all processes.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """The value of an environment variable, which must be the same in all processes."""
     if len(set(values)) > 1:
         told = ", ".join(f"{value} in process {process}" for process, value in enumerate(values))
         raise ValueError(

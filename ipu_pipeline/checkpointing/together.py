@@ -32,23 +32,13 @@ def is_first() -> bool:
 
 
 def do_first(function: Callable[[], T]) -> T:
-    """Calls a function in process 0; the other processes wait for it.
-
-    Raises:
-      OSError: it raised, in another process.
-      Others: what it raised here.
-    """
+    """Calls a function in process 0; the other processes wait for it."""
     told: list[T] = _do(function, takes_part=is_first())
     return told[0]
 
 
 def do_each(function: Callable[[], T]) -> list[T]:
-    """Calls a function in each process, and waits for all of them.
-
-    Raises:
-      OSError: it raised, in another process.
-      Others: what it raised here.
-    """
+    """Calls a function in each process, and waits for all of them."""
     return _do(function, takes_part=True)
 
 

@@ -14,15 +14,6 @@ def check_writable(path: Path, what: str, may_be_full: bool = False) -> None:
 
     Permissions alone do not tell: root has them all, and a disk may be read-only. Nothing is left behind,
     and no directory is created.
-
-    Args:
-      path: the directory, which may not exist yet.
-      what: what is to be written, for the message.
-      may_be_full: whether a full disk is accepted, because it may have room when something is written. If
-        it does not, that is reported then.
-
-    Raises:
-      OSError: nothing can be written there. Its class is that of the system's own error.
     """
     existing = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
     try:

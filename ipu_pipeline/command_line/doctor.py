@@ -146,12 +146,7 @@ def _size_of(directory: Path) -> int:
 
 
 def _feature(feature: Feature, distributions: Mapping[str, Sequence[str]]) -> Finding:
-    """Whether its packages are installed.
-
-    Args:
-      feature: the feature.
-      distributions: by module, the packages that have it. (Python would import a folder of that name, too.)
-    """
+    """Whether its packages are installed."""
     lacking = [module for module in feature.modules if module not in distributions]
     if lacking:
         verb = "is" if len(lacking) == 1 else "are"

@@ -171,13 +171,7 @@ def _make_rows(program: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _describe_ipus(ipus: Sequence[Mapping[str, Any]], number: str) -> str:
-    """Devices by kind: `0..3 cpu`.
-
-    Args:
-      ipus: as they are announced.
-      number: the number that is shown: the "device" or, if each of several processes counts its own
-        devices, the "ipu".
-    """
+    """Devices by kind: `0..3 cpu`."""
     by_kind: dict[str, list[int]] = {}
     for ipu in ipus:
         by_kind.setdefault(ipu["kind"], []).append(ipu[number])

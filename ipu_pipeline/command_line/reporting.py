@@ -69,11 +69,7 @@ def _refuse(fault: str) -> int:
 
 
 def _read(folder: Path) -> str:
-    """The text of a directory's profile.
-
-    Raises:
-      ValueError: there is none, or it is not text.
-    """
+    """The text of a directory's profile."""
     if not folder.is_dir():
         raise ValueError(f"there is no directory {str(folder)!r}")
     try:

@@ -117,11 +117,7 @@ def _run_main(code: types.CodeType, file: str, spec: ModuleSpec | None) -> None:
 
 
 def _find_module(name: str) -> ModuleSpec | None:
-    """The module that `python -m` would run. A package's own errors are not hidden.
-
-    Raises:
-      Others: what importing the packages around it raises.
-    """
+    """The module that `python -m` would run. A package's own errors are not hidden."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -99,11 +99,6 @@ class Buckets:
 
         A micro-batch of padding only, of which there may be some at the end, has a mask of zeros: what
         divides by the sum of the mask should divide by at least 1.
-
-        Raises:
-          ValueError: an example is too long, cannot be stacked with the first one, has no axis, or has an
-            entry "mask". Or a leaf that was padded does not have the example's length after all; or
-            `padding` does not fit.
         """
         full = self._batch_size * self._in_a_row
         waiting: list[list[_Example]] = [[] for _length in self._lengths]

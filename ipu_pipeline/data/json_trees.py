@@ -16,11 +16,7 @@ _BYTES, _ARRAY, _TUPLE, _DICT = "bytes in base64", "array as npy in base64", "tu
 
 
 def encode_plain(leaf: Any) -> Any:
-    """A number, string, boolean, bytes or NumPy array as JSON.
-
-    Raises:
-      TypeError: it is something else; the message is its type's name.
-    """
+    """A number, string, boolean, bytes or NumPy array as JSON."""
     if type(leaf) in (bool, int, float, str):
         return leaf
     if isinstance(leaf, bytes):

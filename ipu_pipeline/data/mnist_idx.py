@@ -36,17 +36,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def read(folder: Path, name: str = "MNIST") -> Splits:
-    """Reads the four files.
-
-    Args:
-      folder: where they are: gzipped, or without ".gz" in the name and plain. If there are both, the
-        gzipped ones are read.
-      name: what the data set is called in messages.
-
-    Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is not what its name says, or the files do not make such a data set.
-    """
+    """Reads the four files."""
     missing = missing_files(folder)
     if missing:
         raise FileNotFoundError(f"{name}: the folder {folder} has no {', '.join(missing)}.")

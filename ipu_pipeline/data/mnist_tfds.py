@@ -51,12 +51,7 @@ def needing_the_extra() -> Iterator[None]:
 
 @needing_the_extra()
 def read(folder: Path) -> Splits:
-    """Reads what `write` wrote, or what tfds's own builder prepared in array_record form elsewhere.
-
-    Raises:
-      FileNotFoundError: there is no mnist/3.0.1.
-      ValueError: it is in another form, prepared in part, or damaged.
-    """
+    """Reads what `write` wrote, or what tfds's own builder prepared in array_record form elsewhere."""
     path = folder / DATASET
     if not path.is_dir():
         if any(path.parent.glob("incomplete.*")):  # tfds renames it when it is complete
@@ -106,11 +101,7 @@ def _first_line(error: Exception) -> str:
 
 @needing_the_extra()
 def write(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
-    """Writes MNIST in the form that `read` expects.
-
-    Raises:
-      FileExistsError: there is a mnist/3.0.1, and `overwrite` is False.
-    """
+    """Writes MNIST in the form that `read` expects."""
     path = folder / DATASET
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already.")

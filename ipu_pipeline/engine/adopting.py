@@ -58,11 +58,7 @@ class Adoption:
 
 
 def compare(known: Mapping[str, Any], wanted: Mapping[str, VariableSpec]) -> Adoption:
-    """Compares a state's variables with a pipeline's by name; the pipeline takes those that both have.
-
-    Raises:
-      ValueError: shapes or dtypes differ, or there are none.
-    """
+    """Compares a state's variables with a pipeline's by name; the pipeline takes those that both have."""
     known = without_weights(known)
     taken = [name for name in wanted if name in known]
     other = [
@@ -90,12 +86,6 @@ def adopt_optimizer_state(
     known: Any, updates: Updates, new: Collection[str], make: Callable[[], Any]
 ) -> tuple[Any, bool]:
     """Takes another optimizer state if it fits: all that belongs to no variable, or to one that was taken.
-
-    Args:
-      known: the state; None if there is none.
-      updates: of the optimizer.
-      new: full names of the variables that begin anew.
-      make: makes the state at the start.
 
     Returns:
       The state, and whether it was taken.

@@ -508,12 +508,7 @@ class _Task:
         bytes_per_ipu: int | None,
         options: dict[str, Any],
     ) -> _Task:
-        """Checks arguments.
-
-        Raises:
-          TypeError: there is no such option.
-          ValueError: they are not usable.
-        """
+        """Checks arguments."""
         if not is_integer(num_stages, 1) or (num_layers is not None and num_stages > num_layers):
             most = "" if num_layers is None else f" to the number of layers, {num_layers}"
             least = "of at least 1" if num_layers is None else "from 1"
@@ -599,17 +594,7 @@ class _Layers:
         measure: bool,
         join: Callable[[Sequence[Sequence[int]]], Sequence[StageEntry]],
     ) -> None:
-        """Traces layers, and measures them, alone and in pairs.
-
-        Args:
-          entries: the layers.
-          names: what tables call them.
-          task: what is asked for.
-          micro_batch: see `split`.
-          inputs: see `split`.
-          measure: whether programs may run.
-          join: makes stages of groups of layers.
-        """
+        """Traces layers, and measures them, alone and in pairs."""
         self._names, self._task = number_names(names), task
         options, mapping = task.options, task.mapping
         self._options, self._mapping, self._num_stages = options, mapping, task.num_stages
@@ -790,9 +775,6 @@ class _Layers:
 
     def choose(self, before: Sequence[Iterable[int]]) -> tuple[list[list[int]], SplitTable]:
         """Chooses among the best splits by what the pipeline makes of them, with its chunks.
-
-        Args:
-          before: for each layer, those whose results it needs.
 
         Returns:
           The layers of each stage, and the table.

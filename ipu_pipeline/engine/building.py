@@ -85,19 +85,7 @@ def build(
     recompute: Recomputation | None,
     halved: Collection[int] = (),
 ) -> Built:
-    """Traces the stages and the optimizer, and checks them. It does not start a JAX backend.
-
-    Args:
-      recipe: the pipeline.
-      element: shapes and dtypes of a micro-batch.
-      inputs: shapes and dtypes of the inputs that are constant during a step.
-      recompute: what stages keep for their backward.
-      halved: the stages whose backward is done in halves.
-
-    Raises:
-      ValueError, TypeError: something is wrong with the stages, reported in one error as far as it can be
-        found, or with the optimizer, a dtype, or what is to be summed.
-    """
+    """Traces the stages and the optimizer, and checks them. It does not start a JAX backend."""
     options, hooks = recipe.options, recipe.options.hooks
     parallel = options.tensor_parallel or TensorParallel(1)
     with frames.unchanged_on_error(hooks.program_names):

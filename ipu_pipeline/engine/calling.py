@@ -37,17 +37,7 @@ class StageCaller:
         update_count: int,
         group: DeviceGroup,
     ) -> None:
-        """Calls nothing yet.
-
-        Args:
-          functions: the stage functions, level by level.
-          loss: takes what the last stage returns; None without training.
-          surroundings: those in which the stages were traced.
-          element_tree: the structure of a micro-batch.
-          inputs: the pytrees that are constant during the step.
-          update_count: the number of weight updates so far.
-          group: where all values are, of all stages.
-        """
+        """Calls nothing yet."""
         self._functions, self._loss, self._surroundings = functions, loss, surroundings
         self._element_tree, self._inputs = element_tree, inputs
         self._update_count, self._group = jnp.int32(update_count), group

@@ -37,14 +37,7 @@ class ExportedStages:
 
 
 def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform: str) -> ExportedStages:
-    """Exports the forwards of a pipeline.
-
-    Args:
-      pipeline: traced, in inference, with a device for each stage.
-      inputs: the leaves of its inputs, or their shapes and dtypes.
-      key: a random key like the one that it gets.
-      platform: JAX's name of the platform that it will run on.
-    """
+    """Exports the forwards of a pipeline."""
     traced, data, implementation = pipeline.traced, jax.random.key_data(key), str(jax.random.key_impl(key))
     warn_of_untested("flatbuffers", flatbuffers.__version__)
     bindings = Bindings(traced, {})
@@ -153,16 +146,7 @@ class StageRunner:
         key: Any,
         update_count: int,
     ) -> None:
-        """Takes what `export_stages` described.
-
-        Args:
-          stages: as in `ExportedStages`.
-          outputs: as in `ExportedStages`.
-          functions: the forwards.
-          variables: the variables, by full name.
-          key: the random key that all others are folded from.
-          update_count: the number of weight updates that the variables have had.
-        """
+        """Takes what `export_stages` described."""
         self._stages, self._outputs, self._functions = stages, outputs, functions
         self._variables = dict(variables)
         self._placed: dict[tuple[str, int], Any] = {}  # by full name and device
@@ -179,13 +163,6 @@ class StageRunner:
         micro_batch: int,
     ) -> list[Any]:
         """Starts all stages for a micro-batch.
-
-        Args:
-          leaves: the leaves of the micro-batch.
-          inputs: the leaves of the inputs.
-          devices: the JAX devices, by number.
-          execution: the number of times that the pipeline has run.
-          micro_batch: the number of the micro-batch in this run.
 
         Returns:
           The leaves of what is collected, still being computed.

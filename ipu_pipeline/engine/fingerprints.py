@@ -26,20 +26,7 @@ def agree(
     plan: Chunking | None,
     devices: Sequence[Any],
 ) -> None:
-    """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it.
-
-    Args:
-      built: its stages and optimizer.
-      options: the other arguments of the pipeline.
-      mapping: the device of each stage.
-      timetable: the timetable of a step.
-      plan: how actions become dispatches; None where everything is one program.
-      devices: the devices of all replicas.
-
-    Raises:
-      ValueError: it is not the same in all processes.
-      ProcessError: another process has ended, or does not go on.
-    """
+    """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it."""
     if peers.current() is not None:
         told = _describe_options(built, options, mapping, timetable, plan)
         agree_on("pipeline", built.traced, built.updates, told, devices)

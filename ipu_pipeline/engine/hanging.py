@@ -40,13 +40,7 @@ class StepOnItsWay:
     def __init__(
         self, describe_start: Callable[[Sequence[str]], str], traced: TracedPipeline, supply: Supply
     ) -> None:
-        """Begins it.
-
-        Args:
-          describe_start: says which program the host starts.
-          traced: the stages.
-          supply: supplies micro-batches.
-        """
+        """Begins it."""
         self.begun, self.is_told = time.monotonic(), False
         self._describe_start, self._traced, self._supply = describe_start, traced, supply
         self._made: tuple[weakref.ref[PipelineState], weakref.ref[StepOutputs]] | None = None

@@ -59,13 +59,7 @@ class Loop(Pipeline):
         condition: Callable[[list[Any]], Any] | None = None,
         block_bytes: int = 64 * 2**20,
     ) -> None:
-        """Builds the programs. Does not start JAX's backend.
-
-        Args:
-          body: the body.
-          condition: for a loop that ends by itself: whether it goes on, from the carried values.
-          block_bytes: how much of the device a block's feed and what it enqueues may take.
-        """
+        """Builds the programs. Does not start JAX's backend."""
         self.body, training, shards = body, body.training, body.shards
         self._condition = condition
         self._goes_on = None if condition is None else jax.jit(self._holds)
@@ -98,21 +92,7 @@ class Loop(Pipeline):
         condition: Callable[..., Any] | None = None,
         what: str = "a loop",
     ) -> Loop:
-        """Traces a body, and the condition of a loop that ends by itself.
-
-        Args:
-          body: takes the inputs, and then the feed's micro-batch.
-          inputs: pytrees of shapes and dtypes of the inputs of the first iteration, and so of all.
-          element: a pytree of shapes and dtypes, a micro-batch of the feed; None without a feed.
-          names: the names of the program that the loop is part of.
-          place: what errors call the body.
-          returned: takes what the body returns, returns the leaves of the next iteration's inputs.
-          condition: takes the inputs, returns a boolean scalar; None: each run is given a count.
-          what: what errors call the loop.
-
-        Raises:
-          TypeError, ValueError: the body does not take or return its inputs, or the condition is unusable.
-        """
+        """Traces a body, and the condition of a loop that ends by itself."""
         avals, tree = jax.tree.flatten(tuple(inputs))
         fed_args, fed_kwargs = as_arguments(element)
         arguments = (*inputs, *fed_args)
@@ -194,13 +174,7 @@ class Loop(Pipeline):
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
     ) -> RunState:
-        """Puts a state on the devices of the loop's shards.
-
-        Args:
-          state: variables, optimizer state, counts and key.
-          accumulators: sums or means of gradients; those that are missing are zeros.
-          num_accumulated: the number of iterations that these hold.
-        """
+        """Puts a state on the devices of the loop's shards."""
         dtypes = self.built.accumulator_dtypes
         return self.prepare().place(state, dtypes, accumulators, num_accumulated)
 
@@ -253,26 +227,8 @@ class Loop(Pipeline):
 
         After an error, the state is the one last passed to `on_iterations`.
 
-        Args:
-          state: placed, see `place_run`.
-          take: as for `Pipeline.run`.
-          captured: the values that the body captured, with each replica's own where these differ.
-          carried: the carried values of the first iteration, with each replica's own where these differ.
-          on_iterations: called after some iterations with the progress, and the number of elements that
-            were fetched for them and not needed.
-          on_settled: called with the state at the end, in which the replicas' separate values are joined.
-          count: the number of iterations, at most if there is a condition; None: as long as that holds.
-          total: the number that may be run together.
-          replacing: as for `Pipeline.run`.
-          give_back: called after iterations that did not need all that was fetched.
-
         Returns:
           The carried values after the last iteration, readable in each process.
-
-        Raises:
-          ValueError: the condition holds only in some replicas.
-          OutOfRangeError: the feed has ended.
-          ProcessError: another process has ended, or does not go on.
         """
         runner, done, every = self.prepare(), outsiders.Done(), self.updated_every()
         constant, changing = self.split_carried(carried)
@@ -321,11 +277,7 @@ class Loop(Pipeline):
         return self.join_carried(constant, in_every_process(changing))
 
     def goes_on(self, inputs: Sequence[Any], changing: Sequence[Any]) -> bool:
-        """Whether the condition holds; True without one. Waits for the values.
-
-        Raises:
-          ValueError: it holds only in some replicas.
-        """
+        """Whether the condition holds; True without one. Waits for the values."""
         if self._goes_on is None:
             return True
         runner = self.prepare()

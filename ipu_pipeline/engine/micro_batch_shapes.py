@@ -54,16 +54,7 @@ def describe_number(element: Any, number: int, max_shapes: int) -> str:
 
 
 def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
-    """Raises if a pipeline takes no more shapes of micro-batches.
-
-    Args:
-      known: a micro-batch of each of the shapes so far, or its shapes and dtypes.
-      element: the same for the new shapes.
-      max_shapes: as given to the pipeline.
-
-    Raises:
-      ValueError: there are as many as `max_shapes` already.
-    """
+    """Raises if a pipeline takes no more shapes of micro-batches."""
     if len(known) < max_shapes:
         return
     raise ValueError(
@@ -75,16 +66,7 @@ def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
 
 
 def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, AccumulatorPlan]) -> None:
-    """Raises if a pipeline for some shapes cannot share the state, or a step, with that for the first ones.
-
-    Args:
-      first: the pipeline for the shapes of the first micro-batch.
-      other: the one for other shapes.
-      plans: what programs accumulate in them.
-
-    Raises:
-      ValueError: variables, what the last stage returns, or what the optimizer reads are different.
-    """
+    """Raises if a pipeline for some shapes cannot share the state or a step with that for the first."""
     old, new = describe_shapes(first.traced.element), describe_shapes(other.traced.element)
     where = f"For micro-batches of {new}, in place of {old},"
     _check_variables(first, other, where)
@@ -220,15 +202,7 @@ class RunnersOfShapes:
     """
 
     def __init__(self, element: Any, runner: Runner[Any], make: MakeRunner, lock: Any) -> None:
-        """Begins with the shapes of the first micro-batch.
-
-        Args:
-          element: shapes and dtypes of the first micro-batch.
-          runner: its runner, which leads.
-          make: a pipeline's method that makes the runner for other shapes, from the one that leads, a
-            micro-batch's shapes and dtypes, and their number. The pipeline is not kept alive.
-          lock: held while a runner is made.
-        """
+        """Begins with the shapes of the first micro-batch."""
         self.all: list[Runner[Any]] = runner.of_shapes
         self._make, self._lock = weakref.WeakMethod(make), lock
         self._leaves, self._tree = jax.tree.flatten(element)
@@ -245,12 +219,7 @@ class RunnersOfShapes:
         return self.all[number].place_element(leaves)
 
     def resolve(self, element: Any) -> Any:
-        """A micro-batch with new shapes, once there is a runner for them, on its devices.
-
-        Raises:
-          ValueError: there are too many shapes, or they cannot share the state; see `check_alike`.
-          Others: what tracing raises.
-        """
+        """A micro-batch with new shapes, once there is a runner for them, on its devices."""
         structs = [
             jax.ShapeDtypeStruct(leaf.shape, known.dtype)
             for leaf, known in zip(element.leaves, self._leaves, strict=True)

@@ -21,14 +21,7 @@ Fields: TypeAlias = "Mapping[str, Any]"
 
 
 def check_fields(fields: Fields) -> None:
-    """Checks what can be seen of each option alone.
-
-    Args:
-      fields: all options, by name.
-
-    Raises:
-      ValueError: an option is not usable.
-    """
+    """Checks what can be seen of each option alone."""
     for names, is_usable, wanted in _RULES:
         for name in names.split():
             if not is_usable(fields[name]):
@@ -39,9 +32,6 @@ def find_unused(fields: Fields) -> Iterator[str]:
     """Finds the options that were given, and have no effect beside the others.
 
     Limits are not among them, nor what is for several replicas, as a pipeline may get these later.
-
-    Args:
-      fields: all options, by name, and checked.
 
     Yields:
       A sentence for each.

@@ -102,11 +102,7 @@ class Peers:
 
     @contextlib.contextmanager
     def waiting(self, where: str) -> Iterator[None]:
-        """Tells the watcher of the processes that this thread waits for others.
-
-        Args:
-          where: what it waits for.
-        """
+        """Tells the watcher of the processes that this thread waits for others."""
         thread = threading.get_ident()
         before = self._waits_at.get(thread)
         self._waits_at[thread] = where
@@ -129,15 +125,7 @@ class Peers:
 
     @contextlib.contextmanager
     def one_thread(self, what: str) -> Iterator[None]:
-        """Admits one thread at a time to what all processes do, since the order of threads may differ.
-
-        Args:
-          what: what is done, such as "a run of a session", for the error.
-
-        Raises:
-          RuntimeError: another thread is within such a block. As other processes may have begun with either
-            of the two, no process can go on.
-        """
+        """Admits one thread at a time to what all processes do, since the order of threads may differ."""
         own = threading.current_thread().name
         if not self._turn.acquire(blocking=False):
             other, known = self._doing or ("another one", "its begin")
@@ -158,17 +146,8 @@ class Peers:
     def exchange(self, what: str, text: str, deadline: float = math.inf) -> list[str]:
         """Tells all others a text, and waits for their texts. Every process calls it, in the same order.
 
-        Args:
-          what: the subject, such as "pipeline"; the order of calls only matters within a subject.
-          text: the text of this process.
-          deadline: until when it waits, by `time.monotonic`.
-
         Returns:
           The texts, by the number of the process.
-
-        Raises:
-          ProcessError: another process has ended, or does not go on.
-          TimeoutError: a process has not come in time.
         """
         with self._lock:
             number = self._numbers[what]
@@ -188,17 +167,8 @@ class Peers:
     def tell(self, what: str, teller: int, text: str = "", is_read: bool = True) -> str:
         """Lets one process tell others a text, without waiting. Every process calls it, in the same order.
 
-        Args:
-          what: the subject, as in `exchange`.
-          teller: the number of the process that tells.
-          text: the text of that process.
-          is_read: whether this process waits for the text; ignored in the process that tells.
-
         Returns:
           The text; "" if it is not read.
-
-        Raises:
-          ProcessError: another process has ended, or does not go on.
         """
         with self._lock:
             number = self._numbers[what]
@@ -222,18 +192,8 @@ class Peers:
     ) -> list[str]:
         """Compares what all processes say, before they rely on it. All call it, in the same order.
 
-        Args:
-          what: the subject, such as "pipeline", as in `exchange`.
-          document: texts by name, such as "the schedule"; those that differ are shown shortened.
-          deadline: as in `exchange`.
-          beside: a text that may differ.
-
         Returns:
           What is `beside` in each process.
-
-        Raises:
-          ValueError: something differs; the error has the values of all processes.
-          ProcessError, TimeoutError: as for `exchange`.
         """
         own = json.dumps([dict(document), beside])
         told, besides = zip(*map(json.loads, self.exchange(what, own, deadline)), strict=True)
@@ -298,11 +258,7 @@ def current() -> Peers | None:
 
 
 def check_joined(what: str) -> None:
-    """Raises a RuntimeError if JAX runs in several processes, and this one has not joined the others.
-
-    Args:
-      what: what they would do together.
-    """
+    """Raises a RuntimeError if JAX runs in several processes, and this one has not joined the others."""
     if _current is None and jax.process_count() > 1:
         raise RuntimeError(
             f"{what} in {jax.process_count()} processes needs ipu_pipeline.distributed.initialize() in "
@@ -318,11 +274,7 @@ def set_current(peers: Peers | None) -> None:
 
 @contextlib.contextmanager
 def occupied(what: str) -> Iterator[None]:
-    """Wraps what takes long while other processes wait, such as compiling: they go on waiting.
-
-    Args:
-      what: what is done, for their messages.
-    """
+    """Wraps what takes long while other processes wait, such as compiling: they go on waiting."""
     peers, thread = _current, threading.get_ident()
     if peers is None or thread in peers.occupied:
         yield

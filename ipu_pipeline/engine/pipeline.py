@@ -229,13 +229,7 @@ class Pipeline:
             return object.__getattribute__(self, name)  # raises the first error again, a property's too
 
     def _begin(self, recipe: Recipe, levels: Sequence[int], trains: bool) -> None:
-        """Checks a recipe, and takes it.
-
-        Args:
-          recipe: what the pipeline is made of.
-          levels: the levels of its stages.
-          trains: whether it goes backward.
-        """
+        """Checks a recipe, and takes it."""
         self._recipe, options = recipe, recipe.options
         self._num_replicas, self._has_identical_keys = options.num_replicas, False
         if options.dispatch_plan is not None:

@@ -246,12 +246,7 @@ class PipelineOptions:
     hooks: Hooks = field(default_factory=Hooks)
 
     def __post_init__(self) -> None:
-        """Checks the fields that can be checked alone.
-
-        Raises:
-          TypeError: the schedule is of another type, or a function that does not take its arguments.
-          ValueError: a field is not usable.
-        """
+        """Checks the fields that can be checked alone."""
         object.__setattr__(self, "schedule", schedules.find_schedule(self.schedule))
         check_fields(vars(self))
         if self.num_micro_batches is not None:
@@ -303,11 +298,7 @@ class PipelineOptions:
 
 
 def make_options(caller: str, *arguments: Any, **options: Any) -> PipelineOptions:
-    """Makes the options of a pipeline from what a function, `caller`, was given.
-
-    Raises:
-      TypeError: some are given by position, there is no such option, or `num_micro_batches` is missing.
-    """
+    """Makes the options of a pipeline from what a function, `caller`, was given."""
     names = [known.name for known in fields(PipelineOptions)]
     if arguments:
         raise TypeError(f"{caller}: options are given by their names; got {arguments[0]!r} without one.")

@@ -51,13 +51,7 @@ class Compilation:
     """
 
     def __init__(self, total: int, observer: Callable[[int, int], None] | None, note: str = "") -> None:
-        """Begins to count.
-
-        Args:
-          total: the number of programs to compile.
-          observer: called with `num_done` and `total` after each program.
-          note: told with the numbers.
-        """
+        """Begins to count."""
         self._note = f" {note}" if note else ""
         self.total = total
         self.num_done = 0
@@ -155,10 +149,6 @@ def compiling(total: int, note: str = "") -> Iterator[Compilation]:
     """Surrounds the compilation of programs. Within another such block, it counts with that one.
 
     However the block ends, the terminal's line is gone afterwards. After an error nothing is logged.
-
-    Args:
-      total: the number of programs.
-      note: what is told about them.
     """
     outer = _current.get()
     if outer is not None:
@@ -187,9 +177,6 @@ def initializing(total: int) -> Iterator[Initialization]:
     """Surrounds the making of initial values; the block counts in `num_done`.
 
     However the block ends, the terminal's line is gone afterwards.
-
-    Args:
-      total: the number of variables.
     """
     initialization = Initialization(total)
     with _showing_alone(initialization.line):
@@ -206,11 +193,7 @@ def tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
-    """No line is shown in the block, because an observer shows what compiles.
-
-    Args:
-      observer: called with the numbers of compiled programs and of all programs, from any thread.
-    """
+    """No line is shown in the block, because an observer shows what compiles."""
     token = _observer.set(observer)
     try:
         yield

@@ -41,15 +41,6 @@ def gradients(
 ) -> tuple[Any, Gradients, list[Any], dict[str, Any]]:
     """Computes one micro-batch.
 
-    Args:
-      traced: the pipeline's stages.
-      state: the variables, key and execution count.
-      micro_batch: a pytree of arrays.
-      index: the micro-batch's index.
-      inputs: pytrees of arrays that are constant during the step.
-      trained: full names of the variables to differentiate.
-      loss_scale: the factor of the gradients, but not of the loss; None: 1.
-
     Returns:
       The loss, its gradients, the leaves of the last stage's outputs, and the variables afterwards.
     """
@@ -121,18 +112,6 @@ def step(
     num_replicas: int = 1,
 ) -> tuple[PipelineState, StepOutputs]:
     """The counterpart of `Pipeline.step`, on the device of the arrays.
-
-    Args:
-      traced: the pipeline's stages, `Pipeline.traced`; or, where shapes differ, those for each micro-batch.
-      state: the state before, with all leaves on one device; not changed.
-      micro_batches: all micro-batches of the step.
-      *inputs: pytrees of arrays that are constant during the step.
-      optimizer: as given to the pipeline.
-      reduction: as given to the pipeline.
-      trained: as given to the pipeline.
-      accumulator_dtypes: dtype of each trained variable's accumulator, by full name; None: the variables'
-        own. The optimizer runs in the wider of the two.
-      num_replicas: as given to the pipeline; `micro_batches` has those of all replicas.
 
     Returns:
       The new state and the outputs.

@@ -45,14 +45,7 @@ _known: dict[str, Chunking] = {}  # by key
 def time_in_turns(
     steps: Mapping[int, Callable[[], Any]], num_rounds: int | None = None, most: int = _MOST_ROUNDS
 ) -> dict[int, float]:
-    """Runs steps in turns, each first and last as often. Returns the medians of the seconds of each.
-
-    Args:
-      steps: each runs one step, which may go on after it has returned, and returns what it ends with.
-      num_rounds: how many rounds; by default three, or as many as a quarter of a second has, but only those
-        that begin within a second.
-      most: the most rounds, where their number is not given.
-    """
+    """Runs steps in turns, each first and last as often. Returns the medians of the seconds of each."""
     taken: dict[int, list[float]] = {size: [] for size in steps}
     begin = time.perf_counter()
 
@@ -78,14 +71,7 @@ class StepTimes:
     """Times steps of a pipeline on zeros with several plans. What they return is dropped."""
 
     def __init__(self, make: Callable[[int], PlanRunner], built: Built, every: int, number: int) -> None:
-        """Compiles nothing yet.
-
-        Args:
-          make: makes the runner for a size of chunks.
-          built: the pipeline.
-          every: micro-batches of a step and replica.
-          number: micro-batches of a step, those of all replicas.
-        """
+        """Compiles nothing yet."""
         self.compile_seconds = 0.0
         self._make, self._built, self._number = make, built, number
         zeros = list(map(_zeros, jax.tree.leaves(built.traced.inputs)))
@@ -158,16 +144,7 @@ def choose_by_steps(
     number: int,
     describe: Callable[[], Mapping[str, str]],
 ) -> Chunking:
-    """Chooses a dispatch plan by steps on zeros where they may be run, else by estimates.
-
-    Args:
-      step: what it is chosen for.
-      make: makes the runner for a size of chunks.
-      device: one of the devices.
-      built: the pipeline.
-      number: micro-batches of a step, those of all replicas.
-      describe: tells the pipeline from others, in texts.
-    """
+    """Chooses a dispatch plan by steps on zeros where they may be run, else by estimates."""
     every = step.num_micro_batches
     if every is None or not _may_run(built):
         return choose_dispatch_plan(step, device.platform)

@@ -111,13 +111,7 @@ def check_pipeline(caller: str, pipeline: Any) -> None:
 
 
 def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline: Pipeline) -> PipelineState:
-    """The same as `resplit`, with the leaves of the optimizer's state by their paths.
-
-    Args:
-      state: its optimizer state is not read.
-      leaves: by `jax.tree_util.keystr`; None without any.
-      pipeline: as for `resplit`.
-    """
+    """The same as `resplit`, with the leaves of the optimizer's state by their paths."""
     wanted = {name: spec.shape for name, spec in pipeline.variables.items()}
     shapes = {name: tuple(value.shape) for name, value in without_weights(state.variables).items()}
     origins = _match(shapes, wanted)
@@ -147,11 +141,7 @@ class _Optimizer:
         self._left = set(leaves)
 
     def move(self, path: tuple[Any, ...], wanted: StateLeaf) -> Any:
-        """Finds a leaf.
-
-        Raises:
-          ValueError: there is none like it, or it is of all variables together.
-        """
+        """Finds a leaf."""
         text = jax.tree_util.keystr(path)
         names = [str(entry.key) if isinstance(entry, jax.tree_util.DictKey) else "" for entry in path]
         place = next((place for place, name in enumerate(names) if name in self._origins), None)
@@ -203,11 +193,7 @@ def _read(values: Mapping[str, Any], origin: _Origin) -> Any:
 
 
 def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
-    """For each variable that is wanted, what it is of those that are known.
-
-    Raises:
-      ValueError: they do not belong together.
-    """
+    """For each variable that is wanted, what it is of those that are known."""
     if dict(known) == dict(wanted):
         return {name: _Origin(((name, None),)) for name in wanted}
     found = {

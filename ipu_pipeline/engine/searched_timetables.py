@@ -109,18 +109,7 @@ def measure_scenario(
     schedule: SearchedSchedule,
     plan_memory: Callable[[], Sequence[StageMemory]],
 ) -> Scenario:
-    """Measures a pipeline's stages, each alone, and plans what they hold. Runs no update.
-
-    Args:
-      runner: the pipeline's.
-      make_state: makes a state, which needs room on the devices until this returns.
-      built: the pipeline.
-      schedule: its schedule.
-      plan_memory: plans what stages hold, once the runner has compiled.
-
-    Raises:
-      ValueError: the stages print or call back into Python, which would notice; or loop by data.
-    """
+    """Measures a pipeline's stages, each alone, and plans what they hold. Runs no update."""
     if reason := CALLBACKS if runner.has_callbacks else why_not_timed(runner.programs):
         raise ValueError(
             f"PipelineSchedule.searched runs the stages on zeros to measure them: {reason}. Take a "
@@ -145,20 +134,7 @@ def make_scenario(
     cores: float | None = None,
     layers: Sequence[Sequence[LayerFacts]] = (),
 ) -> Scenario:
-    """Makes the scenario of a pipeline whose costs are known.
-
-    Args:
-      runner: the pipeline's.
-      built: the pipeline.
-      costs: what was measured.
-      stages: what stages hold.
-      schedule: the schedule.
-      num_micro_batches: micro-batches of a step, in each replica.
-      temporaries: the most that a program of each stage takes besides arguments and results, where the
-        runner does not know that yet.
-      cores: the number of cores that the devices share; None if each has its own.
-      layers: the layers of each stage, for `what_if`; by default they are not known.
-    """
+    """Makes the scenario of a pipeline whose costs are known."""
     placement = runner.placement
     mapping = tuple(group.ipu for group in placement.groups)
     constant = [0] * (1 + max(mapping))

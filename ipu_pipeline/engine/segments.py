@@ -54,11 +54,6 @@ def _call_abstract(*operands: Any, number: int, results: tuple[Any, ...]) -> lis
 def mark_call(number: int, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
     """Marks a call at this point of the function that is being traced.
 
-    Args:
-      number: the number of the call, from 0.
-      operands: traced values and arrays that it takes.
-      results: shapes and dtypes of its results.
-
     Returns:
       Its results, traced.
     """
@@ -106,16 +101,7 @@ class SegmentedFunction:
         avals: Sequence[jax.ShapeDtypeStruct],
         names: frames.ProgramNames,
     ) -> SegmentedFunction:
-        """Traces a function that calls `mark_call`. Does not start JAX's backend.
-
-        Args:
-          function: takes one array per input, returns a list of arrays.
-          avals: shapes and dtypes of the inputs.
-          names: the names that its program gives out.
-
-        Raises:
-          ValueError: a pipeline or loop is called inside the body of another transformation.
-        """
+        """Traces a function that calls `mark_call`. Does not start JAX's backend."""
 
         def traced(*arguments: Any) -> Any:
             with frames.frame(frames.Frame(names, False, _PLACE, is_stage=False)):
@@ -252,15 +238,6 @@ class Values:
         """Runs a segment on the first device of this process.
 
         Where its values differ between replicas, it computes each replica's own.
-
-        Args:
-          step: the segment.
-          variables: the values of the variables that it reads, in the order of `reads`.
-          devices: the program's devices.
-          waits: whether to wait for the results.
-
-        Raises:
-          ValueError: it takes values of loops with different numbers of replicas.
         """
         self._known.update(zip(step.reads, read_gathered(variables), strict=True))
         device = next(filter(is_here, devices), None) or jax.local_devices()[0]
@@ -301,11 +278,7 @@ class Values:
 
 
 def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[Any]:
-    """Fits operands to a call's number of replicas; a call without replicas takes the first replica's.
-
-    Raises:
-      ValueError: a loop with another number of replicas gave one of them.
-    """
+    """Fits operands to a call's number of replicas; a call without replicas takes the first replica's."""
     if num_replicas == 1:
         return [of_replica(value, 0) for value in operands]
     sizes = {len(value.values) for value in operands if isinstance(value, OfReplicas)} - {num_replicas}
@@ -318,11 +291,7 @@ def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[
 
 
 def read_count(name: str, value: Any) -> int:
-    """The count of a call, which is one of its operands.
-
-    Raises:
-      ValueError: it differs between replicas.
-    """
+    """The count of a call, which is one of its operands."""
     given = value.values if isinstance(value, OfReplicas) else (value,)
     counts = list(map(int, given))
     if len(set(counts)) > 1:

@@ -37,18 +37,7 @@ _MENDS = {
 
 
 def check_state(caller: str, state: Any, *, may_be_traced: bool = False, is_known: bool = False) -> None:
-    """Raises if a value is no state, or one that a step has destroyed.
-
-    Args:
-      caller: what the error calls the function that got it.
-      state: the value.
-      may_be_traced: whether its arrays may be traced ones.
-      is_known: whether a pipeline has it already; then only its variables are looked at, which is quick.
-
-    Raises:
-      TypeError: it is no state, or arrays of it are traced.
-      ValueError: arrays of it have been deleted.
-    """
+    """Raises if a value is no state, or one that a step has destroyed."""
     if not isinstance(state, PipelineState):
         message = f"{caller}: state must be what init or step returned; got {type(state).__name__}."
         if isinstance(state, tuple) and any(isinstance(part, PipelineState) for part in state):
@@ -64,11 +53,7 @@ def check_state(caller: str, state: Any, *, may_be_traced: bool = False, is_know
 
 
 def as_plain_state(state: PipelineState) -> PipelineState:
-    """The state with NumPy arrays as JAX takes them, in the byte order of this machine.
-
-    Raises:
-      ValueError: a variable is no array, or elements of an array are masked.
-    """
+    """The state with NumPy arrays as JAX takes them, in the byte order of this machine."""
 
     def plain(path: Any, value: Any) -> Any:
         what = f"The state's optimizer_state{jax.tree_util.keystr(path)}"
@@ -103,12 +88,7 @@ def without_aliases(state: PipelineState) -> PipelineState:
 
 
 def check_exists(what: str, tree: Any) -> None:
-    """Raises a ValueError if an array of a pytree has been deleted.
-
-    Args:
-      what: what the error calls the tree; the array's path follows.
-      tree: the tree.
-    """
+    """Raises a ValueError if an array of a pytree has been deleted."""
     if any(map(_is_deleted, jax.tree.leaves(tree))):
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         path = next(path for path, leaf in leaves if _is_deleted(leaf))

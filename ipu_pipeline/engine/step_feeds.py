@@ -21,17 +21,7 @@ class StepFeed:
     """Takes micro-batches one by one."""
 
     def __init__(self, micro_batches: Iterable[Any], every: int, has_peers: Callable[[], bool]) -> None:
-        """Takes nothing yet.
-
-        Args:
-          micro_batches: as for `Pipeline.step`.
-          every: the number of micro-batches of a step, in all replicas.
-          has_peers: says whether other processes run the step, too.
-
-        Raises:
-          TypeError: the micro-batches are not iterable.
-          ValueError: a list has more micro-batches than a step takes.
-        """
+        """Takes nothing yet."""
         self._numbers, self._every, self._has_peers = iter(range(every)), every, has_peers
         try:
             self._iterator = _iterate(micro_batches, every)

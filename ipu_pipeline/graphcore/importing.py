@@ -76,11 +76,7 @@ def explain_missing(module_name: str) -> None:
 
 
 def find_attribute(module_name: str, name: str) -> Any:
-    """Finds a name that a module does not have; called by the module's `__getattr__`.
-
-    Raises:
-      AttributeError: there is none. The text says what to use in its place, or which name is near.
-    """
+    """Finds a name that a module does not have; called by the module's `__getattr__`."""
     module = sys.modules[module_name]
     ordinary = f"module {module_name!r} has no attribute {name!r}"
     if name.startswith("_"):
@@ -198,11 +194,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module of a path. Only called for modules that have no file.
-
-        Raises:
-          ModuleNotFoundError: the table says what to use in its place, or a name is near.
-        """
+        """The module of a path. Only called for modules that have no file."""
         del path, target
         parent, _dot, child = fullname.rpartition(".")
         if not fullname.startswith(f"{_ROOT}.") or child.startswith("_"):

@@ -16,11 +16,7 @@ def list_members(kind: type[enum.Enum]) -> str:
 
 
 def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
-    """The member that a member or its value stands for.
-
-    Raises:
-      ValueError: it stands for none; the error lists all members.
-    """
+    """The member that a member or its value stands for."""
     try:
         return kind(value)
     except ValueError:

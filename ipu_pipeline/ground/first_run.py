@@ -13,19 +13,11 @@ _waiting: list[Callable[[], None]] = []
 
 
 def before_first_run(call: Callable[[], None]) -> None:
-    """Has something called once, before the first pipeline or loop of the process is prepared.
-
-    Args:
-      call: what is called, in the thread that prepares it. What it raises, `begin_first_run` raises.
-    """
+    """Has something called once, before the first pipeline or loop of the process is prepared."""
     _waiting.append(call)
 
 
 def begin_first_run() -> None:
-    """Calls what waits for the first run, each once.
-
-    Raises:
-      Others: what these raise.
-    """
+    """Calls what waits for the first run, each once."""
     while _waiting:
         _waiting.pop(0)()

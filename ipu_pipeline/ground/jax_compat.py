@@ -413,12 +413,7 @@ def _count_parameters(function: Callable[..., Any]) -> int:
 
 
 def reduce(equation: Any, used: list[bool]) -> Any | None:
-    """An equation without some of its outputs; None if none is left. As it is, if it cannot be reduced.
-
-    Args:
-      equation: the equation.
-      used: of each output, whether it stays.
-    """
+    """An equation without some of its outputs; None if none is left. As it is, if it cannot be reduced."""
     rule = dce_rules.get(equation.primitive)
     if rule is None:
         return equation
@@ -433,11 +428,7 @@ _discharge = find("jax._src.state.discharge:discharge_state")
 
 
 def discharge(closed_jaxpr: Any) -> Any:
-    """Makes writes to arrays of `jax.new_ref` in a jaxpr equations that return their new values.
-
-    Raises:
-      ValueError: this version of JAX does not have the function that does it.
-    """
+    """Makes writes to arrays of `jax.new_ref` in a jaxpr equations that return their new values."""
     if _discharge is None:
         raise ValueError(
             "Stages cannot use jax.new_ref with this version of JAX: the function that turns writes into "
@@ -586,20 +577,12 @@ class WrittenExecutable(NamedTuple):
 
 
 def write_executable(compiled: jax.stages.Compiled) -> WrittenExecutable:
-    """Writes a compiled program out; only where `can_move_executables`.
-
-    Raises:
-      Exception: it cannot be written, as with callbacks; the types are JAX's.
-    """
+    """Writes a compiled program out; only where `can_move_executables`."""
     return WrittenExecutable(*_serialize(compiled))
 
 
 def read_executable(executable: WrittenExecutable, device: Any) -> jax.stages.Compiled:
-    """Loads the program for a device of the kind that it was compiled for.
-
-    Raises:
-      Exception: JAX or XLA refuses it; the types are theirs.
-    """
+    """Loads the program for a device of the kind that it was compiled for."""
     unloaded, leaves, no_kwargs = _Reader(executable.written, device).load()
     arguments = executable.in_tree.unflatten(leaves)
     return jax.stages.Compiled(unloaded.load(), [], arguments, executable.out_tree, no_kwargs=no_kwargs)

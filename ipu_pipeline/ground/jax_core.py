@@ -42,10 +42,6 @@ jaxprs_in_params = _find("jaxprs_in_params")
 def map_jaxprs(change: Callable[[Any], Any], value: Any) -> Any:
     """Changes the jaxprs in an equation's parameter: one, several in a tuple or list, or none.
 
-    Args:
-      change: takes a `Jaxpr`, and returns it or another one with the same inputs and the same constants.
-      value: of the parameter.
-
     Returns:
       The value with the changed jaxprs. One that stays is the same object, by which JAX knows that it has
       lowered it.
@@ -66,11 +62,7 @@ def close(jaxpr: Any) -> Any:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of the first inputs of a scan are constants, and how many of the next ones are carried.
-
-    Args:
-      params: of the equation; since JAX 0.11 they have the structure of its inputs in place of numbers.
-    """
+    """How many of the first inputs of a scan are constants, and how many of the next ones are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _stacked = params["ft_in"].unpack()

@@ -13,12 +13,7 @@ __all__ = ["import_later"]
 def import_later(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and the `__dir__` of a package.
-
-    Args:
-      package: its full name. Other names of its `__all__` than those of `homes` are modules of it.
-      homes: the modules within `ipu_pipeline`, with the names that are imported from each.
-    """
+    """Makes the `__getattr__` and the `__dir__` of a package."""
     home_of = {name: home for home, names in homes.items() for name in names.split()}
     module = sys.modules[package]
 

@@ -31,16 +31,7 @@ _BESIDE_LOSS = "Return other values from the last stage, or report them by engin
 
 
 def as_loss(loss: Any, what: str, others: str = _BESIDE_LOSS) -> jax.Array:
-    """A loss as an array, of any shape and dtype.
-
-    Args:
-      loss: what was given or returned.
-      what: what errors call it.
-      others: what to do with values beside it, for the error.
-
-    Raises:
-      TypeError: it is a tuple, a dict or another structure, of which JAX would make an array if it can.
-    """
+    """A loss as an array, of any shape and dtype."""
     if not hasattr(loss, "__jax_array__") and not jax.tree_util.all_leaves([loss]):
         structure = describe_structure(jax.tree.structure(loss))
         raise TypeError(f"{what} must be a scalar by itself; got {structure}. {others}")
@@ -60,11 +51,7 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def as_shapes(tree: Any, what: str) -> Any:
-    """The shapes and dtypes of a pytree's leaves as JAX arrays.
-
-    Raises:
-      ValueError: a leaf holds neither numbers nor booleans; the error names its path in `what`.
-    """
+    """The shapes and dtypes of a pytree's leaves as JAX arrays."""
 
     def find(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         try:
@@ -87,11 +74,7 @@ def _place(what: str, path: Any) -> str:
 
 
 def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
-    """Checks a dtype that was given for an argument, and returns it.
-
-    Raises:
-      ValueError: it is not a dtype, or needs JAX's 64-bit mode.
-    """
+    """Checks a dtype that was given for an argument, and returns it."""
     try:
         checked: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
@@ -168,18 +151,7 @@ def trees_equal(first: Any, second: Any) -> bool:
 
 
 def check_like(value: Any, expected: Any, what: str, *, may_vary: bool = False) -> list[Any]:
-    """Checks that a value is like another one. Returns its leaves, NumPy arrays with JAX's dtypes.
-
-    Args:
-      value: a pytree of arrays.
-      expected: the other one, or its shapes and dtypes.
-      what: what errors call the value.
-      may_vary: whether shapes may differ.
-
-    Raises:
-      ValueError: structure, shape or dtype differ; the error names the paths of all leaves that do. Or a
-        value does not fit, or is masked.
-    """
+    """Checks that a value is like another one. Returns its leaves, NumPy arrays with JAX's dtypes."""
     leaves, tree = jax.tree.flatten(value)
     expected_tree = jax.tree.structure(expected)
     found, wanted = _shapes_by_path(value), _shapes_by_path(expected)

@@ -21,11 +21,7 @@ def as_objects(arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
-    """Makes a value an array without a mask, in the byte order of this machine.
-
-    Raises:
-      ValueError: elements of it are masked.
-    """
+    """Makes a value an array without a mask, in the byte order of this machine."""
     if isinstance(value, np.ma.MaskedArray):
         if np.ma.is_masked(value):
             number = np.ma.getmaskarray(value).sum()
@@ -43,9 +39,6 @@ def as_own(value: Any, what: str) -> Any:
     """Makes a value an array of the dtype that it has in JAX. A JAX array is returned as it is.
 
     An array that has this dtype already is neither copied nor looked at.
-
-    Raises:
-      ValueError: it does not fit that dtype, or elements of it are masked.
     """
     if isinstance(value, jax.Array):
         return value
@@ -55,17 +48,7 @@ def as_own(value: Any, what: str) -> Any:
 
 
 def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
-    """Casts an array to another dtype, if that holds its values.
-
-    Args:
-      array: any array.
-      dtype: the dtype to cast to. Integers and booleans must be kept exactly; floating-point numbers are
-        rounded, and integers fit floating-point dtypes; complex numbers fit only complex dtypes.
-      what: what errors call the array.
-
-    Raises:
-      ValueError: the values do not fit.
-    """
+    """Casts an array to another dtype, if that holds its values."""
     dtype = np.dtype(dtype)
     is_numeric = array.dtype.kind in "biufcV" and array.dtype.names is None
     reason = ""

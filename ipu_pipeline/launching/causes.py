@@ -93,11 +93,6 @@ class Restarts:
     def after(self, cause: Cause, seconds: float, has_progressed: bool = False) -> float | None:
         """Counts a failure.
 
-        Args:
-          cause: why the processes have ended.
-          seconds: how long they ran. After ten minutes the counts begin anew.
-          has_progressed: whether training had come further than before.
-
         Returns:
           How many seconds to wait before the next start: 0 after progress, else 1, 2, 4 and so on up to 60.
           None: there is no other start.

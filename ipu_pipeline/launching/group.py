@@ -69,16 +69,7 @@ class Group:
         restart: int,
         on_progress: Callable[[int, int, int | None], None],
     ) -> None:
-        """Starts them.
-
-        Args:
-          settings: how they are run.
-          restart: how often the job has been started again.
-          on_progress: as of `Progress`.
-
-        Raises:
-          OSError: one cannot be started.
-        """
+        """Starts them."""
         self.cause: Cause | None = None
         self.failed_at = 0.0
         self.progress = Progress(on_progress)

@@ -24,12 +24,7 @@ class Job:
     """Runs a job's processes, from the first start to the last."""
 
     def __init__(self, settings: Settings, restarts: Restarts) -> None:
-        """Starts nothing yet.
-
-        Args:
-          settings: how the processes are run.
-          restarts: decides whether there is another start.
-        """
+        """Starts nothing yet."""
         self._settings = settings
         self._restarts = restarts
         self._history = JobHistory(time.time())

@@ -23,15 +23,7 @@ class Memory:
     """
 
     def __init__(self, parent: Path, label: str = "") -> None:
-        """Makes it.
-
-        Args:
-          parent: a directory in memory.
-          label: what its name tells of the job.
-
-        Raises:
-          OSError: it cannot be made there.
-        """
+        """Makes it."""
         made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{label}", dir=parent)).absolute()
         self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,10 +40,6 @@ def remove_left(parent: Path, label: str = "") -> bool:
     """Removes the directories that killed launchers of this user have left behind.
 
     A launcher that is still running holds the lock of its directory.
-
-    Args:
-      parent: where they are.
-      label: of the job whose directories are removed; by default those of all.
 
     Returns:
       Whether none is left.

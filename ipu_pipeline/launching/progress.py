@@ -16,12 +16,7 @@ class Progress:
     """
 
     def __init__(self, on_first: Callable[[int, int, int | None], None]) -> None:
-        """Knows of none.
-
-        Args:
-          on_first: is called when the first run of a training is done, with its number, the global step
-            after it, and how many runs are done again, which may be unknown.
-        """
+        """Knows of none."""
         self.useful = 0.0
         self.furthest: dict[str, int] = {}
         self._on_first = on_first

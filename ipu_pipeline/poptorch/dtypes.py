@@ -31,11 +31,7 @@ _DTYPES: dict[torch.dtype, Any] = {
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Returns the dtype that JAX computes in for one of torch's dtypes.
-
-    Raises:
-      TypeError: there is none, for example for quantized numbers.
-    """
+    """Returns the dtype that JAX computes in for one of torch's dtypes."""
     if dtype not in _DTYPES:
         raise TypeError(
             f"Tensors of {dtype} are not supported. Supported are {', '.join(map(str, _DTYPES))}."
@@ -44,12 +40,7 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, Any]:
-    """Converts a tensor to an array of JAX's dtype, which shares the tensor's memory if it can.
-
-    Raises:
-      TypeError: the dtype is not supported.
-      ValueError: the dtype has 64 bits, JAX has 32, and an integer does not fit.
-    """
+    """Converts a tensor to an array of JAX's dtype, which shares the tensor's memory if it can."""
     wanted = jax_dtype(tensor.dtype)
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:

@@ -16,14 +16,7 @@ __all__ = ["GroupRows", "ReplicaGrouping", "find_groups"]
 
 
 def find_groups(kind: CommGroupType, size: int, num_replicas: int) -> tuple[int, ...]:
-    """Returns the number of each replica's group, from 0.
-
-    Args:
-      kind: `All` makes one group, `NoGrouping` one for each replica. With n groups, `Consecutive` puts the
-        first `size` replicas into the first group, `Orthogonal` replicas 0, n, 2n and so on.
-      size: the number of replicas in a group; a factor of `num_replicas`. `All` and `NoGrouping` ignore it.
-      num_replicas: the number of replicas.
-    """
+    """Returns the number of each replica's group, from 0."""
     if kind is CommGroupType.All:
         return (0,) * num_replicas
     if kind is CommGroupType.NoGrouping:
@@ -50,17 +43,7 @@ class ReplicaGrouping:
 
     @staticmethod
     def check(name: str, values: Any, num_replicas: int) -> ReplicaGrouping:
-        """Makes a grouping from a user's arguments.
-
-        Args:
-          name: its name in errors.
-          values: kind, size and mode.
-          num_replicas: the number of replicas.
-
-        Raises:
-          AssertionError: a value is of a wrong type.
-          ValueError: the replicas cannot be divided into groups of the size.
-        """
+        """Makes a grouping from a user's arguments."""
         if not isinstance(values, tuple) or len(values) != 3:
             raise checks.fail(name, "comm_group_type, size_of_group and retrieval_mode", values)
         kind, size, mode = values
@@ -109,11 +92,7 @@ class GroupRows:
         return max(self.group_of) + 1
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks the shape of a parameter.
-
-        Raises:
-          Error: its first dimension is not the number of rows.
-        """
+        """Checks the shape of a parameter."""
         if not shape or shape[0] != self.number:
             whose = "replica (VariableRetrievalMode.AllReplicas)" if self.has_all else "group of replicas"
             raise Error(
@@ -122,15 +101,7 @@ class GroupRows:
             )
 
     def to_device(self, name: str, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Returns the rows of the groups.
-
-        Args:
-          name: the parameter's name.
-          value: its value on the host.
-
-        Raises:
-          Error: replicas of one group have different rows.
-        """
+        """Returns the rows of the groups."""
         if not self.has_all:
             return value
         found = value[[self.group_of.index(group) for group in range(self.num_groups)]]

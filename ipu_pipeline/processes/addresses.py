@@ -45,11 +45,7 @@ def find_place(
     local_device_ids: list[int] | None,
     seconds: int,
 ) -> Place:
-    """Finds this process's place: from arguments, else the environment, else the cluster JAX recognises.
-
-    Raises:
-      TypeError, ValueError: something is missing, of the wrong type, or out of range.
-    """
+    """Finds this process's place: from arguments, else the environment, else the cluster JAX recognises."""
     given = [coordinator_address, num_processes, process_id]
     found = [_check(name, value) for name, value in zip(_ARGUMENTS, given, strict=True)]
     if None in found:
@@ -124,11 +120,7 @@ def _read(name: str, text: str) -> str | int:
 
 
 def split_address(address: str, name: str = "coordinator_address") -> tuple[str, int]:
-    """Splits an address into host and port.
-
-    Raises:
-      ValueError: it is not an address with a port.
-    """
+    """Splits an address into host and port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or (":" in host and host[0] != "["):
         raise ValueError(
@@ -139,11 +131,7 @@ def split_address(address: str, name: str = "coordinator_address") -> tuple[str,
 
 
 def address_towards(host: str, port: int) -> str:
-    """Finds the address of this machine by which it reaches a host; nothing is sent.
-
-    Raises:
-      ValueError: the host is not known, or cannot be reached.
-    """
+    """Finds the address of this machine by which it reaches a host; nothing is sent."""
     try:
         family, kind, protocol, _name, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as towards:

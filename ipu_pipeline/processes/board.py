@@ -157,16 +157,7 @@ def directories() -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path, is_made: bool = False) -> Iterator[int]:
-    """Opens a directory for a `with` block.
-
-    Args:
-      path: its path.
-      is_made: whether to make it, with mode 0700, if it does not exist.
-
-    Raises:
-      OSError: it does not exist, or cannot be opened or made.
-      PermissionError: another user may write to it, or put another one in its place.
-    """
+    """Opens a directory for a `with` block."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     parent = os.open(path.parent, flags)
     try:
@@ -195,11 +186,7 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
 
 
 def write(process: Process, announced: Any) -> None:
-    """Writes what a process announces, in the first directory that can be used.
-
-    Raises:
-      OSError: no directory can be used, or the file cannot be written.
-    """
+    """Writes what a process announces, in the first directory that can be used."""
     text = json.dumps({"process": vars(process), **announced}).encode()
     beside = f".{process.pid}-{process.start}.new"
     errors = []

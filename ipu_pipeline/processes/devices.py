@@ -35,11 +35,7 @@ def spread(devices: Sequence[Any], number: int) -> list[Any]:
 
 
 def want_cpu_devices(number: int) -> None:
-    """Makes `number` virtual CPU devices, even if more were asked for.
-
-    Raises:
-      RuntimeError: the backend runs already, with fewer devices.
-    """
+    """Makes `number` virtual CPU devices, even if more were asked for."""
     join_by_environment()
     try:
         _make(_own_part(number))

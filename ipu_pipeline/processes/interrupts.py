@@ -159,9 +159,6 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     """Notes SIGINT and SIGTERM instead of handling them as usual; a second one raises.
 
     Outside of the main thread, where Python handles no signals, it does nothing.
-
-    Raises:
-      StoppedAtOnce: in the block, at the second signal.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -83,11 +83,7 @@ class JobHistory:
             return None
 
     def goodput(self, useful: float) -> float | None:
-        """Which part of the job's time until now its runs took; None if none is known to have been done.
-
-        Args:
-          useful: seconds of runs, each counted once.
-        """
+        """Which part of the job's time until now its runs took; None if none is known to have been done."""
         return min(1.0, useful / max(time.time() - self.begun, 1e-9)) if useful else None
 
     def describe_times(self) -> str:

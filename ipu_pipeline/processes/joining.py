@@ -261,11 +261,7 @@ class _Coordinator:
     """The program that serves the coordination, as JAX's handle of its service."""
 
     def __init__(self, address: str, count: int, heartbeat_timeout: int) -> None:
-        """Starts the program.
-
-        Raises:
-          RuntimeError: it cannot listen there.
-        """
+        """Starts the program."""
         settings = {
             "address": address,
             "count": count,
@@ -303,11 +299,7 @@ class _Coordinator:
 
 
 def _claim(store: processes.Store, place: Place) -> str:
-    """Takes the number of this process, with a random text, which it returns.
-
-    Raises:
-      ValueError: another process has this number.
-    """
+    """Takes the number of this process, with a random text, which it returns."""
     claim = uuid.uuid4().hex
     try:
         store.key_value_set(f"ipu_pipeline/claimed/{place.index}", claim)

@@ -49,20 +49,12 @@ _TELL_EVERY = 0.2  # seconds
 
 
 def restart_number() -> int:
-    """How often the job has been started again; 0 without a launcher.
-
-    Raises:
-      ValueError: the variable has no such number.
-    """
+    """How often the job has been started again; 0 without a launcher."""
     return _read_number(RESTART_VARIABLE, 0, 0)
 
 
 def runs_between_checkpoints() -> int:
-    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher.
-
-    Raises:
-      ValueError: the variable has no such number.
-    """
+    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher."""
     return _read_number(MEMORY_EVERY_VARIABLE, 1, 1)
 
 
@@ -91,13 +83,7 @@ def tell_resumed(num_redone: int) -> None:
 
 
 def tell_progress(training: str, run: int, step: int) -> None:
-    """Says how far a training has come, if a launcher asks for that; five times a second at most.
-
-    Args:
-      training: a name for it, without spaces.
-      run: the number of the run that was done.
-      step: the global step after it.
-    """
+    """Says how far a training has come, if a launcher asks for that; five times a second at most."""
     global _told_at
     now = time.monotonic()
     if now > _told_at + _TELL_EVERY:
@@ -154,11 +140,7 @@ def _open(number: int, inode: int) -> socket.socket:
 
 
 def _launcher() -> socket.socket:
-    """The launcher's socket.
-
-    Raises:
-      OSError: there is none.
-    """
+    """The launcher's socket."""
     number, _colon, inode = os.environ.get(LAUNCHER_VARIABLE, "").partition(":")
     if not (number.isdecimal() and inode.isdecimal()):
         raise OSError(f"{LAUNCHER_VARIABLE} is not set")

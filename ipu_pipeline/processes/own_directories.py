@@ -20,13 +20,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def others_can_write(found: os.stat_result, path: Path | None = None) -> bool:
-    """Whether a user other than its owner can write to a file or directory.
-
-    Args:
-      found: what `os.stat` returned for it.
-      path: its path. With it, a group whose only member is the user does not count: many systems give each
-        user such a group, and let it write to whatever the user makes. None: any group counts.
-    """
+    """Whether a user other than its owner can write to a file or directory."""
     if not found.st_mode & _OTHERS_WRITE:
         return False
     return path is None or bool(found.st_mode & stat.S_IWOTH) or not _is_private_group(found, path)
@@ -44,12 +38,7 @@ def _is_private_group(found: os.stat_result, path: Path) -> bool:
 
 
 def make_own(path: Path) -> Path:
-    """Makes a directory of the user's own, if it does not exist.
-
-    Raises:
-      OSError: it cannot be made, or is not a directory.
-      PermissionError: another user may write to it, or put another one in its place.
-    """
+    """Makes a directory of the user's own, if it does not exist."""
     path = path.resolve()
     for folder in (*reversed(path.parents), path):
         with contextlib.suppress(FileExistsError):

@@ -86,12 +86,7 @@ def set_num_devices(number: int) -> None:
 
 
 def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
-    """Selects devices for programs, unless a system was configured. Devices selected before stay selected.
-
-    Raises:
-      ValueError: there are too few accelerators.
-      RuntimeError: JAX's CPU backend is running already, with fewer devices.
-    """
+    """Selects devices for programs, unless a system was configured; those selected before stay."""
     global _system
     if _system is not None and not _system.is_automatic:
         return
@@ -114,9 +109,6 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
     """Ensures that the CPU will have enough devices for programs, unless a system was configured.
 
     Does not start JAX's backend.
-
-    Raises:
-      RuntimeError: the CPU backend is running already, with fewer devices.
     """
     if _system is not None and not _system.is_automatic:
         return
@@ -172,12 +164,7 @@ def selected_devices(ordinal: int) -> list[Any]:
 
 
 def devices_for(ordinal: int, number: int) -> list[Any]:
-    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them.
-
-    Raises:
-      ValueError: the configured system has fewer, or there are fewer accelerators.
-      RuntimeError: JAX's CPU backend is running already, with fewer devices.
-    """
+    """The JAX devices of `/device:IPU:<ordinal>`, at least `number` of them."""
     select_automatically([(ordinal, number)])
     assert _system is not None
     if ordinal >= len(_system.groups):
@@ -224,16 +211,7 @@ def running_on_ipu_model() -> bool:
 
 
 def find_devices(number: int, ipu_model: bool) -> list[Any]:
-    """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices.
-
-    Args:
-      number: how many are needed.
-      ipu_model: whether they are to be devices of the CPU.
-
-    Raises:
-      ValueError: there are too few accelerators.
-      RuntimeError: JAX's CPU backend is running already, with fewer devices.
-    """
+    """All devices that can be IPUs, at least `number`; makes that many if they are CPU devices."""
     have_cpu_devices(number)
     devices: list[Any] = jax.devices("cpu") if ipu_model else jax.devices()
     if len(devices) >= number:

@@ -33,11 +33,7 @@ def join_arguments(
     older: Sequence[str],
     keywords: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments by name.
-
-    Raises:
-      TypeError: there are too many, or one is given twice.
-    """
+    """The arguments by name."""
     names = older if positions and isinstance(positions[0], str) else newer
     if len(positions) > len(names):
         raise TypeError(

@@ -278,11 +278,7 @@ def _is_expected(leaf: Any, known: jax.ShapeDtypeStruct) -> bool:
 
 
 def as_array(leaf: Any, what: str) -> Any:
-    """A leaf of an element as a NumPy array in this machine's byte order, or the JAX array that it is.
-
-    Raises:
-      ValueError: it is not an array of numbers, or some of its elements are masked.
-    """
+    """A leaf of an element as a NumPy array in this machine's byte order, or the JAX array that it is."""
     problem = f"{what} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
     try:
         array: Any = leaf if isinstance(leaf, (jax.Array, np.ma.MaskedArray)) else np.asarray(leaf)

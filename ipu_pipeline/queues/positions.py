@@ -87,21 +87,13 @@ class DataPass:
         return self
 
     def peek(self) -> Any:
-        """Returns the next element, which comes again.
-
-        Raises:
-          StopIteration: there is none.
-        """
+        """Returns the next element, which comes again."""
         if not self._peeked:
             self._peeked.append(next(self))
         return self._peeked[0]
 
     def __next__(self) -> Any:
-        """Returns the next element.
-
-        Raises:
-          StopIteration: there is none; `is_skipping` says whether the beginning was not reached either.
-        """
+        """Returns the next element."""
         if self._peeked:
             return self._peeked.pop()
         while self.is_skipping:

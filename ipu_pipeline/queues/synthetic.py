@@ -34,12 +34,7 @@ _NUM_DRAWN = 1 << 16  # values; larger arrays repeat them, because drawing takes
 
 
 def uses_synthetic_data() -> bool:
-    """Whether the environment asks for synthetic data. Warns, once, of other flags in TF_POPLAR_FLAGS.
-
-    Raises:
-      ValueError: IPU_PIPELINE_SYNTHETIC_DATA is neither zeros nor random, or a flag has a value that it
-        cannot have.
-    """
+    """Whether the environment asks for synthetic data. Warns, once, of other flags in TF_POPLAR_FLAGS."""
     return _find_initializer() is not None
 
 
@@ -48,9 +43,6 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
 
     Floating-point numbers are finite. Integers, which may be labels or indices, are 0 unless a number is
     asked for; `normal` makes them 1, as on IPUs.
-
-    Raises:
-      ValueError: see `uses_synthetic_data`; or the number does not fit the leaf's dtype.
     """
     initializer, dtype = _find_initializer() or "zeros", np.dtype(leaf.dtype)
     if initializer in _DRAWN and jnp.issubdtype(dtype, jnp.inexact):

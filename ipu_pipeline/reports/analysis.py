@@ -169,11 +169,7 @@ class PipelineAnalysis:
 
 
 def analyse(profile: Profile) -> tuple[PipelineAnalysis, ...]:
-    """Analyses each pipeline and loop of a profile, in their order.
-
-    Raises:
-      ValueError: it has an event of a pipeline or stage that does not exist.
-    """
+    """Analyses each pipeline and loop of a profile, in their order."""
     events: dict[int, list[Event]] = defaultdict(list)
     counts = [len(facts.stages) for facts in profile.pipelines]
     for event in profile.events:

@@ -257,12 +257,7 @@ _has_read_environment = False
 
 
 def start_automatic_report() -> None:
-    """Follows POPLAR_ENGINE_OPTIONS, the first time it is called.
-
-    Raises:
-      ValueError: it is not a JSON object, or a value in it is not "true" or "false".
-      OSError: see `capture`.
-    """
+    """Follows POPLAR_ENGINE_OPTIONS, the first time it is called."""
     global _has_read_environment
     if _has_read_environment:
         return
@@ -325,12 +320,7 @@ def _describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ..
 
 
 def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
-    """Describes a pipeline or loop that ran.
-
-    Args:
-      one: the pipeline.
-      launches: its programs that were started.
-    """
+    """Describes a pipeline or loop that ran."""
     facts, owner = one.facts, one.owner
     count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
     given = None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)

@@ -71,11 +71,7 @@ class DeviceProfiler:
         return self._directory is not None
 
     def start(self) -> None:
-        """Starts it.
-
-        Raises:
-          RuntimeError: another profiler runs.
-        """
+        """Starts it."""
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = 1  # the least that has operations
         options.python_tracer_level = 0

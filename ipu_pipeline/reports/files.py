@@ -29,16 +29,7 @@ _FORMAT = "ipu_pipeline reports"
 
 
 def check_directory(directory: Path, names: Iterable[str]) -> None:
-    """Creates a directory for reports, if there is none.
-
-    Args:
-      directory: the directory.
-      names: the names of the files that will be written.
-
-    Raises:
-      OSError: it cannot be created or written to; or something else is in its place.
-      ValueError: it has a file of one of the names that no manifest lists, so it is not a report of ours.
-    """
+    """Creates a directory for reports, if there is none."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass
@@ -66,12 +57,7 @@ def read_manifest(directory: Path) -> tuple[str, ...]:
 
 
 def write_reports(directory: Path, texts: dict[str, str]) -> None:
-    """Writes files, each whole or not at all, and adds them to the manifest.
-
-    Args:
-      directory: see `check_directory`.
-      texts: file name -> its text.
-    """
+    """Writes files, each whole or not at all, and adds them to the manifest."""
     own = dict.fromkeys([MANIFEST, *read_manifest(directory)])
     for name, text in texts.items():
         write_file(directory / name, text)

@@ -111,10 +111,6 @@ class HostTime:
 def find_host_time(profile: Profile, analyses: Sequence[PipelineAnalysis]) -> tuple[HostTime | None, ...]:
     """Measures how long the IPUs waited for the host, for each pipeline and loop of a profile.
 
-    Args:
-      profile: the profile.
-      analyses: the analyses of its pipelines, in their order.
-
     Returns:
       One entry per pipeline; None where no step was recorded.
     """

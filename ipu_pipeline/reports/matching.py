@@ -44,12 +44,7 @@ class Matched:
 
 
 def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
-    """Finds when each action ran.
-
-    Args:
-      recorder: what the host noted.
-      profile: what the devices' profiler noted.
-    """
+    """Finds when each action ran."""
     found, strangers, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
     times = [run.begin for launched, runs in found.items() for run in runs if not launched.is_rehearsal]

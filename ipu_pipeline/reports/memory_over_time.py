@@ -150,10 +150,6 @@ class _Span(NamedTuple):
 def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOverTime, ...]:
     """The memory of each IPU while a pipeline of a trace ran, by the plan and the times of its events.
 
-    Args:
-      profile: the trace.
-      pipeline: the pipeline's number in it.
-
     Returns:
       One entry per IPU of the pipeline, with times in microseconds; empty if there is no plan.
     """
@@ -194,19 +190,8 @@ def lay_out_memory(
 ) -> tuple[MemoryOverTime, ...]:
     """Lays a plan of memory along the times of actions.
 
-    Args:
-      stages: what each stage holds.
-      ipus: what each IPU takes.
-      flows: what goes from stage to stage.
-      actions: when stages did what. If a stage and micro-batch come several times without a `step`, the
-        first backward belongs to the first forward, and so on. Activations without a backward, as in a
-        trace that was cut off, are held until the end.
-
     Returns:
       One entry per IPU, in the order of `ipus`.
-
-    Raises:
-      ValueError: an action belongs to no stage, or ends before it begins.
     """
     timed = _Times(stages, actions)
     spans: dict[int, list[_Span]] = {memory.ipu: [] for memory in ipus}

@@ -93,13 +93,7 @@ def make_scenario(facts: PipelineFacts, analysis: PipelineAnalysis) -> Scenario 
 
 
 def scenario_of(facts: PipelineFacts, costs: Costs, count: int) -> Scenario:
-    """Makes the scenario of a pipeline from what it costs.
-
-    Args:
-      facts: the pipeline.
-      costs: what its stages take.
-      count: micro-batches of each replica.
-    """
+    """Makes the scenario of a pipeline from what it costs."""
     divides = count % facts.chunk_size == 0
     last = facts.stages[-1].level
     is_fused = facts.stages[-1].is_fused and [stage.level for stage in facts.stages].count(last) == 1
@@ -179,11 +173,6 @@ def _make_memory(facts: PipelineFacts) -> Memory | None:
 def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> Predictions | None:
     """Simulates a pipeline of a profile.
 
-    Args:
-      profile: the profile.
-      facts: the pipeline.
-      analysis: the pipeline's analysis.
-
     Returns:
       The predictions; None where there is no scenario (see `make_scenario`), or its step has too many
       actions.
@@ -231,12 +220,7 @@ def say_seconds(time: float) -> str:
 
 
 def find_shared_cores(profile: Profile, facts: PipelineFacts) -> int | None:
-    """The number of cores that the IPUs of a pipeline share; None if they do not.
-
-    Args:
-      profile: the profile.
-      facts: the pipeline.
-    """
+    """The number of cores that the IPUs of a pipeline share; None if they do not."""
     is_shared = {device.platform for device in profile.devices} == {"cpu"} and len(facts.ipus) > 1
     return profile.num_cores if is_shared else None
 
@@ -250,17 +234,7 @@ def predict_scenario(
     step: str = "",
     describe: Callable[[float], str] = say_seconds,
 ) -> Predictions:
-    """Simulates a scenario, other settings and what is advised. The page and `ipu-pipeline simulate` do.
-
-    Args:
-      scenario: the present scenario.
-      shared_cores: the number of cores that the IPUs share where it was measured; None if they do not.
-      is_measured: whether the costs are what programs take alone, so that what they take on shared cores is
-        known, too.
-      is_whole: whether to simulate everything, however long it takes.
-      step: what advice calls a step.
-      describe: formats a time of the scenario for the advice.
-    """
+    """Simulates a scenario, other settings and what is advised. The page and `ipu-pipeline simulate` do."""
     number, num_ipus = scenario.num_actions, len(scenario.ipus)
     settled = scenario
     simulation = simulate(scenario)
@@ -298,14 +272,7 @@ def predict_scenario(
 def timeline_events(
     timeline: Timeline, facts: PipelineFacts, pipeline: int, links: Sequence[tuple[int, int, float]] = ()
 ) -> list[Event]:
-    """Converts a simulated step to events, as a trace has them.
-
-    Args:
-      timeline: the step, in seconds.
-      facts: the pipeline.
-      pipeline: its number.
-      links: (sending stage, receiving stage, bytes).
-    """
+    """Converts a simulated step to events, as a trace has them."""
     ipus, num_replicas = [stage.ipu for stage in facts.stages], facts.num_replicas
     events = []
     for kind, stage, micro_batch, ipu, begin, end in timeline.intervals():

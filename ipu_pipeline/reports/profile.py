@@ -105,11 +105,7 @@ def _row(event: Event) -> list[Any]:
 
 
 def read_profile(text: str) -> Profile:
-    """Reads a profile from the text of `profile.json`.
-
-    Raises:
-      ValueError: it is not a profile, or one of a later version.
-    """
+    """Reads a profile from the text of `profile.json`."""
     try:
         document = json.loads(text)
         found, version = document["format"], document["version"]

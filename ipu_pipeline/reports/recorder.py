@@ -119,13 +119,7 @@ class Recorder:
     def __init__(
         self, max_actions: int, on_first: Callable[[], None], on_full: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts with nothing noted.
-
-        Args:
-          max_actions: how many actions are noted. The first program beyond that is not noted.
-          on_first: called before the first program is started.
-          on_full: called before the first program that is not noted.
-        """
+        """Starts with nothing noted."""
         self.introduced: list[Introduced] = []
         self.launched: list[Launched] = []
         self.moved_arrays: list[Moved] = []

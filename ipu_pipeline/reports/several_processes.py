@@ -45,11 +45,7 @@ class Part:
 
 
 def exchange(peers: Peers, profile: Profile | None, origin: float) -> list[Part]:
-    """Returns the parts of all processes, by their numbers. Every process calls it.
-
-    Raises:
-      ProcessError: another process has ended, or does not go on.
-    """
+    """Returns the parts of all processes, by their numbers. Every process calls it."""
     peers.meet("report")
     told = {"clock": _name_clock(), "now": time.time_ns(), "origin": origin}
     told["profile"] = None if profile is None else profile.to_json()
@@ -75,11 +71,7 @@ def _name_clock() -> str:
 
 
 def merge(parts: Sequence[Part]) -> Profile | None:
-    """Merges the traces of all processes, by the clock of the first; None if nothing ran in any.
-
-    Args:
-      parts: the parts of all processes, by their numbers. All had the same pipelines, in the same order.
-    """
+    """Merges the traces of all processes, by the clock of the first; None if nothing ran in any."""
     known = [(number, part.profile, _begin(part, parts[0])) for number, part in enumerate(parts)]
     recorded = [(number, profile, begin) for number, profile, begin in known if profile is not None]
     if not recorded:

@@ -48,16 +48,7 @@ class Shares:
     def divide(
         self, launch: Launch, ipu: int, pipeline: int, program: int, begin: float, end: float
     ) -> Iterator[Event]:
-        """The events of a program's run.
-
-        Args:
-          launch: the program.
-          ipu: where it ran.
-          pipeline: the number of the pipeline.
-          program: the number of the run.
-          begin: when the run began, in microseconds.
-          end: when the run ended.
-        """
+        """The events of a program's run."""
         parts = self._parts(launch)
         total = math.fsum(part.weight for part in parts)
         reached = 0.0

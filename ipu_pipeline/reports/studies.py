@@ -22,10 +22,6 @@ def say_advice(advice: Advice, host: HostTime | None) -> tuple[str, ...]:
 
     If that is the host, the pipeline's stages do not hold each other back, and a better pipeline gains in
     the rest of the time only.
-
-    Args:
-      advice: the advice about the pipeline.
-      host: how long it waited for the host; None if nothing was measured.
     """
     if host is None or not host.is_told:
         return (advice.sentence,)
@@ -103,11 +99,7 @@ class Measured:
 
 
 def find_measured(profile: Profile) -> Measured:
-    """Finds the pipeline of a profile that has most actions, of those that can be simulated.
-
-    Raises:
-      ValueError: none can be simulated.
-    """
+    """Finds the pipeline of a profile that has most actions, of those that can be simulated."""
     found = analyse(profile)
     hosts = find_host_time(profile, found)
     for analysis in sorted(found, key=lambda analysis: -analysis.num_actions):

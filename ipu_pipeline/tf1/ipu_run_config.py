@@ -38,12 +38,7 @@ class IPURunConfig:
     prefetch_depth: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          TypeError: `ipu_options` is not an `IPUConfig`.
-          ValueError: a number is out of range, or differs from what `ipu_options` selects.
-        """
+        """Checks the fields."""
         for name, least in (
             ("iterations_per_loop", 1),
             ("num_replicas", 1),
@@ -107,12 +102,7 @@ class RunConfig:
     save_summary_steps: int | None = 100
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          TypeError: `ipu_run_config` is not an `IPURunConfig`.
-          ValueError: another field is not usable.
-        """
+        """Checks the fields."""
         if not isinstance(self.ipu_run_config, IPURunConfig):
             raise TypeError(
                 f"RunConfig: ipu_run_config must be an IPURunConfig; got {self.ipu_run_config!r}."

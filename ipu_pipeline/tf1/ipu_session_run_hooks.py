@@ -329,11 +329,7 @@ class IPULoggingTensorHook(SessionRunHook):
 
 
 def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener, ...]:
-    """Checks listeners, and returns them as a tuple.
-
-    Raises:
-      TypeError: one is not a listener.
-    """
+    """Checks listeners, and returns them as a tuple."""
     found = () if listeners is None else tuple(listeners)
     for listener in found:
         if not isinstance(listener, CheckpointSaverListener):
@@ -345,11 +341,7 @@ def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener,
 
 
 def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:
-    """Checks hooks, and returns them as a tuple.
-
-    Raises:
-      TypeError: one is not a hook.
-    """
+    """Checks hooks, and returns them as a tuple."""
     found = () if hooks is None else tuple(hooks)
     for hook in found:
         if not isinstance(hook, SessionRunHook):

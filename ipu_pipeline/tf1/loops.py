@@ -130,17 +130,8 @@ def while_loop(
 def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a function that trains, enqueues or uses shards, as the body of a loop that runs once.
 
-    Args:
-      function: takes the arguments. It is traced twice: first for the shapes of what it returns, which the
-        loop carries.
-      *arguments: traced values.
-
     Returns:
       The function's result, without operations.
-
-    Raises:
-      InsideOfBodyError: the function calls a pipeline or a loop.
-      Others: the errors of a body of `repeat`.
     """
     place = f"the compiled function {name_of(function)}"
     trees: list[Any] = []
@@ -236,11 +227,7 @@ _REMOVED = object()
 
 
 def _new_inputs(returned: Any, tree: Any, place: str) -> list[Any]:
-    """The leaves of what a body returned, without operations.
-
-    Raises:
-      ValueError: the rest does not have the structure of the inputs.
-    """
+    """The leaves of what a body returned, without operations."""
     values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     kept = [value for value in map(_without_operations, values) if value is not _REMOVED]
     leaves, found = jax.tree.flatten(kept)

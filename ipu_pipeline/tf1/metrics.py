@@ -46,11 +46,7 @@ class Update:
     finish: Callable[[Mapping[str, Array]], Array]
 
     def __add__(self, other: Update) -> Update:
-        """Returns the sums over the data of both.
-
-        Raises:
-          ValueError: they are of different metrics.
-        """
+        """Returns the sums over the data of both."""
         if not isinstance(other, Update):
             return NotImplemented
         if self.kind != other.kind:

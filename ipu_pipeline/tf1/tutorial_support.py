@@ -80,12 +80,7 @@ def seed(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
-    """Adds the arguments that all programs have.
-
-    Args:
-      parser: the parser.
-      repeat_count: the default of `--repeat-count`.
-    """
+    """Adds the arguments that all programs have."""
     parser.add_argument("--batch-size", type=positive_int, default=32, help="Examples per micro-batch.")
     parser.add_argument(
         "--repeat-count",
@@ -133,11 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser, repeat_count: int) -> None:
 
 
 def add_fashion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that all programs about Fashion-MNIST have, with their defaults.
-
-    Args:
-      parser: to add them to.
-    """
+    """Adds the arguments that all programs about Fashion-MNIST have, with their defaults."""
     parser.add_argument("--batch-size", type=positive_int, default=16, help="Images per micro-batch.")
     parser.add_argument("--epochs", type=positive_int, default=5, help="Epochs to train for.")
     parser.add_argument("--learning-rate", type=positive_float, default=0.001, help="The learning rate.")
@@ -223,11 +214,6 @@ def exit_on_error(main: Callable[[], None]) -> None:
 def count_steps(arguments: argparse.Namespace, examples_per_step: int, num_examples: int) -> int:
     """Computes how long to train, and prints it.
 
-    Args:
-      arguments: the program's arguments.
-      examples_per_step: how many examples a step trains on.
-      num_examples: the number of training examples, which are an epoch.
-
     Returns:
       The number of steps.
     """
@@ -250,16 +236,6 @@ def train(
     """The training loop: prints the mean loss every 10 steps and at the last, and the speed at the end.
 
     The speed leaves out the first step, which compiles, unless it is the only one.
-
-    Args:
-      run_step: trains for one step, returns its losses.
-      steps: the number of steps.
-      examples_per_step: the number of examples in each.
-      num_examples: the number of training examples, which are an epoch.
-
-    Raises:
-      FloatingPointError: a loss is not finite.
-      KeyboardInterrupt: on Ctrl-C; it says after which step.
     """
     begin = measured_from = time.perf_counter()
     done = None
@@ -284,18 +260,7 @@ def train(
 
 
 def print_step(step: int, steps: int, examples_per_step: int, num_examples: int, losses: Any) -> None:
-    """Prints the mean loss of every tenth step and of the last one.
-
-    Args:
-      step: the number of the step, from 0.
-      steps: the number of steps.
-      examples_per_step: the number of examples in each.
-      num_examples: the number of training examples, which are an epoch.
-      losses: the losses of the step.
-
-    Raises:
-      FloatingPointError: one is not finite, whatever step it is.
-    """
+    """Prints the mean loss of every tenth step and of the last one."""
     check_loss(f"step {step}", losses)
     if step % _PRINT_EVERY == 0 or step == steps - 1:
         epoch = examples_per_step * step / num_examples
@@ -306,15 +271,7 @@ def print_step(step: int, steps: int, examples_per_step: int, num_examples: int,
 
 
 def check_loss(when: str, losses: Any) -> None:
-    """Ends training if its losses are no longer finite.
-
-    Args:
-      when: when the losses were computed, for the message.
-      losses: an array of losses, or one loss.
-
-    Raises:
-      FloatingPointError: one is infinite or not a number.
-    """
+    """Ends training if its losses are no longer finite."""
     values = np.ravel(np.asarray(losses))
     wrong = values[~np.isfinite(values)]
     if len(wrong):
@@ -333,10 +290,6 @@ def make_evaluation_feeds(
 ) -> tuple[int, IPUInfeedQueue, IPUOutfeedQueue]:
     """The queues of a pipeline that evaluates: it takes images, labels and a mask, and returns a count.
 
-    Args:
-      data: the data; its held-out images are used.
-      batch_size: examples per micro-batch.
-
     Returns:
       The number of micro-batches, the infeed and the outfeed.
     """
@@ -352,13 +305,6 @@ def evaluate(
     num_examples: int,
 ) -> float:
     """Runs a program that enqueues the number of right answers per micro-batch, and prints the accuracy.
-
-    Args:
-      session: has the trained variables.
-      program: runs all micro-batches in one `run`.
-      infeed_queue: its infeed, not yet initialized.
-      outfeed_queue: its outfeed.
-      num_examples: the number of images.
 
     Returns:
       The accuracy. With synthetic data, which bring nothing back, nothing is run and it is not a number.

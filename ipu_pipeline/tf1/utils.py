@@ -248,16 +248,7 @@ def reset_ipu_seed(
 
 
 def check_seed(seed: Any, what: str) -> None:
-    """Raises if a value is not a seed.
-
-    Args:
-      seed: the value.
-      what: the name of the function for the error.
-
-    Raises:
-      TypeError: it is not an integer.
-      ValueError: it does not fit 64 bits.
-    """
+    """Raises if a value is not a seed."""
     if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
         raise TypeError(f"{what}: seed must be an integer; got {seed!r}.")
     if not -(2**63) <= seed < 2**63:

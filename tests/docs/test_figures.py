@@ -64,7 +64,7 @@ def test_figures_are_up_to_date(tmp_path):
 
 
 def test_figures_of_rows_and_lines_are_up_to_date():
-    """Fast, unlike all of them: these two change with the benchmarks' rows and with every file that moves."""
+    """Fast, unlike all figures: these two change with the benchmarks' rows and with modules."""
     kept = ROOT / "docs" / "figures"
     rows = measured.draw_against_targets(draw_figures.history.read())
     assert rows.render() == (kept / "benchmarks.svg").read_text(), "run scripts/draw_figures.py"

@@ -90,11 +90,7 @@ class ActionLog:
         self._number = 0
 
     def note(self, action: Started, made: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
-        """Notes an action that was just started.
-
-        Raises:
-          ProcessError: another process has ended, or does not go on.
-        """
+        """Notes an action that was just started."""
         others = peers.current()
         if others is not None:
             others.check()

@@ -61,23 +61,7 @@ def plan_options(
     update: Options | None,
     argument_names: Mapping[str, str],
 ) -> CompilerOptions:
-    """Works out which program gets which options.
-
-    Args:
-      num_stages: how many stages the pipeline has.
-      is_one_program: whether all of them are on one device.
-      trains: whether there is an optimizer.
-      forward: options of the forwards, per stage; None for none. Stages behind the last entry have none.
-      backward: options of the backwards, per stage; None for none.
-      update: options of the weight update.
-      argument_names: what errors call `forward_options`, `backward_options` and `update_options`; those
-        that are missing keep their names.
-
-    Raises:
-      TypeError: an option's name or value is not usable.
-      ValueError: there are options for what the pipeline does not do, or options for one program
-        contradict each other.
-    """
+    """Works out which program gets which options."""
     called = {name: argument_names.get(name, name) for name in _ARGUMENTS}
     if not trains and (backward is not None or update is not None):
         name = called["update_options" if backward is None else "backward_options"]
@@ -142,11 +126,7 @@ def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
 
 
 def check_compiles(options: CompilerOptions, groups: Sequence[DeviceGroup]) -> None:
-    """Compiles trivial programs with the options that were given.
-
-    Raises:
-      ValueError: XLA does not know an option, or refuses its value. The error names all such options.
-    """
+    """Compiles trivial programs with the options that were given."""
     known: dict[tuple[Any, ...], str | None] = {}
     faults = []
     for given, stage in options.given:

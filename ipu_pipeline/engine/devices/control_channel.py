@@ -28,13 +28,7 @@ class ControlChannel:
     """The connections of this process. One thread at a time sends and receives."""
 
     def __init__(self, process: int, host: str, check: Callable[[], None]) -> None:
-        """Begins to listen, at a free port of an address.
-
-        Args:
-          process: the number of this process.
-          host: the address.
-          check: raises an error if the other processes cannot go on; called while this one waits.
-        """
+        """Begins to listen, at a free port of an address."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=128)
         self._server.settimeout(_SLICE)
@@ -44,19 +38,11 @@ class ControlChannel:
         self.address: Address = (host, int(self._server.getsockname()[1]), self._secret)
 
     def send(self, peer: int, find: Callable[[int], Address], text: str) -> None:
-        """Sends a text to a process, whose address `find` gives.
-
-        Raises:
-          OSError: the process has ended.
-        """
+        """Sends a text to a process, whose address `find` gives."""
         self._write(self._connect(peer, find), _frame(text))
 
     def receive(self, peer: int, find: Callable[[int], Address]) -> str:
-        """Waits for the next text of a process, whose address `find` gives.
-
-        Raises:
-          OSError: the process has ended.
-        """
+        """Waits for the next text of a process, whose address `find` gives."""
         connection = self._connect(peer, find)
         return self._read(connection, int(self._read(connection, _NUM_DIGITS))).decode()
 

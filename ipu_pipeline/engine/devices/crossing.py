@@ -57,11 +57,7 @@ def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
 def move(
     arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
 ) -> list[Any]:
-    """Moves arrays of one group to another; each device gets them from one device of the group they are on.
-
-    Raises:
-      ValueError: there is no tag, or what the group's devices have is not the same.
-    """
+    """Moves arrays of one group to another; each device gets them from one device of the first group."""
     pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
     crosses = any(one.process_index != other.process_index for one, other in pairs)
     is_possible = source.is_fully_replicated or can_move_parts(source, target)

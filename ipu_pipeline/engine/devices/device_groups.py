@@ -84,21 +84,12 @@ class DeviceGroup:
         return {"out_shardings": self.replicated} if self.has_peers else {}
 
     def program(self, function: Callable[..., Any], shardings: Any = None) -> Callable[..., Any]:
-        """The function, if this process runs it on the group; else one that returns stand-ins for results.
-
-        Args:
-          function: the program.
-          shardings: of its results, as a prefix of their pytree; None: all are whole on each device.
-        """
+        """The function, if this process runs it on the group; else one that returns stand-ins."""
         return function if self.is_here else NotRun(function, shardings or self.replicated)
 
     @functools.cached_property
     def host(self) -> NamedSharding:
-        """The sharding of what is kept in host memory for the group.
-
-        Raises:
-          ValueError: its devices cannot read host memory.
-        """
+        """The sharding of what is kept in host memory for the group."""
         for device in filter(is_here, self.devices):
             kinds = [memory.kind for memory in device.addressable_memories()]
             if HOST_MEMORY not in kinds:

@@ -88,16 +88,7 @@ class Feed:
     """
 
     def __init__(self, place: Place, size: int = 1, is_block: bool = False) -> None:
-        """Makes an empty feed.
-
-        Args:
-          place: puts stacked leaves on the devices that read them; their memory does not change any more.
-            Where stacks have one row, it is given the leaves of a micro-batch as they are.
-          size: the number of micro-batches in a stack.
-          is_block: whether stacks are large and of changing size (`set_size`). Such stacks always have a
-            first axis, JAX arrays are copied to them, and they are placed on demand. Other stacks are
-            placed as soon as they are full.
-        """
+        """Makes an empty feed."""
         self.shapes = 0
         self._place = place
         self._size = size

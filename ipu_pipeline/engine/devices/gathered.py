@@ -92,12 +92,7 @@ def rows_written_here(array: Any) -> tuple[int, list[tuple[tuple[int, ...], Any]
 
 
 def spread_rows(rows: Any, like: Any) -> Any:
-    """The inverse of `rows_written_here`: gives each replica its own values.
-
-    Args:
-      rows: an array of NumPy with an axis for the replicas in front.
-      like: a placed array of the same number of replicas; it stays as it is.
-    """
+    """The inverse of `rows_written_here`: gives each replica its own values."""
     sharding = like.sharding
     indices = sharding.addressable_devices_indices_map(like.shape)
     parts = [
@@ -135,14 +130,8 @@ def _same(array: Any) -> Any:
 def read_gathered(arrays: Sequence[Any]) -> list[Any]:
     """Makes arrays readable in this process. All processes call it, in the same order.
 
-    Args:
-      arrays: the same in all processes, some of them on devices of other processes only.
-
     Returns:
       The arrays that this process has, as they are; copies of the others, on a device of this process.
-
-    Raises:
-      ProcessError: a process that was to send something has ended.
     """
     others, found = peers.current(), list(arrays)
     if others is None:
@@ -240,14 +229,7 @@ def _first_part(array: jax.Array) -> Any:
 
 @peers.one_thread("reading what other processes have")
 def share_stacks(stacks: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """Shares the results that one process has with all of them. All call it, in the same order.
-
-    Args:
-      stacks: arrays whose first axes have one size, which is 0 in all processes but one.
-
-    Raises:
-      ProcessError: a process has ended.
-    """
+    """Shares the results that one process has with all of them. All call it, in the same order."""
     others = peers.current()
     if others is None or not stacks:
         return list(stacks)

@@ -52,11 +52,7 @@ class Tag(NamedTuple):
 
 @functools.cache
 def links() -> Links:
-    """The links of this process. The first call starts its server.
-
-    Raises:
-      RuntimeError: `jax.distributed` has not been initialized, or this JAX has no transfers.
-    """
+    """The links of this process. The first call starts its server."""
     others = peers.current()
     if others is not None:
         return Links(others.store, others.address)
@@ -71,11 +67,7 @@ def check_peers() -> None:
 
 @contextlib.contextmanager
 def naming_peers() -> Iterator[None]:
-    """While arrays are waited for: an error that comes from another process then names that process.
-
-    Raises:
-      ProcessError: something that another process was to send has failed, or one has ended.
-    """
+    """While arrays are waited for: an error that comes from another process then names that process."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -103,11 +95,7 @@ class Links:
     """
 
     def __init__(self, store: Any, host: str) -> None:
-        """Starts the server, and tells the others where it is.
-
-        Raises:
-          RuntimeError: `jax.distributed` has not been initialized, or this JAX has no transfers.
-        """
+        """Starts the server, and tells the others where it is."""
         device = jax.local_devices()[0]
         self.process = int(device.process_index)
         self._store = store
@@ -138,11 +126,7 @@ class Links:
         self._server.await_pull(_number(tag, source, target), list(arrays))
 
     def receive(self, structs: Sequence[Any], tag: Tag, source: Any, target: Any) -> list[Any]:
-        """Pulls arrays from another process. Does not wait for them.
-
-        Raises:
-          ProcessError: the process does not answer, or something that was to come before has failed.
-        """
+        """Pulls arrays from another process. Does not wait for them."""
         peer = int(source.process_index)
         connection = self._connect(peer)
         try:
@@ -185,11 +169,7 @@ class Links:
         return self._failure
 
     def warm(self, peers: Collection[int]) -> None:
-        """Connects with other processes, each of which must do the same. Known connections are kept.
-
-        Raises:
-          ProcessError: a process has not come as far, or its address belongs to another machine.
-        """
+        """Connects with other processes, each of which must do the same. Known connections are kept."""
         device = jax.local_devices()[0]
         new = [peer for peer in sorted(peers) if peer != self.process and peer not in self._connections]
         zero = jax.device_put(np.int32(self.process), device)
@@ -218,11 +198,7 @@ class Links:
         self._store.key_value_set(f"{_KEY}/{key}", text)
 
     def read(self, key: str) -> str:
-        """Returns the text that another process has left, or will leave soon.
-
-        Raises:
-          ProcessError: nothing is left there.
-        """
+        """Returns the text that another process has left, or will leave soon."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             _check_others()
@@ -235,20 +211,12 @@ class Links:
                     ) from error
 
     def tell(self, peer: int, text: str) -> None:
-        """Sends a text to another process. Waits until it has connected, the first time.
-
-        Raises:
-          ProcessError: the process has ended.
-        """
+        """Sends a text to another process. Waits until it has connected, the first time."""
         with self._naming(peer):
             self._channel.send(peer, self._control_address, text)
 
     def hear(self, peer: int) -> str:
-        """Waits for the next text that another process tells this one.
-
-        Raises:
-          ProcessError: the process has ended, or does not go on.
-        """
+        """Waits for the next text that another process tells this one."""
         with self._naming(peer):
             return self._channel.receive(peer, self._control_address)
 

@@ -27,14 +27,7 @@ def connect_all() -> None:
 
 
 def offer_bytes(what: str, number: int, listeners: Collection[int], content: Any) -> None:
-    """Lets other processes fetch bytes. Does not wait for them.
-
-    Args:
-      what: what they are.
-      number: tells them from others of the same name.
-      listeners: the processes.
-      content: the bytes, or what has a buffer of them.
-    """
+    """Lets other processes fetch bytes. Does not wait for them."""
     others = peers.current()
     assert others is not None
     source = first_device(others.index)
@@ -47,11 +40,7 @@ def offer_bytes(what: str, number: int, listeners: Collection[int], content: Any
 
 
 def fetch_bytes(what: str, number: int, teller: int) -> memoryview:
-    """Waits for bytes that another process offers to this one; see `offer_bytes`.
-
-    Raises:
-      ProcessError: the process has ended.
-    """
+    """Waits for bytes that another process offers to this one; see `offer_bytes`."""
     others = peers.current()
     assert others is not None
     source, target = first_device(teller), first_device(others.index)

@@ -48,11 +48,7 @@ OffloadName: TypeAlias = Literal[
 
 
 def parse_offload(values: Collection[OffloadName | Offload]) -> frozenset[Offload]:
-    """A collection of members or of their values.
-
-    Raises:
-      ValueError: an entry is not one of them.
-    """
+    """A collection of members or of their values."""
     if isinstance(values, str):
         raise ValueError(f"offload must be a collection of names; got the string {values!r}.")
     return frozenset(parse_member(Offload, value, "offload: each entry") for value in values)

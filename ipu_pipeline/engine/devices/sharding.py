@@ -44,11 +44,7 @@ ShardName: TypeAlias = Literal["optimizer_state", "weights"]  # their values
 
 
 def parse_shard(values: Collection[ShardName | Shard]) -> frozenset[Shard]:
-    """A collection of members or of their values.
-
-    Raises:
-      ValueError: an entry is not one of them.
-    """
+    """A collection of members or of their values."""
     if isinstance(values, str):
         raise ValueError(f"shard must be a collection of names; got the string {values!r}.")
     return frozenset(parse_member(Shard, value, "shard: each entry") for value in values)

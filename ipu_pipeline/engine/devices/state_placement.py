@@ -255,13 +255,7 @@ class StatePlacement:
     def make_accumulators(
         self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Makes the accumulators of the variables' gradients, placed, by key; zeros where none is known.
-
-        Args:
-          dtypes: the dtype of each variable's accumulators, by the variable's full name.
-          known: accumulators by key. Some may be of stages that share a variable only in a pipeline that
-            cuts the same operations differently: these are added to the variable's own.
-        """
+        """Makes the accumulators of the variables' gradients, placed, by key; zeros where none is known."""
         variables = self.traced.variables
         keys = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
         found: dict[str, Any] = {}

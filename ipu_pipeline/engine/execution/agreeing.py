@@ -28,17 +28,6 @@ def agree_on_elements(
     """Raises in all processes if one did not get the micro-batches of a step. All of them call it.
 
     An error counts before the end of the data, and of these that of the process with the least number.
-
-    Args:
-      placement: of the pipeline or loop.
-      readers: the processes that read micro-batches.
-      hearers: all that are to know.
-      error: of this process; None if it has its micro-batches, or reads none.
-
-    Raises:
-      error: as given.
-      OutOfRangeError: there were too few in another process.
-      ProcessError: another process had another error, or has ended.
     """
     own = None
     if error is not None:
@@ -56,16 +45,7 @@ def agree_on_elements(
 
 
 def answer_everywhere(placement: StatePlacement, asked: Sequence[Any], homes: Sequence[Any]) -> list[bool]:
-    """Reads the boolean scalars of a condition in all processes that have a part in a loop. Waits for them.
-
-    Args:
-      placement: of the loop.
-      asked: the scalars.
-      homes: a device that has it, for each.
-
-    Raises:
-      ProcessError: the process that has one has ended, or does not go on.
-    """
+    """Waits for the boolean scalars of a condition, in all processes that have a part in a loop."""
     if not placement.has_peers:
         return list(map(bool, asked))
     what = "condition of a loop"

@@ -27,12 +27,7 @@ def agree_on(
     told: Mapping[str, str],
     devices: Sequence[Any],
 ) -> None:
-    """Compares stages with the other processes' stages, if there are any; all processes call it.
-
-    Raises:
-      ValueError: something is not the same in all processes.
-      ProcessError: another process has ended, or does not go on.
-    """
+    """Compares stages with the other processes' stages, if there are any; all processes call it."""
     others = peers.current()
     if others is not None:
         where = ", ".join(f"{device.platform} {device.id}" for device in devices)

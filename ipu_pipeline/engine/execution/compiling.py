@@ -185,15 +185,6 @@ def compile_ahead(
 ) -> Compiled:
     """Compiles all programs of a plan; returns when all are compiled.
 
-    Args:
-      plan: the step.
-      layout: where it runs.
-      given: see `find_shapes`.
-      chunk_size: micro-batches that a program handles.
-      is_shared: whether programs that differ only in their device are compiled once.
-      kept: has programs that earlier pipelines compiled; None if they are not kept.
-      note: what is told meanwhile.
-
     Returns:
       What is known of the programs then.
     """

@@ -34,22 +34,12 @@ class Executable:
     """A compiled program, written out."""
 
     def __init__(self, compiled: jax.stages.Compiled) -> None:
-        """Writes a compiled program out.
-
-        Raises:
-          ValueError: it computes so little that XLA's CPU client runs it within the thread that starts it,
-            which the client does not do with loaded programs.
-          Exception: it cannot be written, as with callbacks; the types are JAX's.
-        """
+        """Writes a compiled program out."""
         costs = compiled.cost_analysis() or {}
         if costs.get("flops", 0) < _LEAST_OPERATIONS:
             raise ValueError("The program is run where it is started, and must be compiled for that.")
         self._written = jax_compat.write_executable(compiled)
 
     def load(self, device: Any) -> jax.stages.Compiled:
-        """The program for a device of the same kind, where its arguments must lie.
-
-        Raises:
-          Exception: JAX or XLA refuses it; the types are theirs.
-        """
+        """The program for a device of the same kind, where its arguments must lie."""
         return jax_compat.read_executable(self._written, device)

@@ -55,11 +55,7 @@ class ReplicaFeed:
         self.feed.shapes = shapes
 
     def place_ahead(self, elements: Sequence[Element]) -> list[Element]:
-        """Puts micro-batches on the devices that read them.
-
-        Raises:
-          ValueError: they do not make whole chunks.
-        """
+        """Puts micro-batches on the devices that read them."""
         size = self._chunk.size
         if len(elements) % size:
             raise ValueError(
@@ -219,11 +215,6 @@ class Dealer:
 
     def take_everywhere(self, take: Take, count: int, *, tells_outsiders: bool = True) -> list[Take]:
         """Takes `count` micro-batches per replica, in each process those that it reads; or raises in all.
-
-        Args:
-          take: of the micro-batches of all replicas.
-          count: the number of each replica's.
-          tells_outsiders: whether processes without a device of the pipeline call it, too.
 
         Returns:
           A take for each replica.

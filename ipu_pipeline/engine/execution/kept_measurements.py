@@ -70,13 +70,7 @@ def digest(*texts: str) -> str:
 
 
 def read(directory: Path | None, key: str, parse: Callable[[Any], T | None]) -> T | None:
-    """What the file of a key says; None if there is none, or it says nothing usable.
-
-    Args:
-      directory: where the files are; None: nowhere.
-      key: the file's name.
-      parse: makes it of what the file says. What it raises, or None, is that it is not usable.
-    """
+    """What the file of a key says; None if there is none, or it says nothing usable."""
     if directory is None:
         return None
     try:

@@ -104,16 +104,7 @@ def _is_new(argument: Any, result: Any) -> bool:
 def time_transfers(
     plan: Plan, groups: Sequence[DeviceGroup], structs: Mapping[Value, Any], *, with_skips: bool
 ) -> dict[Edge, float]:
-    """Times what goes from stage to stage, in seconds, each transfer alone.
-
-    Args:
-      plan: a step.
-      groups: where the stages of the first replica live.
-      structs: the shapes of all values.
-      with_skips: whether transfers that skip stages count. Where the order of a step is asked, they do not:
-        they are there before what goes through the stages, but for stages so short that their times are
-        noise.
-    """
+    """Times what goes from stage to stage, in seconds, each transfer alone."""
     last = len(groups) - 1
     found: dict[Edge, float] = {}
     blocks = [
@@ -160,14 +151,6 @@ def make_measured(
     """Makes the costs of a micro-batch from the times of chunks.
 
     If a stage's backward is not split, half of it counts as weight gradients.
-
-    Args:
-      num_stages: the number of stages.
-      times: see `time_stages`.
-      transfers: see `time_transfers`.
-      updates: see `time_updates`.
-      chunk_size: the micro-batches of a chunk.
-      host: how long the host takes to start a program.
     """
 
     def of(kind: ActionKind) -> list[ProgramTime]:
@@ -196,14 +179,7 @@ def make_measured(
 
 
 def divide_last(costs: Costs, forward: float, backward: float, *, is_halved: bool) -> Costs:
-    """Divides what the last stage's program takes: its forward, and its backward or the first half of it.
-
-    Args:
-      costs: what was measured.
-      forward: the operations of the forward.
-      backward: the operations of the backward, or of its first half.
-      is_halved: whether the program has only the first half.
-    """
+    """Divides what the last stage's program takes into its forward and its backward or first half."""
     both, weights = costs.forward[-1], costs.weight_gradients[-1]
     own = both * forward / (forward + backward)
     rest = both - own

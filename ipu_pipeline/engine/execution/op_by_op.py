@@ -27,20 +27,7 @@ def compute(
     reader: OpByOp,
     visit: Callable[[Visit], None] | None = None,
 ) -> Progress:
-    """Computes a step.
-
-    Args:
-      runner: runs the pipeline.
-      state: before the step, placed.
-      request: what is run.
-      elements: the micro-batches of all replicas.
-      reader: evaluates programs.
-      visit: called for each micro-batch before its programs.
-
-    Raises:
-      FloatingPointError: a result has a nan, and that is an error.
-      ValueError: micro-batches that go to the replicas at the same time have different shapes.
-    """
+    """Computes a step."""
     lead: PlanRunner = runner.make_single()
     number, maker, registers = lead.num_replicas, lead.maker, list[Any]()
     groups = [elements[first : first + number] for first in range(0, len(elements), number)]

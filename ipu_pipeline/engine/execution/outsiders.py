@@ -58,12 +58,7 @@ def telling_end(runner: Runner[Any], done: Done) -> Iterator[None]:
 
 
 def hear_end(runner: Runner[Any], done: Done) -> None:
-    """Waits for the end of a run in which this process has no part, and takes over what was done.
-
-    Raises:
-      OutOfRangeError: the data ended, in a process that has a part.
-      ProcessError: that process had another error, or has ended.
-    """
+    """Waits for the end of a run in which this process has no part, and takes over what was done."""
     others = peers.current()
     assert others is not None
     teller = _teller(runner)

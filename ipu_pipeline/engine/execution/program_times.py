@@ -105,9 +105,6 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
 
     They must end on zeros, whatever these make of them, and not print or call back into Python.
 
-    Args:
-      programs: the programs of a pipeline, on devices of this process; equal ones are timed once.
-
     Returns:
       What each takes.
     """

@@ -219,11 +219,7 @@ class PlanRunner(Runner[PendingPlan]):
         return [one.peaks for one in self.held]
 
     def keep_outputs(self) -> None:
-        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own.
-
-        Raises:
-          ValueError: a replica is in several processes.
-        """
+        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own."""
         groups = [home.groups[0] for home in self.homes]
         for replica, group in enumerate(groups):
             if processes := group.processes[1:]:
@@ -253,11 +249,7 @@ class PlanRunner(Runner[PendingPlan]):
         return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
 
     def check_other(self, other: PlanRunner) -> None:
-        """Checks the runner for other shapes, which this one is to lead.
-
-        Raises:
-          ValueError: other stages have something to compute for these shapes.
-        """
+        """Checks the runner for other shapes, which this one is to lead."""
         if self.maker.code.keys() != other.maker.code.keys():
             raise ValueError(
                 f"Stages have other programs {other.note} than for the first micro-batch: a stage whose "
@@ -375,13 +367,7 @@ class PlanRunner(Runner[PendingPlan]):
     def measure(
         self, host: float = 0.0, *, with_updates: bool = False, with_skips: bool = False
     ) -> Measured:
-        """Measures what programs, transfers and updates take, each alone, on zeros.
-
-        Args:
-          host: how long the host takes to start a program.
-          with_updates: whether the programs of a weight update are measured, too; else they take no time.
-          with_skips: whether transfers that skip stages are.
-        """
+        """Measures what programs, transfers and updates take, each alone, on zeros."""
         plan, layout = self.find_micro_batch(), self.maker.layout
         structs = find_shapes(plan, layout, functools.partial(self._find_struct, key_aval()))
         return make_measured(
@@ -512,13 +498,6 @@ class PlanRunner(Runner[PendingPlan]):
         self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
     ) -> tuple[Ready, int]:
         """Runs micro-batches of a step up to the first one with other shapes.
-
-        Args:
-          state: before the step.
-          request: what is run.
-          supply: gives the micro-batches.
-          registers: of the micro-batches that are complete.
-          done: the number of these.
 
         Returns:
           The plan, and the number of micro-batches that are complete then.

@@ -53,17 +53,7 @@ class StageBuilder:
     def __init__(
         self, pipeline: Pipeline, devices: Sequence[Any] | None, num_slots: int, is_one_by_one: bool
     ) -> None:
-        """Makes programs, which are not compiled yet, and the values that caches start from.
-
-        Args:
-          pipeline: the stages, traced for one token.
-          devices: as for `Pipeline`.
-          num_slots: of a group.
-          is_one_by_one: whether stages take one token at a time.
-
-        Raises:
-          ValueError: there are too few devices, or some are of another process.
-        """
+        """Makes programs, which are not compiled yet, and the values that caches start from."""
         begin_first_run()
         self._pipeline, self._num_slots = pipeline, num_slots
         self._groups = _find_groups(pipeline, devices)
@@ -92,12 +82,7 @@ class StageBuilder:
         self._building = threading.Lock()
 
     def bind(self, state: PipelineState | Mapping[str, Any]) -> BoundStages:
-        """The stages with the weights of a state, or of a dict of its variables.
-
-        Raises:
-          TypeError: it is neither.
-          ValueError: it lacks variables, they have other shapes or dtypes, or have been deleted.
-        """
+        """The stages with the weights of a state, or of a dict of its variables."""
         count = 0
         if isinstance(state, Mapping):
             variables = state
@@ -121,11 +106,7 @@ class StageBuilder:
         )
 
     def compile(self, wanted: Collection[Needed]) -> None:
-        """Compiles programs that have not been compiled, those of several stages at a time.
-
-        Raises:
-          Others: what tracing raises, or XLA.
-        """
+        """Compiles programs that have not been compiled, those of several stages at a time."""
         with self._building:
             last = len(self._programs) - 1  # where tokens are drawn
             stages = {

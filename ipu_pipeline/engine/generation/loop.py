@@ -22,12 +22,7 @@ class RequestQueue:
     """Requests that wait for a slot, and those in flight; safe to use from several threads."""
 
     def __init__(self, requests: Iterable[Request] = (), *, is_open: bool = False) -> None:
-        """Takes the first requests.
-
-        Args:
-          requests: in the order in which they get slots.
-          is_open: whether more may come, until `close` is called.
-        """
+        """Takes the first requests."""
         self._waiting = collections.deque(requests)
         self._all = list(self._waiting)
         self._changed = threading.Condition()
@@ -87,15 +82,7 @@ def run(
     num_slots: int,
     prepare: Callable[[Request], Sequence[int]],
 ) -> None:
-    """Answers the requests of a queue, until it is closed and empty.
-
-    Args:
-      stages: the stages.
-      queue: the requests.
-      num_groups: the number of groups.
-      num_slots: of each group.
-      prepare: has the programs for a request compiled, and returns the lengths of its prompt's chunks.
-    """
+    """Answers the requests of a queue, until it is closed and empty."""
     groups: list[SlotGroup] = []
     while queue.wait():
         groups = groups or [SlotGroup(stages, num_slots) for _group in range(num_groups)]

@@ -39,15 +39,7 @@ class StagePrograms:
         logits: Source | None,
         results: Any,
     ) -> None:
-        """Compiles nothing.
-
-        Args:
-          index: the stage's number, for the names of programs.
-          run: the stage for one token.
-          make_run: makes the stage for a chunk of so many tokens; None: it takes them one by one.
-          logits: what tokens are chosen from, in the last stage; None in others.
-          results: the sharding of results; None: where the arguments are.
-        """
+        """Compiles nothing."""
         self.run, self._make_run, self._logits = run, make_run, logits
         self._index, self._results = index, results
         self._decodes: dict[bool, Callable[..., Any]] = {}

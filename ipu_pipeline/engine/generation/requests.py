@@ -145,22 +145,7 @@ def make_request(
     seed: Any,
     number: int,
 ) -> Request:
-    """Checks what a user asks for.
-
-    Args:
-      prompt: a sequence of integers.
-      what: what errors call the prompt.
-      limits: what the generator takes.
-      max_new_tokens: see `Request`, as for what follows.
-      sampling: how tokens are chosen.
-      stop_tokens: a list of tokens.
-      seed: of random keys.
-      number: among the requests with this seed.
-
-    Raises:
-      TypeError: a value has another type.
-      ValueError: a value is not usable.
-    """
+    """Checks what a user asks for."""
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be an engine.Sampling; got {sampling!r}.")
     if not is_integer(max_new_tokens, 1):

@@ -44,11 +44,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          ValueError: a field is not usable.
-        """
+        """Checks the fields."""
         if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise ValueError(
                 f"Sampling: temperature must be a finite number from 0 (greedy); got {self.temperature!r}."
@@ -90,11 +86,6 @@ class SamplingArrays(NamedTuple):
 
 def choose(logits: jax.Array, sampling: SamplingArrays | None, key: jax.Array) -> jax.Array:
     """Chooses a token.
-
-    Args:
-      logits: floating-point numbers, [words].
-      sampling: scalars; None: greedy.
-      key: the random key of this token.
 
     Returns:
       The token, an int32 scalar.

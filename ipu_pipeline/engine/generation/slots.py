@@ -101,12 +101,7 @@ class SlotGroup:
         return len(self._unread)
 
     def join(self, request: Request, lengths: Sequence[int]) -> None:
-        """Starts a request in a free slot: its prompt, chunk by chunk, and its first token.
-
-        Args:
-          request: the request.
-          lengths: of the chunks.
-        """
+        """Starts a request in a free slot: its prompt, chunk by chunk, and its first token."""
         slot, stages, position = self._requests.index(None), self._stages, 0
         is_sampled = request.sampling.temperature > 0
         for length in lengths:
@@ -148,14 +143,7 @@ class SlotGroup:
         numbers: SlotNumbers,
         more: Sequence[tuple[Any, ...]],
     ) -> None:
-        """Starts the stages' programs one after another, each with what earlier ones made.
-
-        Args:
-          functions: of each stage, `StagePrograms.chunk` or `decode`.
-          values: the tokens.
-          numbers: of the slots.
-          more: of each stage, the arguments of its function after the first five.
-        """
+        """Starts the stages' programs one after another, each with what earlier ones made."""
         stages = self._stages
         for index, (function, devices) in enumerate(zip(functions, stages.devices, strict=True)):
             run = stages.programs[index].run
@@ -185,11 +173,7 @@ class SlotGroup:
         self._unread.append((self._tokens, entry))
 
     def read(self, num_left: int = 0) -> None:
-        """Waits for tokens, hands them to their requests, and frees slots whose requests are done.
-
-        Args:
-          num_left: how many of the newest are not waited for.
-        """
+        """Waits for tokens, hands them to their requests, and frees slots whose requests are done."""
         while len(self._unread) > num_left:
             tokens, entry = self._unread[0]
             found = np.asarray(tokens)

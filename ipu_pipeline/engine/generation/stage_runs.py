@@ -54,14 +54,7 @@ class StageRun:
     def __call__(
         self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], given: Given
     ) -> tuple[list[Any], list[Any]]:
-        """Computes the outputs, and the new caches.
-
-        Args:
-          caches: the values of the variables that `self.caches` names, in that order.
-          weights: the values of the variables that `self.weights` names, in that order.
-          inputs: the values of `self.inputs`, in that order.
-          given: the request's position and key, and the state's update count.
-        """
+        """Computes the outputs, and the new caches."""
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
         )
@@ -100,12 +93,7 @@ class StageRun:
 
 
 def make_runs(pipeline: Pipeline, platform: str) -> list[StageRun]:
-    """The stages of a traced pipeline that only runs forwards. The last one takes or makes its output.
-
-    Args:
-      pipeline: its micro-batch is `TOKENS` and `POSITION`.
-      platform: of the devices, as in `jax.Device.platform`.
-    """
+    """The stages of a traced pipeline that only runs forwards. The last one takes or makes its output."""
     traced = pipeline.traced
     programs = [own.on(platform).forward for own in pipeline.programs]
     takes = [_inputs_of(stage, program) for stage, program in zip(traced.stages, programs, strict=True)]
@@ -154,16 +142,7 @@ def scanned(
     inputs: Sequence[Any],
     given: Given,
 ) -> tuple[list[Any], list[Any]]:
-    """What a stage that takes one token at a time computes for a chunk: inputs and outputs are stacked.
-
-    Args:
-      run: the stage for a chunk of one token.
-      length: the number of tokens.
-      caches: what the stage keeps of the tokens before.
-      weights: as for the stage.
-      inputs: as for the stage, with a first axis for the tokens.
-      given: of the first token.
-    """
+    """What a stage that takes one token at a time computes for a chunk: inputs and outputs are stacked."""
 
     def step(caches: Any, one: Any) -> Any:
         number, own = one

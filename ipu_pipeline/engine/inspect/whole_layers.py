@@ -36,10 +36,6 @@ _Tree: TypeAlias = "dict[str, _Tree | None]"  # scopes; None for a variable
 def name_whole_layers(names: Iterable[str], stage: int) -> dict[str, str]:
     """The layer of each variable, by their full names.
 
-    Args:
-      names: full names of the variables of a stage.
-      stage: the number of the stage, after which its own scope may be called.
-
     Returns:
       Full name of a variable -> that of its layer: a scope, or the variable's own if it is in none.
     """
@@ -125,13 +121,7 @@ class _Run:
 
 
 def find_whole_layers(stage: TracedStage, index: int, owned: Collection[str]) -> tuple[LayerFacts, ...]:
-    """The layers of a stage in the order in which it runs them; together they have its owned variables.
-
-    Args:
-      stage: the stage.
-      index: its number.
-      owned: full names of the variables that it owns; others it shares with earlier stages.
-    """
+    """The layers of a stage in the order in which it runs them; together they have its owned variables."""
     layer_of = name_whole_layers((spec.name for spec in stage.variables), index)
     specs = {spec.name: spec for spec in stage.variables}
     runs, apart = _find_runs(stage, layer_of)

@@ -34,11 +34,6 @@ _LEAST_SAVED = 20  # equations of arrays that need not be compiled again; 20 tak
 def divide_equal_parts(pieces: Sequence[Piece], replaced: Sequence[Any | None]) -> list[Piece]:
     """Divides pieces so that equal parts of several homes are pieces of their own.
 
-    Args:
-      pieces: from `partitioning.cut`. Those of the joint home stay as they are.
-      replaced: for each result, the input whose place it takes, which stays in the same piece; None for
-        others.
-
     Returns:
       The pieces, in an order in which they can run.
     """
@@ -105,14 +100,7 @@ class _Division:
     """
 
     def __init__(self, piece: Piece, replaced: Sequence[Any | None], scalars: dict[Any, int]) -> None:
-        """Finds the components of a piece.
-
-        Args:
-          piece: the piece.
-          replaced: as for `divide_equal_parts`.
-          scalars: numbers of scalars that depend on no array of a piece, by what they are; new ones are
-            entered.
-        """
+        """Finds the components of a piece."""
         self.piece, self.components = piece, list[_Component]()
         self._jaxpr = piece.program.closed_jaxpr.jaxpr
         self._parents: dict[Any, Any] = {}  # of arrays, up to the one that stands for their component
@@ -206,9 +194,6 @@ class _Division:
 
     def _find_given(self, places: Iterable[int]) -> tuple[list[Any], set[int]]:
         """Finds what is read of single components for results of several.
-
-        Args:
-          places: the places of results that are of single components.
 
         Returns:
           The scalars that components give, and the places of equations behind these, which read nothing but

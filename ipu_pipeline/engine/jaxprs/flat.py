@@ -99,13 +99,6 @@ def flatten(closed_jaxpr: Any, rule: EquationRule | None = None) -> FlatJaxpr:
     """Inlines all calls of `jax.jit`, at any depth outside of other higher-order primitives.
 
     Equations that write to arrays of `jax.new_ref` are replaced by ones that return the new values.
-
-    Args:
-      closed_jaxpr: a `ClosedJaxpr`.
-      rule: called for every equation that is not inlined, with the equation (its name stack has that of the
-        calls around it, too), its inputs in the result's variables, and a function that inlines a
-        `ClosedJaxpr` on given atoms in the equation's place. It returns None to keep the equation, or the
-        atoms that stand for its outputs.
     """
     if _makes_references(closed_jaxpr.jaxpr):
         closed_jaxpr = jax_compat.discharge(close(_inline_all(closed_jaxpr, None)).closed_jaxpr)

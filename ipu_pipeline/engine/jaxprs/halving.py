@@ -58,13 +58,7 @@ def find_computed(flat: FlatJaxpr, outputs: Iterable[Atom], given: Collection[Va
 
 
 def find_kept(computed: Iterable[Equation], varying: Collection[Var]) -> set[Var]:
-    """What a second half may take from the first, instead of computing it.
-
-    Args:
-      computed: the equations of the first half.
-      varying: the variables that are worth keeping: others, such as what is computed from weights alone,
-        are computed again.
-    """
+    """What a second half may take from the first, instead of computing it."""
     return {
         var
         for equation in computed
@@ -93,11 +87,6 @@ def _variables(atoms: Iterable[Atom]) -> list[Var]:
 
 def take_apart(closed_jaxpr: Any, first: Collection[int], roots: Collection[int] | None = None) -> Any:
     """Takes equations apart that compute results of both halves.
-
-    Args:
-      closed_jaxpr: a `ClosedJaxpr`.
-      first: the places of the first half's results; all others are the second half's.
-      roots: places of inputs; only equations that depend on these are taken apart. None: all.
 
     Returns:
       A `ClosedJaxpr` with the same inputs and results.
@@ -203,16 +192,7 @@ def _cut(
     invariant: int = 0,
     given: Iterable[int] = (),
 ) -> _Body:
-    """Cuts a body by the places of its results.
-
-    Args:
-      flat: the body.
-      first: the places of the first half's results.
-      second: the places of the second half's results.
-      invariant: the number of inputs at the beginning that all iterations share. Nothing is kept of what
-        depends only on these.
-      given: the places of inputs that the second half takes from the first.
-    """
+    """Cuts a body by the places of its results."""
     flat = _take_apart(flat, [flat.outputs[place] for place in first], None)
     outputs = [flat.outputs[place] for place in first]
     keepable = find_kept(find_computed(flat, outputs), dependents(flat, flat.inputs[invariant:]))

@@ -58,13 +58,7 @@ def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equat
 
 
 def without_mesh(closed_jaxpr: Any, *, is_differentiated: bool) -> Any:
-    """Makes the types of a jaxpr as they are without a mesh, and drops constraints on a mesh of one device.
-
-    Args:
-      closed_jaxpr: a `ClosedJaxpr` that was traced in an abstract mesh whose axes are all automatic.
-      is_differentiated: whether it will not be differentiated any more. Until then, rules of custom
-        derivatives, which are traced then, keep the mesh.
-    """
+    """Makes a jaxpr's types as they are without a mesh, and drops constraints on a mesh of one device."""
     return _Rewriting(not is_differentiated).close(closed_jaxpr)
 
 

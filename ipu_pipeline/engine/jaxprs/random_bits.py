@@ -73,14 +73,7 @@ def threefry_dtype() -> Any:
 def _make_call(
     keys: tuple[int, ...], bit_width: int, shape: tuple[int, ...], is_partitionable: bool
 ) -> Callable[..., Any]:
-    """Jits what random bits mean for JAX, with the cipher written out.
-
-    Args:
-      keys: the shape of the array of keys.
-      bit_width: of each number.
-      shape: the shape of the numbers of each key.
-      is_partitionable: the option of JAX that decides which bits these are.
-    """
+    """Jits what random bits mean for JAX, with the cipher written out."""
     del is_partitionable  # it is read where the bits are drawn
 
     def draw(data: Any) -> Any:

@@ -25,16 +25,8 @@ def join_losses(
 ) -> tuple[FlatJaxpr, Atom]:
     """Adds a loss whose gradients are those of several losses together.
 
-    Args:
-      flat: what computes the losses.
-      losses: its variables that stand for them.
-      frozen: for each of them, the inputs that get no gradient of it.
-
     Returns:
       The function with more equations, and the loss among their results.
-
-    Raises:
-      NotImplementedError: what would have to be copied has an effect.
     """
     equations = list(flat.equations)
     parts = [_stop(flat, equations, loss, own) for loss, own in zip(losses, frozen, strict=True)]

@@ -50,12 +50,7 @@ class Unrolled:
 
 
 def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
-    """Writes out the iterations of all scans over layers.
-
-    Args:
-      flat: the jaxpr.
-      parameters: the inputs that are parameters.
-    """
+    """Writes out the iterations of all scans over layers."""
     casts = _find_casts(flat, parameters)
     sizes: dict[Var, int] = {}  # parameter -> its number of slices
     for equation in flat.equations:

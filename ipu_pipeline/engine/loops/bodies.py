@@ -64,12 +64,7 @@ def trace_body(
     place: str,
     given: str = "",
 ) -> TracedBody:
-    """Traces a body. Does not start a JAX backend.
-
-    Raises:
-      TypeError, ValueError: the carried values come back with another shape, dtype or number, or a shard
-        scope, training step or enqueue stands where it cannot be reached.
-    """
+    """Traces a body. Does not start a JAX backend."""
     try:
         with frames.unchanged_on_error(program_names):
             return _trace(function, carried, element, program_names, place, given, training=True)
@@ -217,13 +212,7 @@ def _check_carried(before: Sequence[Any], after: Sequence[Any], place: str) -> N
 
 
 def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place: str) -> None:
-    """Calls a function as the body of a loop, then forgets all names that it took.
-
-    Args:
-      function: what the body does.
-      names: the names of the program that the loop is part of.
-      place: what errors call the body.
-    """
+    """Calls a function as the body of a loop, then forgets all names that it took."""
 
     def body(_carried: list[Any], _element: Any) -> list[Any]:
         function()

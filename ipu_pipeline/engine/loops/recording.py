@@ -108,15 +108,7 @@ def _minimize_abstract(*values: Any, index: int) -> Any:
 
 
 def current_body(what: str, advice_in_stage: str) -> BodyFrame:
-    """The body of a loop that is being traced.
-
-    Args:
-      what: the public function that asks, for the error.
-      advice_in_stage: the error's advice for a call in a stage of a pipeline.
-
-    Raises:
-      RuntimeError: no body of a loop is being traced.
-    """
+    """The body of a loop that is being traced."""
     frame = frames.current_frame(what)
     if not isinstance(frame, BodyFrame):
         advice = "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
@@ -146,26 +138,8 @@ def record_training_step(
     A body may have several, of different variables. Each loss is differentiated with respect to its own
     variables only, at their values before the iteration. The state is kept under the first call's name.
 
-    Args:
-      body: see `current_body`.
-      loss: the scalar to minimize.
-      transformation: the Optax transformation of the gradients.
-      var_list: full names of the variables to train; None: all trainable ones that the body has asked for.
-      name: the optimizer's state is kept under it, with a number if the program has a step of that name.
-      num_mini_batches: iterations per weight update.
-      reduction: of the gradients over these iterations.
-      accumulator_dtype: see `find_accumulator_dtype`.
-      gradient_maps: applied to each iteration's gradients, before accumulation.
-      offloads_state: whether the optimizer's state lies in host memory between updates.
-      shards_state: whether the replicas share out the optimizer's state.
-      averages_replicas: whether gradients are averaged over replicas.
-
     Returns:
       The name of the training step.
-
-    Raises:
-      NotImplementedError: the body has another one that does not go together with it.
-      ValueError: there is nothing to train, or `var_list` names a variable that cannot be trained.
     """
     recorder = body.recorder
     if var_list is not None and not isinstance(var_list, str):
@@ -208,11 +182,7 @@ def record_training_step(
 
 
 def _check_together(one: Minimized, other: Minimized) -> None:
-    """Raises if a body cannot have two training steps.
-
-    Raises:
-      NotImplementedError: it cannot.
-    """
+    """Raises if a body cannot have two training steps."""
     what = "minimize was called twice in the body of one loop, or in one compiled function without loops"
     if shared := [name for name in one.trained if name in other.trained]:
         raise NotImplementedError(

@@ -99,11 +99,7 @@ def read_shard(equation: Any) -> int | None:
 
 
 def refuse_inner_scopes(equation: Any, place: str) -> None:
-    """Raises if a shard scope is opened within the body of an equation.
-
-    Raises:
-      ValueError: it is; the error names the body.
-    """
+    """Raises if a shard scope is opened within the body of an equation."""
     found = _find_inner_scope(equation)
     if found is not None:
         name = equation.primitive.name
@@ -151,11 +147,7 @@ def split(
     sources: Mapping[Any, Source],
     place: str,
 ) -> ShardedFunction:
-    """Cuts a function into runs of equal shard.
-
-    Raises:
-      ValueError: a variable is assigned on another shard than its own.
-    """
+    """Cuts a function into runs of equal shard."""
     flat = hoisted.flat
     runs = _make_runs(hoisted)
     last = len(runs) - 1

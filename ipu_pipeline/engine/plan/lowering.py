@@ -180,16 +180,7 @@ def lower_update(
     gradients: Mapping[str, Value],
     outputs: Mapping[int, Value],
 ) -> list[Instruction]:
-    """The code of a weight update.
-
-    Args:
-      layout: where it runs.
-      updates: its programs.
-      find_program: jits one of these, by its number.
-      programs: jits what adds accumulators up.
-      gradients: the accumulators, by key; over all replicas.
-      outputs: leaves that the last stage returned, by place.
-    """
+    """The code of a weight update."""
     whole, code = layout.whole, list[Instruction]()
     extra = whole.accumulator_plan.extra
     merged = {key: value for key, value in gradients.items() if key not in extra}

@@ -102,20 +102,7 @@ class Maker:
         shapes: int,
         lead: Maker | None = None,
     ) -> None:
-        """Lowers a micro-batch, and applies the passes of the features that are used.
-
-        Args:
-          layout: where a step runs.
-          recipe: what it is made of.
-          programs: takes the programs.
-          registers: gives numbers.
-          chunk: how many micro-batches a program handles.
-          shapes: the number of the shapes.
-          lead: makes what follows the micro-batches; None: this one.
-
-        Raises:
-          ValueError: a stage computes with other replicas, and is divided over several devices.
-        """
+        """Lowers a micro-batch, and applies the passes of the features that are used."""
         self.layout, self.programs, self.registers, self.chunk = layout, programs, registers, chunk
         self.dtypes = recipe.dtypes
         self._recipe, self.scope, self._lead = recipe, (shapes, chunk.size), lead or self
@@ -272,15 +259,7 @@ class Maker:
         is_full: bool = True,
         makers: Sequence[Maker] | None = None,
     ) -> Plan:
-        """The plan of a step.
-
-        Args:
-          order: the schedule.
-          count: the micro-batches of the step, or chunks of them.
-          is_full: whether a weight update follows, or would in training; False in a loop that has not
-            accumulated enough.
-          makers: by micro-batch, who has the code for its shapes; None: all have those of this one.
-        """
+        """The plan of a step."""
         makers = [self] * count if makers is None else makers
         ending = self._lead.find_ending(is_full)
         fed, now = set[int](), (0, None)

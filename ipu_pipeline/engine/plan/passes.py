@@ -90,14 +90,6 @@ def collect(
 ) -> tuple[Code, tuple[Value, ...], dict[int, Value]]:
     """Collects values of each micro-batch, and what stages enqueue.
 
-    Args:
-      code: a replica's.
-      wanted: what is collected, on the last group.
-      is_summed: whether it is summed over micro-batches.
-      size: the micro-batches of a chunk; None: there are none.
-      programs: jits what sums.
-      last: the program behind which the values are there.
-
     Returns:
       The code; the registers of sums, or of one list; and by number of the leaf, the lists of what is
       enqueued.
@@ -188,14 +180,7 @@ def load_and_store(
     copy: int,
     shared: tuple[dict[Value, None], int, Callable[[Value], bool]] | None = None,
 ) -> list[Instruction]:
-    """Brings what programs read from host memory, and what they write there back.
-
-    Args:
-      block: the instructions.
-      home: where a value lies while no program uses it; itself if on the devices.
-      copy: a number for the copies in this block.
-      shared: copies that serve several programs: those that are known, their number, and which they are.
-    """
+    """Brings what programs read from host memory, and what they write there back."""
     found: list[Instruction] = []
     known, shared_copy, is_shared = shared or ({}, copy, lambda _value: False)
     for one in block:
@@ -261,15 +246,7 @@ def in_phases(
     offloads: bool,
     home: Callable[[Value], Value],
 ) -> Code:
-    """What a later phase reads waits in host memory, and weights are brought once a phase.
-
-    Args:
-      code: a micro-batch's; the programs of a phase follow each other.
-      phase_of: finds the phase of a program.
-      empties: whether all values leave the devices behind a phase.
-      offloads: whether those that only backwards read do.
-      home: see `load_and_store`.
-    """
+    """What a later phase reads waits in host memory, and weights are brought once a phase."""
     phases = list(dict.fromkeys(map(phase_of, code)))
     numbers = {key: phases.index(phase_of(key)) for key in code}
     left: dict[Value, Key] = {}  # -> the program behind which a value is stored; it stays for its phase

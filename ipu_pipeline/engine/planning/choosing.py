@@ -80,12 +80,7 @@ def count_seconds(program: StageProgram | None, speed: Speed) -> float:
 
 
 def possible_chunk_sizes(num_micro_batches: int, least_chunks: int = _LEAST_CHUNKS) -> list[int]:
-    """The sizes to choose from: powers of two that divide the number of micro-batches.
-
-    Args:
-      num_micro_batches: of a step.
-      least_chunks: how many chunks a step has at least.
-    """
+    """The sizes to choose from: powers of two that divide the number of micro-batches."""
     largest = max(1, min(_MAX_CHUNK_SIZE, num_micro_batches // least_chunks))
     sizes = [2**power for power in range(_MAX_CHUNK_SIZE.bit_length()) if 2**power <= largest]
     return [size for size in sizes if num_micro_batches % size == 0]
@@ -120,13 +115,7 @@ class ChunkedStep:
     num_replicas: int = 1
 
     def predict(self, costs: Costs, chunk_size: int, cores: float | None) -> float:
-        """The time of a step, or of the first 64 micro-batches of a longer one.
-
-        Args:
-          costs: what a micro-batch of such chunks takes.
-          chunk_size: the micro-batches of a chunk.
-          cores: see `Scenario`.
-        """
+        """The time of a step, or of the first 64 micro-batches of a longer one."""
         # At most this number of micro-batches is simulated; every possible chunk size divides it, too.
         assert self.num_micro_batches is not None
         number = min(self.num_micro_batches, _MAX_SIMULATED)
@@ -156,13 +145,7 @@ class Rehearsal(Protocol):
 
 
 def choose_dispatch_plan(step: ChunkedStep, platform: str, rehearsal: Rehearsal | None = None) -> Chunking:
-    """Chooses the plan with which a step is shortest.
-
-    Args:
-      step: what it is chosen for.
-      platform: the devices' kind, as in `jax.Device.platform`.
-      rehearsal: times steps; None where they cannot be run. A step then keeps at least four chunks.
-    """
+    """Chooses the plan with which a step is shortest."""
     everything = [program for own in step.programs for program in (own.forward, *own.backwards)]
     uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in everything))))
     reasons = {
@@ -182,12 +165,7 @@ def choose_dispatch_plan(step: ChunkedStep, platform: str, rehearsal: Rehearsal 
 
 
 def choose_chunk_size(sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
-    """The size with which a step is shortest; a larger one only if it saves 3% of a step one by one.
-
-    Args:
-      sizes: in ascending order, from 1.
-      seconds: the time of a step, from the size.
-    """
+    """The size with which a step is shortest; a larger one only if it saves 3% of a step one by one."""
     return _choose_least({size: seconds(size) for size in sizes}, _LEAST_GAIN)
 
 

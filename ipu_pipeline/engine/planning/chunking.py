@@ -45,13 +45,7 @@ ONE_BY_ONE = Chunking(reason="every action is a program of its own")
 
 
 def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_program: bool) -> None:
-    """Raises if a given plan does not fit the pipeline.
-
-    Raises:
-      TypeError: it is not a plan.
-      ValueError: everything is one program on one device, or the size of its chunks does not divide the
-        number of micro-batches.
-    """
+    """Raises if a given plan does not fit the pipeline."""
     if not isinstance(plan, Chunking):
         raise TypeError(f"dispatch_plan must be a Chunking, or None to have it chosen; got {plan!r}.")
     if is_one_program:

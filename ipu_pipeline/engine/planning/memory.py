@@ -49,16 +49,7 @@ def plan_stages(
     fullest: Sequence[Moments],
     residual_bytes: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
-    """Plans what each stage holds of micro-batches in flight.
-
-    Args:
-      traced: the pipeline.
-      programs: the programs of its stages.
-      ipus: the device of each stage.
-      fullest: for each stage, see `StageMemory.fullest`.
-      residual_bytes: by stage, a device's part of what the forward returns for the backward, where the
-        devices of a stage are known to have parts.
-    """
+    """Plans what each stage holds of micro-batches in flight."""
     plans = []
     for index, (stage, own, moments) in enumerate(zip(traced.stages, programs, fullest, strict=True)):
         share = residual_bytes[index] / num_bytes(own.residuals) if index in residual_bytes else 1

@@ -47,16 +47,7 @@ def count_dtype(dtype: Any) -> Any:
 
 
 def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np.dtype[Any]:
-    """The dtype of a variable's accumulator.
-
-    Args:
-      spec: the variable.
-      wanted: None for the variable's dtype, a dtype, or a function from the variable to one of these.
-      argument: what errors call `wanted`.
-
-    Raises:
-      ValueError: it is not a floating-point dtype, or JAX does not mix it with the variable's.
-    """
+    """The dtype of a variable's accumulator."""
     if callable(wanted) and not isinstance(wanted, type):
         wanted, argument = wanted(spec), f"{argument} of variable {spec.name}"
     if wanted is None:

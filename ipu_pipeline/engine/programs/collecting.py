@@ -41,20 +41,7 @@ def make_collecting(
     sum_dtype: Any = None,
     called: str = "sum_dtype",
 ) -> Collecting:
-    """Works out what is collected.
-
-    Args:
-      traced: the pipeline.
-      outputs: whether the last stage's outputs are collected, or a function of their shapes and dtypes that
-        returns a boolean per leaf.
-      losses: whether the loss is collected, if there is one.
-      is_summed: whether these are summed over the micro-batches of an execution.
-      sum_dtype: see `find_sum_dtype`.
-      called: what errors call it.
-
-    Raises:
-      ValueError: something cannot be summed, or there is not one boolean per leaf.
-    """
+    """Works out what is collected."""
     known = list(traced.returned_avals)
     chosen = [bool(outputs)] * len(known)
     if callable(outputs):
@@ -79,16 +66,7 @@ def make_collecting(
 
 
 def find_sum_dtype(aval: jax.ShapeDtypeStruct, wanted: Any, argument: str) -> np.dtype[Any]:
-    """The dtype in which an output is summed over micro-batches.
-
-    Args:
-      aval: the output's shape and dtype.
-      wanted: None for its own dtype, a dtype, or a function from the shape and dtype to one of these.
-      argument: what errors call `wanted`.
-
-    Raises:
-      ValueError: the output is not a number, or the dtype cannot hold it.
-    """
+    """The dtype in which an output is summed over micro-batches."""
     what = f"an output of the last stage, {aval.dtype.name}{list(aval.shape)}"
     is_boolean = aval.dtype == np.bool_
     if not is_boolean and not jnp.issubdtype(aval.dtype, jnp.number):

@@ -55,19 +55,7 @@ def build(
     enqueued: Mapping[str, Sequence[int]] = MappingProxyType({}),
     halved: Collection[int] = (),
 ) -> tuple[StagePrograms, ...]:
-    """Builds the programs of all stages.
-
-    Args:
-      traced: the pipeline; it trains if it has a loss.
-      trained: full names of the variables to take gradients of.
-      reduction: how accumulators take in a gradient.
-      gradient_map: `f(gradient, variable) -> gradient`, applied to each micro-batch's gradients.
-      recompute: what stages keep for their backward; None: all that it needs.
-      is_scaled: whether the backward starts from LOSS_SCALE. A gradient map gets gradients without it.
-      enqueued: full name of a variable -> the numbers of the enqueued leaves that are its gradient, as it
-        is accumulated, without LOSS_SCALE.
-      halved: the stages whose backward is done in halves.
-    """
+    """Builds the programs of all stages."""
     alike = find_alike(traced.stages)
     if traced.loss is None:
         return tuple(

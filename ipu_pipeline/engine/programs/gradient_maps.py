@@ -43,16 +43,7 @@ def join_gradient_maps(gradient_maps: Sequence[GradientMap]) -> GradientMap | No
 
 
 def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec], called: str) -> None:
-    """Raises if a gradient map does not keep shapes and dtypes.
-
-    Args:
-      gradient_map: the map.
-      trained: the variables whose gradients it gets.
-      called: what errors call it.
-
-    Raises:
-      ValueError: it does not, or it uses a traced value that is not among its arguments.
-    """
+    """Raises if a gradient map does not keep shapes and dtypes."""
     what = f"the {called}"
     for spec in trained:
         aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)

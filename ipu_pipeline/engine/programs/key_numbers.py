@@ -45,10 +45,6 @@ def take_out_key_numbers(
 ) -> tuple[jaxprs.FlatJaxpr, dict[Any, Value]]:
     """Makes the numbers of a stage's random keys further inputs.
 
-    Args:
-      flat: the stage, or it with its backward.
-      labels: what its inputs are, among them the random key.
-
     Returns:
       The jaxpr, and the labels of all its inputs. Keys that are drawn within loops, conditionals and
       segments that are computed again keep their numbers.

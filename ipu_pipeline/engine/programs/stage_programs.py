@@ -132,19 +132,7 @@ def cut(
     keep_effects_of: Callable[[Any], bool] | None = None,
     numbers: dict[Any, int] | None = None,
 ) -> StageProgram:
-    """Cuts a program out of a jaxpr.
-
-    Args:
-      name: the program's name.
-      flat: the jaxpr to cut it out of.
-      results: what the program returns, each with its atom in `flat`.
-      labels: what the inputs of `flat` are. An input that is not in it, and any variable in `stored`,
-        becomes a RESIDUAL argument.
-      stored: variables that the program takes as arguments instead of computing them.
-      keep_effects_of: as in `jaxprs.extract`.
-      numbers: the numbers of RESIDUAL arguments, by variable of `flat`; new ones are entered. None: there
-        must not be any.
-    """
+    """Cuts a program out of a jaxpr."""
     grouped: dict[Any, list[Value]] = {}
     for value, atom in results:
         grouped.setdefault(_Key(atom), []).append(value)

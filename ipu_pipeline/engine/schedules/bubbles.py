@@ -63,13 +63,7 @@ def balanced(scenario: Scenario) -> Scenario:
 
 
 def find_bubble(scenario: Scenario, timetable: Timetable, step: Step) -> Bubble:
-    """Finds the idle time by cause.
-
-    Args:
-      scenario: what was simulated.
-      timetable: its timetable.
-      step: its tasks, which have run.
-    """
+    """Finds the idle time by cause."""
     scenario = dataclasses.replace(scenario, schedule=timetable)  # without another search
     num_ipus = len(scenario.ipus_of_replicas)
     work = sum(scenario.work_of_ipus().values())

@@ -41,11 +41,7 @@ class ExecutionPhases:
     keeps_values: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          ValueError: a field is not usable.
-        """
+        """Checks the fields."""
         object.__setattr__(self, "of_levels", tuple(self.of_levels))
         steps = [
             after - before for before, after in zip((0, *self.of_levels), self.of_levels, strict=False)

@@ -41,16 +41,8 @@ def find_graph_split(
 ) -> tuple[Order, SplitProblem, FoundSplit]:
     """Finds the order and the split that is judged best.
 
-    Args:
-      problem: the layers, in a topological order. The last one stays the last.
-      before: for each layer, those whose results it needs.
-      most: the number of splits that may be simulated; None: as many as take some seconds.
-
     Returns:
       The order, the problem with its layers in this order, and what was found of it.
-
-    Raises:
-      ValueError: see `find_split`.
     """
     most = num_simulations(problem) if most is None else most
     orders = find_orders(before, problem.sent_from)
@@ -83,11 +75,6 @@ def find_orders(
     They are the given one; depth first, which ends one branch before it begins another; breadth first,
     which has branches side by side; the order that keeps the fewest bytes (or seconds of sending them)
     until they have been read; and some that are drawn, the same each time.
-
-    Args:
-      before: for each node, those that come before it, which have smaller numbers.
-      weight: what each costs as long as it is kept.
-      keeps_last: whether the last one stays the last.
     """
     number = len(before)
     needed = [set(nodes) for nodes in before]

@@ -56,11 +56,7 @@ class SearchedSchedule:
     bytes_per_ipu: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the field.
-
-        Raises:
-          ValueError: it is not a number of bytes.
-        """
+        """Checks the field."""
         if self.bytes_per_ipu is not None and not is_int(self.bytes_per_ipu, 1):
             raise ValueError(
                 "PipelineSchedule.searched: bytes_per_ipu must be an integer of at least 1, or None; got "

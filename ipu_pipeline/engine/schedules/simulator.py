@@ -113,15 +113,7 @@ def _elements(scenario: Scenario, replica: int, number: int, size: int = 1) -> A
 def _timeline(
     scenario: Scenario, step: Step, step_time: float, bubble: Bubble, *, is_fused: bool
 ) -> Timeline:
-    """Makes a timeline.
-
-    Args:
-      scenario: what was simulated.
-      step: the tasks, which have run.
-      step_time: the time when all is done.
-      bubble: idle time by cause.
-      is_fused: whether the last stage's forwards are its backwards, too.
-    """
+    """Makes a timeline."""
     runs, sendings = {}, []
     for task in step:
         begins, ends = np.array(task.begins), np.array(task.ends)

@@ -178,11 +178,7 @@ class SplitProblem:
         return timetable(schedule, self.num_stages, number, self.device_mapping, self.training)
 
     def fullest(self, chunk_size: int = 1) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each stage, when it may hold most in a whole step; see `Timetable.fullest`.
-
-        Args:
-          chunk_size: micro-batches that a program handles; the numbers are of such chunks.
-        """
+        """For each stage, when it may hold most in a whole step; see `Timetable.fullest`."""
         if chunk_size not in self._fullest:
             self._fullest[chunk_size] = self._find_fullest(chunk_size)
         return self._fullest[chunk_size]
@@ -254,12 +250,7 @@ class SplitProblem:
         return held - int(self.num_joined_bytes[group.start, group.stop])
 
     def costs(self, split: Split, chunk_size: int = 1) -> Costs:
-        """What the stages of a split take for a micro-batch.
-
-        Args:
-          split: the split.
-          chunk_size: micro-batches that a program handles, for which its overhead comes once.
-        """
+        """What the stages of a split take for a micro-batch."""
         layers = self.layers
 
         def joined(times: Sequence[float], saved: float) -> float:
@@ -332,11 +323,6 @@ class SplitProblem:
 
         That is the pace of the last round, or of the busiest device, if that is slower: while a pipeline
         has micro-batches in stock, it may hide that one.
-
-        Args:
-          split: the split.
-          cores: see `Scenario`.
-          chunk_size: micro-batches that a program handles.
         """
         return self._step_time(self.costs(split, chunk_size), cores, chunk_size)
 
@@ -364,12 +350,7 @@ class SplitProblem:
         return taken + (self.num_micro_batches - number) * max(pace, busiest)
 
     def live_bytes(self, split: Split, chunk_size: int = 1) -> tuple[int, ...]:
-        """What each stage holds of micro-batches between forwards and backwards; nothing if not known.
-
-        Args:
-          split: the split.
-          chunk_size: micro-batches that a program handles.
-        """
+        """What each stage holds of micro-batches between forwards and backwards; nothing if not known."""
         memory = self.memory
         if memory is None or not self.training:
             return (0,) * self.num_stages
@@ -469,16 +450,7 @@ def num_simulations(problem: SplitProblem) -> int:
 
 
 def find_split(problem: SplitProblem, most: int | None = None, known: Iterable[Split] = ()) -> FoundSplit:
-    """Finds the split that is judged best.
-
-    Args:
-      problem: the layers.
-      most: the number of splits that may be simulated; None: as many as take some seconds.
-      known: splits from which a search goes on.
-
-    Raises:
-      ValueError: the layers are fewer than the stages, or no split was found that fits the memory.
-    """
+    """Finds the split that is judged best."""
     if not 1 <= problem.num_stages <= problem.num_layers:
         raise ValueError(
             f"num_stages must be from 1 to the number of layers, {problem.num_layers}; got "
@@ -647,11 +619,7 @@ def _find_sent(sent: Iterable[SentValue], num_layers: int) -> npt.NDArray[np.flo
 
 
 def _cut_by_longest(taken: Sequence[npt.NDArray[np.float64]]) -> Split | None:
-    """The split whose longest stage is shortest.
-
-    Args:
-      taken: for each stage, what it takes from a layer up to another one.
-    """
+    """The split whose longest stage is shortest."""
     best = taken[0][0].copy()  # by the end of the last stage
     starts = []
     for own in taken[1:]:

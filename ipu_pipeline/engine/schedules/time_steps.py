@@ -180,13 +180,7 @@ class _Run:
 
 
 def share(costs: list[float], demands: list[float], cores: float) -> list[float]:
-    """Finds when programs end that begin together at 0, as `task_times` does for any.
-
-    Args:
-      costs: how long each takes alone.
-      demands: the number of cores that each keeps busy then.
-      cores: the number of cores.
-    """
+    """Finds when programs end that begin together at 0, as `task_times` does for any."""
     ends = [0.0] * len(costs)
     now = served = 0.0
     left = sum(demands)

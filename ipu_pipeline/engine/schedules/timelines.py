@@ -230,13 +230,7 @@ class Timeline:
 
 
 def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *by: str) -> dict[str, Array]:
-    """Joins tables, and sorts them.
-
-    Args:
-      columns: tables, as arrays by name.
-      names: the names of the columns.
-      *by: the columns to sort by, the first one first.
-    """
+    """Joins tables, and sorts them."""
     if not columns:
         return {name: np.zeros(0) for name in names}
     joined = {name: np.concatenate([table[name] for table in columns]) for name in names}
@@ -246,10 +240,6 @@ def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *b
 
 def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
     """Finds what a device holds over time.
-
-    Args:
-      constant: bytes that it always holds.
-      held: for each stage there: when it begins to hold each chunk, when that ends, and the bytes.
 
     Returns:
       Times, the first one 0, and the bytes from then on. What ends at a time is gone before anything else

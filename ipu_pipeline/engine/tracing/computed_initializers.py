@@ -41,13 +41,7 @@ class ComputedInitializer:
     def __init__(
         self, full_name: str, values: Sequence[Any], finish: Callable[[Sequence[Any], Any], Any] | None
     ) -> None:
-        """Begins without the values.
-
-        Args:
-          full_name: the variable's.
-          values: traced values.
-          finish: makes the initial value of these and a key; None: the only one of them is it.
-        """
+        """Begins without the values."""
         self._full_name = full_name
         self._finish = finish
         self._line = find_computing_line(values[0])
@@ -139,17 +133,7 @@ def resolve(
     marked: Iterable[tuple[VariableSpec, Sequence[Any]]],
     place: str,
 ) -> None:
-    """Makes the programs of initial values that a function computes.
-
-    Args:
-      equations: the function's. What they do not make is what it is given.
-      constants: the values of variables of its jaxpr.
-      marked: variables, and the values that their initializers need.
-      place: what errors call the function.
-
-    Raises:
-      ValueError: a value depends on what the function is given.
-    """
+    """Makes the programs of initial values that a function computes."""
     for spec, atoms in marked:
         initializer = spec.initializer
         assert isinstance(initializer, ComputedInitializer)

@@ -99,12 +99,6 @@ class _OtherwiseError(Exception):
 def draw(initializer: Callable[..., Any], key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Makes what an initializer of JAX gives, or one of Keras's.
 
-    Args:
-      initializer: `initializer(key, shape, dtype) -> array`.
-      key: a random key.
-      shape: a shape.
-      dtype: a dtype.
-
     Returns:
       An array of NumPy that nobody else has; None if the initializer has to be called: it is another one,
       or values are made on another device than a CPU.
@@ -207,11 +201,7 @@ class _Steps:
     """
 
     def __init__(self, flat: jaxprs.FlatJaxpr, size: int) -> None:
-        """Reads the equations.
-
-        Raises:
-          _OtherwiseError: they make something else.
-        """
+        """Reads the equations."""
         self._equations = flat.equations
         self._inputs, (self._output, *more) = flat.inputs, flat.outputs
         places = {var: place for place, var in enumerate(flat.inputs)}
@@ -255,13 +245,7 @@ class _Steps:
         return hash(self._described)
 
     def run(self, length: int, begin: Any, *scalars: Any) -> Any:
-        """Makes some elements.
-
-        Args:
-          length: how many.
-          begin: the number of the first one, uint32.
-          *scalars: what the function takes.
-        """
+        """Makes some elements."""
         known = dict(zip(self._inputs, scalars, strict=True))
         for equation in self._equations:
             (var,), name = equation.outvars, equation.primitive.name

@@ -32,13 +32,7 @@ jax_compat.end_derivatives(enqueue_p)
 
 
 def enqueue(frame: Frame, target: Any, value: Any) -> None:
-    """Records what the function being traced enqueues, at this point of its trace.
-
-    Args:
-      frame: the function's frame, which may enqueue. If it is traced again, nothing is recorded.
-      target: the receiver, such as a queue.
-      value: a pytree of arrays. Nothing is differentiated through it.
-    """
+    """Records what the function being traced enqueues, at this point of its trace."""
     if frame.is_traced_again:
         return
     assert frame.enqueued is not None
@@ -50,18 +44,7 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
 
 
 def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax.Array]) -> None:
-    """Enqueues to a target that takes one element of each stage, iteration or weight update.
-
-    Args:
-      target: the receiver, such as a queue.
-      value: a pytree of arrays. Nothing is differentiated through it.
-      what: the public function that asks, for the error.
-      as_array: returns a leaf as an array, or raises.
-
-    Raises:
-      RuntimeError: the function being traced cannot enqueue.
-      ValueError: something is enqueued to the target already, or there is nothing to enqueue.
-    """
+    """Enqueues to a target that takes one element of each stage, iteration or weight update."""
     frame = current_frame(what)
     if frame.enqueued is None and not frame.is_traced_again:
         raise OutsideOfBodyError(

@@ -95,14 +95,7 @@ class Faults:
         return bool(self._found)
 
     def add(self, place: str, error: Exception, given: str | None = None) -> None:
-        """Notes an error that ended something.
-
-        Args:
-          place: the stage or other part that it belongs to, for example "stage 0 (encoder)".
-          error: the error, as it was caught.
-          given: the arguments of the function whose trace it ended, for example "x: float32[4, 12]"; None
-            if the error itself says where it happened.
-        """
+        """Notes an error that ended something."""
         if given is not None:
             self._failure = error
         self._found.append(_Fault(place, error, [] if given is None else _where_it_ended(error, given)))

@@ -220,11 +220,7 @@ def find_frame() -> Frame | None:
 
 
 def current_frame(wanted_by: str) -> Frame:
-    """The frame of the function being traced.
-
-    Raises:
-      RuntimeError: nothing is being traced.
-    """
+    """The frame of the function being traced."""
     current = _frame.get()
     if current is None:
         raise RuntimeError(
@@ -247,9 +243,6 @@ def tracing_again(place: str) -> Iterator[Frame]:
 
     What it prints, or calls back for, is left out of a weight update (see `is_repeated`): it has its effect
     where the function was traced before.
-
-    Args:
-      place: what errors call the function.
     """
     own = Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True)
     with jax.named_scope(_AGAIN), frame(own):

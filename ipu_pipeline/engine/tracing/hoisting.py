@@ -63,13 +63,7 @@ def hoist(
     program_names: frames.ProgramNames,
     first_rule: jaxprs.EquationRule | None = None,
 ) -> Hoisted:
-    """Takes the markers out of a traced function.
-
-    Raises:
-      ValueError: a marker stands where it cannot be reached: any marker inside a function with custom
-        derivatives or another primitive with a body, or an assignment inside a loop or conditional. Or a
-        variable or key stands in a function whose trace JAX has used twice.
-    """
+    """Takes the markers out of a traced function."""
     reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
     latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
     assigned: dict[VariableSpec, None] = {}

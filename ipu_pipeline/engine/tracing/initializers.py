@@ -53,11 +53,7 @@ _INITIALIZERS: dict[str, Callable[[], Any]] = {
 
 
 def find_initializer(initializer: Any) -> Any:
-    """Finds an initializer by its name; anything but a string is left to `get_variable`.
-
-    Raises:
-      ValueError: there is no initializer of that name.
-    """
+    """Finds an initializer by its name; anything but a string is left to `get_variable`."""
     if not isinstance(initializer, str):
         return initializer
     if initializer not in _INITIALIZERS:

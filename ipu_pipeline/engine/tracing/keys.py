@@ -68,15 +68,7 @@ def next_rng_key() -> jax.Array:
 
 
 def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
-    """The key that `next_rng_key` returns, for a function that a user called.
-
-    Args:
-      wanted_by: the public function, for the error.
-      mend: a sentence at the end of the error: what else may be done.
-
-    Raises:
-      RuntimeError: not called within a stage.
-    """
+    """The key that `next_rng_key` returns, for a function that a user called."""
     current = frames.current_frame(wanted_by)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(

@@ -61,19 +61,7 @@ def trace_model(
     program_names: frames.ProgramNames,
     captures: Captures,
 ) -> TracedModel:
-    """Traces a model as the only stage of a pipeline.
-
-    Args:
-      model: takes the inputs, then the micro-batch.
-      element: a pytree of `ShapeDtypeStruct`s, one micro-batch; None for none.
-      inputs: pytrees of `ShapeDtypeStruct`s, what is constant during a step.
-      is_training: whether it is to be trained.
-      program_names: the names of the program that it will be part of; they stay as they are.
-      captures: collects the traced values from outside that the model uses.
-
-    Raises:
-      Others: what the model raises.
-    """
+    """Traces a model as the only stage of a pipeline."""
     faults = Faults()
 
     def no_loss(*_args: Any, **_kwargs: Any) -> Any:
@@ -135,15 +123,7 @@ class ModelGraph:
         *,
         cut_scans: bool = True,
     ) -> None:
-        """Makes the graph.
-
-        Args:
-          traced: the model.
-          captured: the values that it captured.
-          layout: the layout of its pytree of parameters; None if it has none.
-          model: the model, to which initializers refer weakly.
-          cut_scans: whether scans over layers are written out.
-        """
+        """Makes the graph."""
         self._layout, self._model = layout, model
         self.traced = traced
         (stage,) = traced.pipeline.stages

@@ -36,13 +36,7 @@ class ModelParts:
     """
 
     def __init__(self, graph: ModelGraph, least: int, most: int) -> None:
-        """Cuts a graph into parts.
-
-        Args:
-          graph: the model.
-          least: how many parts there must be, if the graph has so many; short ones then, too.
-          most: how many there may be, else.
-        """
+        """Cuts a graph into parts."""
         self.graph = graph
         nodes, equations = graph.nodes, graph.flat.equations
         places = {node: place for place, node in enumerate(nodes)}
@@ -70,11 +64,7 @@ class ModelParts:
         self.names = number_names(self._name(part) for part in self.nodes)
 
     def of(self, graph: ModelGraph) -> ModelParts:
-        """The same parts of the model as it was traced for other shapes.
-
-        Raises:
-          ValueError: it computes something else for these.
-        """
+        """The same parts of the model as it was traced for other shapes."""
         known, made = self.graph.flat.equations, graph.flat.equations
         names = [[str(equation.primitive) for equation in own] for own in (known, made)]
         if names[0] != names[1] or graph.nodes != self.graph.nodes:

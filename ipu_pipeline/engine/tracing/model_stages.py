@@ -62,12 +62,7 @@ class ModelStage:
     number: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the stage.
-
-        Raises:
-          ValueError: the micro-batch or the inputs have another structure or other dtypes than when it was
-            split; or the model computes something else for their shapes.
-        """
+        """Computes the stage."""
         frame = frames.current_frame("a stage of a model")
         names = frame.names
         if self.cut is not None:
@@ -155,14 +150,7 @@ class ModelCut:
         reused: Collection[str],
         trace: Callable[[Any, Any], ModelGraph],
     ) -> None:
-        """Makes the stages.
-
-        Args:
-          parts: the model.
-          groups: the parts of each stage.
-          reused: full names of variables that its program had before.
-          trace: traces the model again, from the shapes and dtypes of its positional and named arguments.
-        """
+        """Makes the stages."""
         self._parts, self._groups, self._reused, self._trace = parts, groups, reused, trace
         self.stages = [
             dataclasses.replace(stage, cut=self, number=number)
@@ -195,13 +183,7 @@ def _differ_in_shapes(given: Any, known: Any) -> bool:
 def make_model_stages(
     parts: ModelParts, groups: Sequence[Sequence[int]], reused: Collection[str] = ()
 ) -> list[ModelStage]:
-    """Makes the stages of a model.
-
-    Args:
-      parts: the model.
-      groups: the parts of each stage, each in one, so that no stage needs what a later one makes.
-      reused: full names of variables that the program had before.
-    """
+    """Makes the stages of a model."""
     graph = parts.graph
     equations = graph.flat.equations
     stage_of = {

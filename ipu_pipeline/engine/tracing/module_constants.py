@@ -26,16 +26,7 @@ _MAX_VALUES = 10_000  # that are looked at
 
 
 def check_modules(function: Callable[..., Any], constants: Iterable[Any], place: str) -> None:
-    """Raises if parameters of a module are constants of a stage that is to be trained.
-
-    Args:
-      function: the stage. It may itself be a module, or another pytree that can be called.
-      constants: the constants of its jaxpr.
-      place: what errors call it.
-
-    Raises:
-      ValueError: they are.
-    """
+    """Raises if parameters of a module are constants of a stage that is to be trained."""
     known = {id(value) for value in constants if jnp.issubdtype(value.dtype, jnp.floating)}
     nnx = sys.modules.get("flax.nnx")
     if not known:

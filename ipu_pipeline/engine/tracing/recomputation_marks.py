@@ -69,11 +69,7 @@ def has_marks(flat: jaxprs.FlatJaxpr) -> bool:
 
 
 def check_marks(flat: jaxprs.FlatJaxpr, place: str) -> None:
-    """Raises if a checkpoint stands where it cannot be reached.
-
-    Raises:
-      ValueError: it stands in the body of a loop, a conditional or the like.
-    """
+    """Raises if a checkpoint stands where it cannot be reached."""
     for equation in flat.equations:
         if _has_inner_mark(equation):
             raise ValueError(

@@ -78,16 +78,8 @@ serial_numbers = itertools.count()
 def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
     """The value that a variable starts with.
 
-    Args:
-      spec: the variable.
-      key: the session's random key; the variable's own is `fold_in(key, hash_name(name))`, so that the
-        value depends only on the seed and the name.
-
     Returns:
       An array of the variable's shape and dtype; a NumPy array if it stays on the host.
-
-    Raises:
-      ValueError: the initializer returns another shape or dtype.
     """
     if not spec.is_on_host:
         made = _make_initial(spec, key)
@@ -199,11 +191,7 @@ def check_shape(full_name: str, given: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def cast_constant(full_name: str, constant: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Makes a constant initializer an array of a variable's dtype.
-
-    Raises:
-      ValueError: the dtype does not have its values.
-    """
+    """Makes a constant initializer an array of a variable's dtype."""
     found = np.asarray(constant)
     is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
     with np.errstate(all="ignore"), warnings.catch_warnings():

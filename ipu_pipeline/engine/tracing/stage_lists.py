@@ -225,11 +225,7 @@ def _chain(functions: Sequence[StageFunction], args: Any, kwargs: Any) -> Any:
 
 
 def join_layers(layers: Sequence[StageEntry]) -> StageEntry:
-    """Makes one stage of layers that come one after another. Its name has theirs.
-
-    Args:
-      layers: at least one: functions, and `Stage`s, which must have names.
-    """
+    """Makes one stage of layers that come one after another. Its name has theirs."""
     if len(layers) == 1:
         return layers[0]
     if any(isinstance(layer, Stage) for layer in layers):
@@ -252,10 +248,6 @@ def flatten_stages(
 
     Parallel stages at the end are followed by a stage on the first one's device that only joins their
     results.
-
-    Raises:
-      TypeError: the stages are no list.
-      ValueError: there are no stages, or the mapping or the parameters do not fit them.
     """
     if parameters is not None and isinstance(stages, (list, tuple)):
         stages = with_parameters(stages, parameters, "stages", "parameters")
@@ -329,17 +321,7 @@ def as_level(entry: Any) -> list[Any]:
 
 
 def with_parameters(stages: Any, parameters: Any, what: str, what_parameters: str) -> list[Any]:
-    """Makes `Stage`s of functions and their parameters.
-
-    Args:
-      stages: functions, and lists of them.
-      parameters: a pytree for each.
-      what: what errors call the functions.
-      what_parameters: what errors call the parameters.
-
-    Raises:
-      ValueError: there are not as many parameters, or an entry is a `Stage`, which has its own.
-    """
+    """Makes `Stage`s of functions and their parameters."""
     check_length(what_parameters, parameters, len(stages))
     found: list[Any] = []
     for number, (entry, own) in enumerate(zip(stages, parameters, strict=True)):

@@ -65,11 +65,7 @@ class Shared:
     value: Any
 
     def __post_init__(self) -> None:
-        """Checks the name.
-
-        Raises:
-          ValueError: it cannot be the name of a variable.
-        """
+        """Checks the name."""
         if not isinstance(self.name, str) or not all(self.name.split("/")):
             raise ValueError(
                 f"Shared: name must be a non-empty string without empty parts; got {self.name!r}."
@@ -102,12 +98,7 @@ def is_maker(value: Any) -> bool:
 
 
 def find_shapes(parameters: Any, what: str) -> Any:
-    """The parameters with shapes in place of what functions make of a random key.
-
-    Args:
-      parameters: a pytree, or a function from a random key to it; in either, functions in a `Shared`.
-      what: what errors call them.
-    """
+    """The parameters with shapes in place of what functions make of a random key."""
     if is_maker(parameters):
         parameters = _shapes_of(parameters, what)
 
@@ -137,11 +128,7 @@ def parts(parameters: Any) -> list[Any]:
 
 
 def make_layout(parameters: Any, scope: str, what: str) -> Layout:
-    """Finds the variables that a pytree of parameters becomes, without functions in it.
-
-    Raises:
-      ValueError: a leaf is not an array of numbers or booleans, or a `Shared` is within another.
-    """
+    """Finds the variables that a pytree of parameters becomes, without functions in it."""
     leaves: list[Leaf] = []
     nodes = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=_is_shared)[0]
     for number, (path, node) in enumerate(nodes):
@@ -162,11 +149,7 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
 
 
 def check_names(stages: Iterable[tuple[Layout, Any]]) -> None:
-    """Checks that leaves of the same name are one `Shared`, the same wherever it occurs.
-
-    Raises:
-      ValueError: they are not.
-    """
+    """Checks that leaves of the same name are one `Shared`, the same wherever it occurs."""
     known: dict[str, tuple[Leaf, str, Any]] = {}
     for layout, parameters in stages:
         values: Sequence[Any] = [None] * len(layout.leaves)
@@ -198,11 +181,7 @@ class ModelParameters:
         self._layout, self._parts = layout, parts
 
     def read(self, variables: Mapping[str, Any]) -> Any:
-        """Makes the pytree; layers' parts of stacked parameters are stacked on the first one's device.
-
-        Raises:
-          ValueError: a variable is missing.
-        """
+        """Makes the pytree; layers' parts of stacked parameters are stacked on the first one's device."""
 
         def value(name: str) -> Any:
             names = self._parts.get(name, [name])
@@ -222,11 +201,7 @@ class ModelParameters:
         return jax.tree.unflatten(self._layout.tree, [value(leaf.name) for leaf in self._layout.leaves])
 
     def write(self, parameters: Any) -> dict[str, Any]:
-        """Makes the variables, by full name; the inverse of `read`.
-
-        Raises:
-          ValueError: structure, shape or dtype differ, or a leaf is not an array.
-        """
+        """Makes the variables, by full name; the inverse of `read`."""
         found: dict[str, tuple[str, Any]] = {}
         _write_stage(self._layout, parameters, "parameters", found)
         variables = {}
@@ -249,11 +224,7 @@ class StageParameters:
         self._layouts = layouts
 
     def read(self, variables: Mapping[str, Any]) -> list[Any]:
-        """Makes the pytrees, in a list like that of the stages; None for stages without parameters.
-
-        Raises:
-          ValueError: a variable is missing.
-        """
+        """Makes the pytrees, in a list like that of the stages; None for stages without parameters."""
 
         def read(entry: Any) -> Any:
             if isinstance(entry, ModelParameters):
@@ -270,12 +241,7 @@ class StageParameters:
         return [read(entry) for entry in self._layouts]
 
     def write(self, parameters: Any) -> dict[str, Any]:
-        """Makes the variables, by full name; the inverse of `read`.
-
-        Raises:
-          ValueError: number, structure, shape or dtype differ, a leaf is not an array, or a shared variable
-            has two values.
-        """
+        """Makes the variables, by full name; the inverse of `read`."""
         found: dict[str, tuple[str, Any]] = {}  # name -> the place where it was found, and the value
 
         def write(entry: Any, given: Any, what: str) -> None:

@@ -44,12 +44,7 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_arguments(value: Any) -> Arguments:
-    """Makes arguments for the next function from a stage's result or a micro-batch.
-
-    Args:
-      value: a tuple or list becomes positional arguments, a dict keyword arguments, None no argument,
-        and anything else one positional argument.
-    """
+    """Makes arguments for the next function from a stage's result or a micro-batch."""
     if value is None:
         return (), {}
     if isinstance(value, dict):
@@ -68,26 +63,7 @@ def trace(
     faults: Faults,
     captures: Captures,
 ) -> TracedPipeline:
-    """Traces all stages of a pipeline. Does not start a JAX backend.
-
-    Args:
-      functions: the stage functions, level by level; functions of one level are parallel. The last level
-        has one.
-      element: a pytree of `ShapeDtypeStruct`s, one micro-batch; None if there is no feed.
-      inputs: pytrees of `ShapeDtypeStruct`s, the first stage's first arguments.
-      loss: takes what the last stage returns, returns a scalar. None: no training.
-      program_names: the names of the program that the pipeline is part of.
-      faults: collects the faults with which tracing could go on. If there are any, the caller raises them,
-        and the result is of use only for finding more.
-      captures: collects the traced values from outside that the stages use.
-
-    Raises:
-      TypeError: a stage does not take what the one before returns, or parallel stages return tuples and
-        dicts.
-      ValueError: a stage captures a traced value, or uses a variable that another one assigns later, or
-        the loss is not a floating-point scalar.
-      Others: what a stage raises, or several faults in one, see `Faults.as_error`.
-    """
+    """Traces all stages of a pipeline. Does not start a JAX backend."""
     assert len(functions[-1]) == 1
     element_args, element_kwargs = as_arguments(element)
     arguments: Arguments = ((*inputs, *element_args), element_kwargs)
@@ -317,17 +293,7 @@ def check_signature(
     given: str,
     place: str,
 ) -> None:
-    """Raises if a function does not take what it is given.
-
-    Args:
-      function: the function.
-      arguments: positional and keyword arguments, pytrees of shapes and dtypes.
-      given: what errors call the origin of the arguments.
-      place: what errors call the function.
-
-    Raises:
-      TypeError: it does not.
-    """
+    """Raises if a function does not take what it is given."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function without a Python signature: calling it will show

@@ -55,11 +55,7 @@ class TensorParallel:
     variables: Partitions | Callable[[VariableSpec], PartitionSpec | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          ValueError: a field is not usable.
-        """
+        """Checks the fields."""
         if not is_integer(self.size, 1):
             raise ValueError(f"TensorParallel: size must be an integer of at least 1; got {self.size!r}.")
         if not callable(self.variables) and not isinstance(self.variables, Mapping):
@@ -188,11 +184,7 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
 
 
 def _check(partition: Any, shape: Sequence[int], what: str) -> int | None:
-    """Checks a partition. Returns the axis that it divides.
-
-    Raises:
-      ValueError: it does not fit an array of that shape.
-    """
+    """Checks a partition. Returns the axis that it divides."""
     if not isinstance(partition, PartitionSpec):
         raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
     is_summed = getattr(partition, "unreduced", None) or getattr(partition, "reduced", None)

@@ -185,14 +185,7 @@ def share_variables(
 def send_variables(
     stages: Sequence[TracedStage], owners: Mapping[str, int], sent: Collection[str]
 ) -> list[TracedStage]:
-    """Makes shared variables values between stages, instead of a variable in each of them.
-
-    Args:
-      stages: the stages, in order.
-      owners: the owner of every variable.
-      sent: full names of the variables that their owner returns as one more output, after what it assigns,
-        and that the other stages take as one more input.
-    """
+    """Makes shared variables values between stages, instead of a variable in each of them."""
     changed = list(stages)
     for name in sorted(sent):
         home = owners[name]

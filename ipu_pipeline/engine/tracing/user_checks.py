@@ -50,11 +50,6 @@ def find_failed(
 ) -> Exception | None:
     """Finds the first micro-batch of which a check failed. Waits for the checks.
 
-    Args:
-      entries: what stages enqueue.
-      handed: what they did enqueue.
-      num_replicas: the number of replicas, whose values are stacked.
-
     Returns:
       The error, which names stage and micro-batch; None if there is none.
     """

@@ -56,16 +56,7 @@ def scale_loss(
     growth_interval: int,
     factor: float,
 ) -> LossScaled:
-    """Makes a transformation for gradients of a scaled loss. It runs in at least 32 bits.
-
-    Args:
-      transformation: the transformation for the unscaled gradients.
-      initial_scale: the first scale.
-      dynamic: whether the scale changes.
-      growth_interval: after this number of updates with finite gradients, the scale is multiplied by the
-        factor.
-      factor: gradients that are not finite divide the scale by this, down to at least 1.
-    """
+    """Makes a transformation for gradients of a scaled loss. It runs in at least 32 bits."""
     inner = optax.with_extra_args_support(transformation)
 
     def widen(tree: Any) -> Any:

@@ -55,17 +55,7 @@ def with_weight(loss: Callable[..., Any], loss_weight: Callable[..., Any]) -> Ca
 
 
 def weigh(loss: Any, weight: Any, what: str) -> jax.Array:
-    """Adds to the loss a term whose gradient is the loss's weight.
-
-    Args:
-      loss: the loss, a sum over items.
-      weight: their number, or the sum of their weights.
-      what: what errors call the weight.
-
-    Raises:
-      TypeError: the loss is a tuple or another structure.
-      ValueError: the weight is not a real scalar.
-    """
+    """Adds to the loss a term whose gradient is the loss's weight."""
     loss, weight = as_loss(loss, "The loss"), jnp.asarray(weight)
     if weight.shape != () or not (
         jnp.issubdtype(weight.dtype, jnp.floating) or jnp.issubdtype(weight.dtype, jnp.integer)

@@ -107,24 +107,7 @@ def trace_optimizer(
     accumulator_dtypes: Mapping[str, Any],
     may_enqueue: bool = False,
 ) -> TracedOptimizer:
-    """Traces an optimizer. Does not start a JAX backend.
-
-    Args:
-      optimizer: an Optax transformation; or a function of the last stage's outputs (see
-        `stages.as_arguments`) that returns a transformation, or a pair of a transformation and a dict of
-        extra arguments for its `update`.
-      trained: the variables to update, by full name.
-      output_tree: structure of what the last stage returns.
-      output_avals: shapes and dtypes of its leaves.
-      reduction: MEAN divides the accumulators by the number of micro-batches.
-      accumulator_dtypes: dtype of each variable's accumulator. The optimizer gets the variable and its
-        gradient in the wider of the two dtypes, so its state has that dtype; the new value is cast back.
-      may_enqueue: whether the update may enqueue.
-
-    Raises:
-      TypeError: the optimizer is not an Optax transformation.
-      RuntimeError, ValueError: it enqueues something although it may not, or where it cannot be reached.
-    """
+    """Traces an optimizer. Does not start a JAX backend."""
     current = frames.find_frame()
     program_names = frames.ProgramNames() if current is None else current.names
     enqueued: list[frames.Enqueued] = []

@@ -114,11 +114,7 @@ class AsynchronousDataAccessor:
         self._process.stop()
 
     def __len__(self) -> int:
-        """Returns the number of batches in an iteration.
-
-        Raises:
-          TypeError: it is not known.
-        """
+        """Returns the number of batches in an iteration."""
         if self._loading.rebatched_size is None:
             return len(self._dataset)
         num_rows = _count_rows(self._dataset)

@@ -303,11 +303,7 @@ class _PartSampler(torch.utils.data.Sampler[int]):
 
 
 def _find_part(num_rows: int, combined_batch_size: int, drop_last: bool, index: int, count: int) -> range:
-    """Returns the positions of one part.
-
-    Raises:
-      AssertionError: no row may be dropped, and the parts would not be equal.
-    """
+    """Returns the positions of one part."""
     if drop_last:
         size = num_rows // (combined_batch_size * count) * combined_batch_size
     elif num_rows % count:

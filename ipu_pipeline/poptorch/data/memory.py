@@ -12,11 +12,7 @@ __all__ = ["allocate", "map_bytes"]
 
 
 def allocate(num_bytes: int, on_disk: bool = False) -> int:
-    """Makes memory. Returns its file descriptor, which the caller must close.
-
-    Raises:
-      OSError: there is not enough memory.
-    """
+    """Makes memory. Returns its file descriptor, which the caller must close."""
     if on_disk:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())

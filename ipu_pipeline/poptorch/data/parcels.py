@@ -120,14 +120,7 @@ def _make_generator(state: bytes) -> torch.Generator:
 
 
 def take_apart(value: Any, whole_storages: bool = False) -> Parcel:
-    """Pickles a value, except for the contents of its tensors and arrays.
-
-    Args:
-      value: of any structure. Its ordinary tensors on the CPU are placed beside the pickle, without
-        gradients, and so are the buffers that pickles of NumPy's arrays can leave out.
-      whole_storages: if True, tensors that share memory still do afterwards, and all of the memory comes
-        along. Otherwise each tensor comes by itself and contiguous.
-    """
+    """Pickles a value, except for the contents of its tensors and arrays."""
     parcel = Parcel()
     stream = io.BytesIO()
     _Pickler(stream, parcel, whole_storages).dump(value)

@@ -56,12 +56,7 @@ class LoadingProcess:
     """A process that loads data, the connection to it, and the memory shared with it."""
 
     def __init__(self, dataset: Iterable[Any], loading: Loading, strategy: SharingStrategy) -> None:
-        """Starts the process. It loads nothing before `begin` or `preload`.
-
-        Raises:
-          Error: this process was itself started to load data, and is still importing the program.
-          TypeError: the data set cannot be sent.
-        """
+        """Starts the process. It loads nothing before `begin` or `preload`."""
         self._process: multiprocessing.process.BaseProcess | None = None
         self._memories = [torch.empty(0, dtype=torch.uint8)] * loading.num_slots
         self._owner = os.getpid()
@@ -106,11 +101,6 @@ class LoadingProcess:
         Frees the slot of the batch before the last one, because a loop variable may still hold the last. If
         something of that batch is kept, the program collects what it gets: each kept batch would cost a
         file descriptor, and each tensor hold its whole batch. So later batches are copied.
-
-        Raises:
-          StopIteration: there is no next batch.
-          Error: another iteration has begun, or the process has ended.
-          Exception: an error that the data set raised.
         """
         if self._process is None:
             raise Error("The process that loads the data was ended. Iterate again to start another one.")

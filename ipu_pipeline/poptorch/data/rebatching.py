@@ -13,17 +13,7 @@ __all__ = ["rebatch"]
 
 
 def rebatch(batches: Iterable[Any], num_rows: int, drop_last: bool) -> Iterator[Any]:
-    """Yields the rows of some batches in their order, `num_rows` at a time.
-
-    Args:
-      batches: tensors, or tuples, lists and dicts of them, with rows as the first dimension. Lists of other
-        things, one for each row, are joined, too.
-      num_rows: the number of rows of each batch that is yielded.
-      drop_last: whether fewer rows at the end are left out.
-
-    Raises:
-      TypeError: a batch has no rows, or it has something that cannot be joined.
-    """
+    """Yields the rows of some batches in their order, `num_rows` at a time."""
     kept: list[Any] = []
     missing = num_rows
     for batch in batches:

@@ -26,14 +26,7 @@ class AnchoredValues:
     def keep(
         self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
     ) -> None:
-        """Keeps the values of a call.
-
-        Args:
-          collected: the outputs of the last stage.
-          dtypes: the dtypes of their leaves.
-          first: the position of the first anchored leaf; gradients come after values.
-          mode: the output mode of the call, for values without a mode of their own.
-        """
+        """Keeps the values of a call."""
         anchored = self._options.anchored_tensors
         shorts = sorted(anchored, key=lambda short: is_gradient(anchored[short].long_name))
         for place, short in enumerate(shorts, first):

@@ -101,18 +101,7 @@ class Signature:
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Structure | None = None
     ) -> Arguments:
-        """Takes a call's arguments apart.
-
-        Args:
-          args: the positional arguments.
-          kwargs: the keyword arguments.
-          first: the structure that the model was compiled for; dicts are put in its order. None before
-            compiling.
-
-        Raises:
-          AssertionError: there are too many, one has an unknown name, or is given twice.
-          Error: one is missing.
-        """
+        """Takes a call's arguments apart."""
         known = self._signature.parameters
         assert self._takes_more or len(args) <= len(self._positional), (
             f"Too many arguments provided: expected {self._positional} but got {len(args)}."
@@ -177,11 +166,7 @@ class Signature:
 
 
 def check_like_first(signature: Signature, first: Arguments, given: Arguments, mend: str = _MEND) -> None:
-    """Checks the arguments of a call, besides shapes, against those that the model was compiled for.
-
-    Raises:
-      Error: something differs.
-    """
+    """Checks the arguments of a call, besides shapes, against those that the model was compiled for."""
     difference = signature.compare(first.structure, given.structure)
     if difference is not None:
         raise Error(f"{difference}.{mend}")
@@ -202,22 +187,14 @@ def describe_shapes(names: Sequence[str], shapes: Sequence[torch.Size]) -> str:
 
 
 def check_shapes(given: Arguments, expected: Sequence[torch.Size], mend: str = _MEND_SHAPES) -> None:
-    """Checks the shapes of a call's tensors against those that the model was compiled for.
-
-    Raises:
-      Error: one differs.
-    """
+    """Checks the shapes of a call's tensors against those that the model was compiled for."""
     for name, shape, tensor in zip(given.names, expected, given.tensors, strict=True):
         if tensor.shape != shape:
             raise Error(f"Shape mismatch for {name}: expected {shape} but got {tensor.shape}.{mend}")
 
 
 def check_batches(arguments: Arguments, batching: Batching) -> None:
-    """Checks that the tensors can be cut.
-
-    Raises:
-      AssertionError: the first dimension of one is not a multiple of the number of micro-batches.
-    """
+    """Checks that the tensors can be cut."""
     number = batching.num_micro_batches
     if number == 1:
         return
@@ -244,15 +221,7 @@ def _describe_fitting(size: int, number: int) -> str:
 
 
 def check_written(arguments: Arguments, written: Sequence[int]) -> None:
-    """Checks that no tensor that forward writes to shares memory with another one.
-
-    Args:
-      arguments: the arguments of a call.
-      written: the numbers of the tensors that are written to.
-
-    Raises:
-      Error: one does. On the devices each input is by itself.
-    """
+    """Checks that no tensor that forward writes to shares memory with another one."""
     if not written:
         return
     arrays = [
@@ -272,11 +241,6 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
     """Cuts a call's arguments into micro-batches, in the order in which they run.
 
     The order is device iterations outermost, then accumulation steps, then replicas.
-
-    Raises:
-      AssertionError: see `check_batches`.
-      TypeError: a tensor's dtype is not supported.
-      ValueError: an integer does not fit.
     """
     check_batches(arguments, batching)
     number = batching.num_micro_batches
@@ -300,12 +264,7 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
 
 
 def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:
-    """Returns the tensors of the first micro-batch, for which a model is compiled.
-
-    Raises:
-      AssertionError: see `check_batches`.
-      ValueError: an integer of the call does not fit.
-    """
+    """Returns the tensors of the first micro-batch, for which a model is compiled."""
     check_batches(arguments, batching)
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
         if tensor.dtype is torch.int64:

@@ -92,13 +92,7 @@ def compile_model(
     groupings: Mapping[str, Any],
     graph: SavedGraph | None = None,
 ) -> tuple[CompiledModel, ModelOptimizer | None]:
-    """Compiles a model for the arguments of a call.
-
-    Raises:
-      Error: the model cannot be captured, placed or computed, it has no single loss, or the graph is of
-        another model.
-      Others: errors of the model and of `engine.Pipeline`.
-    """
+    """Compiles a model for the arguments of a call."""
     options = wrapped.options
     seed = find_seed(options)
 
@@ -126,12 +120,7 @@ def compile_shapes(
     progress: CompileProgress,
     groupings: Mapping[str, Any],
 ) -> None:
-    """Compiles a model for arguments of other shapes, too, with a program that uses the same state.
-
-    Raises:
-      Error: as for `compile_model`, or the trained variables or their IPUs depend on shapes.
-      Others: as for `compile_model`.
-    """
+    """Compiles a model for arguments of other shapes, too, with a program that uses the same state."""
 
     def go_on(_stages: ModelStages) -> ModelOptimizer:
         assert training is not None

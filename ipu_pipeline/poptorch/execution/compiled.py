@@ -54,11 +54,7 @@ class CompiledModel:
         checks_numbers: bool = False,
         processes: Processes = ALONE,
     ) -> None:
-        """Traces a program's pipeline, and puts the host's weights on the devices.
-
-        Raises:
-          Error: another thread has replaced a tensor of the model since it was captured.
-        """
+        """Traces a program's pipeline, and puts the host's weights on the devices."""
         self.program = program
         self.programs = {program.shapes: program}
         self.tensors = dict(program.stages.tensors)
@@ -97,9 +93,6 @@ class CompiledModel:
         """Compiles a program for other shapes, and uses it from now on with the same state.
 
         An error leaves everything as it was.
-
-        Raises:
-          Error: the state was lost, or the program cannot have the same state, see `Program.check_trained`.
         """
         self.check_not_lost()
         program.check_trained(self.program)
@@ -159,9 +152,6 @@ class CompiledModel:
 
         An interrupt, or a number that is not finite where this is checked, leaves the state after the last
         completed update.
-
-        Raises:
-          Error: the state was lost before, or an index is out of range, where this is checked.
         """
         pipeline = self.pipeline
         every = self.program.num_taken
@@ -293,21 +283,13 @@ class CompiledModel:
         return {id(tensor): to_torch(values[name], tensor.dtype) for name, tensor in self.tensors.items()}
 
     def read_from_host(self) -> None:
-        """Copies the user's parameters and buffers to the devices.
-
-        Raises:
-          Error: one of its tensors is not the object that it was when the model was compiled.
-        """
+        """Copies the user's parameters and buffers to the devices."""
         self.check_same_tensors()
         self.replace(variables=self._host_values(self.tensors))
         self._changes.note(self.tensors)
 
     def check_same_tensors(self) -> None:
-        """Checks that nothing in the user's model has been replaced since it was compiled.
-
-        Raises:
-          Error: a parameter, buffer or module has been replaced.
-        """
+        """Checks that nothing in the user's model has been replaced since it was compiled."""
         self._holding.check()
 
     def tell_of_changes(self) -> None:
@@ -315,11 +297,7 @@ class CompiledModel:
         self._changes.tell(self.tensors)
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Copies some of the user's buffers to the devices.
-
-        Raises:
-          Error: it has no such buffer.
-        """
+        """Copies some of the user's buffers to the devices."""
         buffers = dict(model.named_buffers(remove_duplicate=False))
         if unknown := [name for name in names if name not in buffers]:
             raise Error(
@@ -385,11 +363,7 @@ class CompiledModel:
 
 
 def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None:
-    """Checks that all values are finite.
-
-    Raises:
-      Error: one is not.
-    """
+    """Checks that all values are finite."""
     values: list[tuple[str, Any]] = [(f"variable {name}", value) for name, value in state.variables.items()]
     for part in collected:
         leaves = [leaf if part.size is None else leaf[: part.size] for leaf in part.outputs]

@@ -19,13 +19,7 @@ _USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
 
 
 def select_devices(num_ipus: int, options: Options) -> list[Any]:
-    """Returns a model's JAX devices, one per IPU, process by process. Starts JAX's backend.
-
-    Raises:
-      Error: the number is not a power of two, and `autoRoundNumIPUs` is off.
-      ValueError: there are fewer accelerators.
-      RuntimeError: JAX's CPU backend is running already, with fewer devices.
-    """
+    """Returns a model's JAX devices, one per IPU, process by process. Starts JAX's backend."""
     wanted = 1 << (num_ipus - 1).bit_length()
     if wanted != num_ipus and not options.auto_round_num_ipus:
         raise Error(
@@ -48,11 +42,7 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
 
 
 def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list[Any]:
-    """Selects some devices of each process.
-
-    Raises:
-      ValueError: a process has fewer.
-    """
+    """Selects some devices of each process."""
     chosen = []
     for process in range(number):
         own = [device for device in devices if device.process_index == process]

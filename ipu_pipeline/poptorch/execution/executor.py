@@ -988,11 +988,7 @@ class PoplarExecutor:
         return self.train(False)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses `copy`, `pickle` and `torch.save`: programs and arrays on devices cannot be copied so.
-
-        Raises:
-          TypeError: always.
-        """
+        """Refuses `copy`, `pickle` and `torch.save`: programs and arrays on devices cannot be copied so."""
         raise TypeError(
             "A wrapped model cannot be copied, pickled or given to torch.save. That works with the user's "
             "model, which is its attribute `model`, and with its state_dict(); its method "

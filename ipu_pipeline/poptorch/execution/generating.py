@@ -60,11 +60,7 @@ def generates_on_devices(wrapped: Wrapped) -> bool:
 
 
 def check_generates(wrapped: Wrapped) -> None:
-    """Checks that a decoder can generate as it is wrapped.
-
-    Raises:
-      Error: it was in training mode, or an option does not go with it.
-    """
+    """Checks that a decoder can generate as it is wrapped."""
     model, options, name = wrapped.model, wrapped.options, type(wrapped.model).__name__
     if wrapped.modes[model]:
         raise Error(

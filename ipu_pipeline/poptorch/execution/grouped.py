@@ -20,18 +20,7 @@ __all__ = ["check_groupings", "one_row_each"]
 def check_groupings(
     model: torch.nn.Module, groupings: Mapping[str, Any], num_replicas: int
 ) -> dict[int, GroupRows]:
-    """Checks groupings of a model's parameters. Returns the rows of each, by the parameter's id.
-
-    Args:
-      model: the user's model.
-      groupings: maps the name of a parameter to kind, size and mode; see `ReplicaGrouping`.
-      num_replicas: the number of replicas.
-
-    Raises:
-      AssertionError: a value has the wrong type.
-      Error: there is no such parameter, its shape does not fit, or its two names have different groupings.
-      ValueError: the replicas cannot be divided into such groups.
-    """
+    """Checks groupings of a model's parameters. Returns the rows of each, by the parameter's id."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found: dict[int, tuple[str, ReplicaGrouping]] = {}
     for name, values in groupings.items():
@@ -61,10 +50,6 @@ def one_row_each(
     model: torch.nn.Module, rows: Mapping[int, GroupRows]
 ) -> Iterator[Callable[[Captured], Captured]]:
     """Shows the model's forward only the first row of parameters with rows, inside this `with` block.
-
-    Args:
-      model: the user's model, with plain tensors.
-      rows: the rows of parameters, by the parameter's id.
 
     Yields:
       A function that puts the parameters themselves back into a model captured in the block.

@@ -40,11 +40,7 @@ class Hooks:
         self._numbers = itertools.count()
 
     def register(self, hook: Hook) -> RemovableHandle:
-        """Adds a hook.
-
-        Raises:
-          RuntimeError: it cannot be called.
-        """
+        """Adds a hook."""
         if not callable(hook):
             raise RuntimeError(f"{self._name} hook must be callable; got {hook!r}.")
         number = next(self._numbers)

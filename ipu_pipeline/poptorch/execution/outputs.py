@@ -26,19 +26,7 @@ def join_outputs(
     first: int = 0,
     has_replicas: bool = False,
 ) -> list[torch.Tensor]:
-    """Makes the tensors that a call returns.
-
-    Args:
-      collected: the last stage's results, in the order of the micro-batches; with `OutputMode.Sum`, the
-        sums of each weight update.
-      dtypes: the dtypes of the outputs.
-      mode: which micro-batches' outputs are wanted, for each replica. The outputs of several are joined
-        along dimension 0; several scalars make a vector.
-      period: the N of `OutputMode.EveryN`.
-      first: the position of the first output that is wanted.
-      has_replicas: whether there are several replicas, for which outputs have an axis in front. Their
-        outputs are joined in the same way, one micro-batch after another.
-    """
+    """Makes the tensors that a call returns."""
     joined = []
     for place, dtype in enumerate(dtypes, first):
         if mode is OutputMode.Final:
@@ -68,15 +56,7 @@ def write_inputs(
     first: int,
     batching: Batching,
 ) -> None:
-    """Gives a call's tensors the values that forward has written to them, as in torch.
-
-    Args:
-      arguments: the arguments of the call.
-      numbers: the numbers of the tensors that are written to.
-      collected: as for `join_outputs`.
-      first: the position of the first written tensor in the outputs.
-      batching: how the tensors were cut. Of replicas with the same inputs the first one counts.
-    """
+    """Gives a call's tensors the values that forward has written to them, as in torch."""
     has_replicas = len(batching.input_groups) > 1
     replicas = [batching.input_groups.index(group) for group in range(batching.num_groups)]
     for place, number in enumerate(numbers, first):

@@ -70,11 +70,7 @@ class Program:
         return tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
 
     def check_trained(self, other: Program) -> None:
-        """Checks that this program trains the same as another one of the model, on the same number of IPUs.
-
-        Raises:
-          Error: it trains other parameters, or needs another number of IPUs.
-        """
+        """Checks that this program trains what another one of the model does, on as many IPUs."""
         trained, before = self.stages.trained, other.stages.trained
         if trained != before:
             changes = {"no longer ": before - trained, "": trained - before}
@@ -92,11 +88,7 @@ class Program:
             )
 
     def check_homes(self, other: Program) -> None:
-        """Checks that variables are on the same IPUs as in another program of the model. Both are traced.
-
-        Raises:
-          Error: one is on another IPU.
-        """
+        """Checks that variables are on the IPUs that another program of the model has them on."""
         home, known = self.find_homes(), other.find_homes()
         moved = [name for name in home.keys() & known.keys() if home[name] != known[name]]
         if moved:
@@ -123,11 +115,7 @@ class Holding:
     """The modules, parameters and buffers that a model held when it was compiled."""
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Notes what the model holds.
-
-        Raises:
-          Error: another thread has replaced a tensor of the model since it was captured.
-        """
+        """Notes what the model holds."""
         self._names = {id(tensor): full for full, tensor in tensors.items()}
         self._held = _find_held(model, tensors.values())
         held = {id(value) for _where, _name, value in self._held}
@@ -140,11 +128,7 @@ class Holding:
                 )
 
     def check(self) -> None:
-        """Checks that nothing has been replaced since then.
-
-        Raises:
-          Error: a parameter, buffer or module has been replaced.
-        """
+        """Checks that nothing has been replaced since then."""
         for held, name, value in self._held:
             if held.get(name) is not value:
                 kind = "module" if isinstance(value, torch.nn.Module) else "tensor"

@@ -40,14 +40,7 @@ def signature_of(model: torch.nn.Module) -> inspect.Signature:
 
 
 def to_graph(captured: Captured, arguments: Structure, model: torch.nn.Module, trains: bool) -> SavedGraph:
-    """Turns a captured model into a graph for a file.
-
-    Args:
-      captured: the model.
-      arguments: the structure of the arguments that it was captured for.
-      model: the user's model.
-      trains: whether it was captured with a loss.
-    """
+    """Turns a captured model into a graph for a file."""
     constants = {
         str(spec.target): captured.tensors[str(spec.target)]
         for _node, spec in _inputs(captured.program)
@@ -58,16 +51,7 @@ def to_graph(captured: Captured, arguments: Structure, model: torch.nn.Module, t
 
 
 def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
-    """Puts a model's tensors into a graph of a file.
-
-    Args:
-      graph: the file's graph.
-      model: the user's model.
-      trains: whether the wrapper of the model trains it.
-
-    Raises:
-      Error: the graph is of another model, or for another use.
-    """
+    """Puts a model's tensors into a graph of a file."""
     if graph.trains is not trains:
         have, want = ("inference", "training")[graph.trains], ("inference", "training")[trains]
         raise Error(
@@ -102,11 +86,7 @@ def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
 
 
 def make_arguments(graph: SavedGraph, signature: Signature, batching: Batching) -> Arguments:
-    """Makes arguments of zeros like those that a graph was captured for, for all micro-batches of a call.
-
-    Raises:
-      Error: a tensor has no dimension to cut into micro-batches.
-    """
+    """Makes zeros like the arguments that a graph was captured for, for all micro-batches of a call."""
     number = batching.num_micro_batches
     names = signature.name_tensors(graph.arguments)
     tensors = []
@@ -141,15 +121,7 @@ class RestoredModel(torch.nn.Module):
     """
 
     def __init__(self, graph: SavedGraph, saved: SavedModel) -> None:
-        """Builds the model.
-
-        Args:
-          graph: the graph of forward.
-          saved: the tensors, which belong to the model from now on.
-
-        Raises:
-          Error: a name is not valid for a tensor.
-        """
+        """Builds the model."""
         super().__init__()
         self.saved_graph = graph
         self.class_name = saved.class_name
@@ -170,11 +142,7 @@ class RestoredModel(torch.nn.Module):
         self.train(saved.is_training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the user's forward returned for arguments like these.
-
-        Raises:
-          Error: the arguments are not like those that the model was captured for.
-        """
+        """Returns what the user's forward returned for arguments like these."""
         signature = Signature(self.saved_graph.signature)
         given = signature.bind(args, kwargs, self.saved_graph.arguments)
         first = make_arguments(self.saved_graph, signature, Batching(1, 1))

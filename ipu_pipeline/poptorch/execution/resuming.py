@@ -35,16 +35,7 @@ class Resumption:
 
     @processes.one_thread("resuming a PopTorch model")
     def __init__(self, model: torch.nn.Module, num_done: int) -> None:
-        """Looks for a checkpoint, and puts its weights into the model on the host.
-
-        Args:
-          model: the user's model.
-          num_done: how many calls the program has done, as far as it knows. Older checkpoints do not count.
-
-        Raises:
-          OSError: the launcher's directory cannot be used.
-          ValueError: the checkpoint is of another model; or processes have been given other directories.
-        """
+        """Looks for a checkpoint, and puts its weights into the model on the host."""
         self._model = model
         self.has_new_values = False
         self.num_calls = num_done
@@ -66,11 +57,7 @@ class Resumption:
         return self._found is not None
 
     def take_over(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
-        """Puts what was found into a model that has just been compiled.
-
-        Raises:
-          ValueError: it is of another model or optimizer.
-        """
+        """Puts what was found into a model that has just been compiled."""
         snapshot = self._found
         assert snapshot is not None
         # With several shapes, variables that only other programs use are not the pipeline's.
@@ -97,11 +84,7 @@ class Resumption:
 
     @processes.one_thread("a call of a PopTorch model")
     def keep(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
-        """Keeps the state of a model that is about to run.
-
-        Raises:
-          Error: an error has lost the state.
-        """
+        """Keeps the state of a model that is about to run."""
         compiled.check_not_lost()
         if self._series is None:
             return
@@ -128,11 +111,7 @@ def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_to_host(snapshot: Snapshot, model: torch.nn.Module) -> None:
-    """Writes a snapshot's variables into the user's model.
-
-    Raises:
-      ValueError: the model has other parameters or buffers.
-    """
+    """Writes a snapshot's variables into the user's model."""
     named, values = _named_tensors(model), first_rows(snapshot)
     names: Mapping[str, str] = snapshot.extra[_NAMES]
     if missing := sorted({name for name in names.values() if name not in named}):

@@ -28,13 +28,7 @@ _MAX_TOLD = 60  # characters
 def use_program(
     compiled: CompiledModel, signature: Signature, arguments: Arguments, options: Options
 ) -> bool:
-    """Uses the program that is for a call's arguments. Returns whether there is one.
-
-    Raises:
-      AssertionError: the tensors cannot be cut into micro-batches.
-      Error: the arguments differ in more than shapes, one that forward writes to shares memory with
-        another, the options allow no other shapes or no more of them, or the model is detached.
-    """
+    """Uses the program that is for a call's arguments. Returns whether there is one."""
     known, shapes = compiled.program, shapes_of(arguments)
     if not options.allow_new_shapes:
         check_like_first(signature, known.arguments, arguments)

@@ -80,13 +80,7 @@ ALONE = Processes()
 
 
 def join(options: Options) -> None:
-    """Joins the processes that the environment names, and checks that they are those of the options.
-
-    Raises:
-      Error: they are not, or this process has joined none.
-      NotImplementedError: the options ask for something that several processes cannot do.
-      Others: as `ipu_pipeline.distributed.initialize`.
-    """
+    """Joins the processes that the environment names, and checks that they are those of the options."""
     asked = Processes.of(options)
     if asked.count > 1:
         _check_supported(options)
@@ -130,11 +124,7 @@ def _check_supported(options: Options) -> None:
 
 
 def check_alone(options: Options, what: str) -> None:
-    """Refuses several processes.
-
-    Raises:
-      NotImplementedError: there are several.
-    """
+    """Refuses several processes."""
     number = Processes.of(options).count
     if number > 1:
         raise NotImplementedError(
@@ -156,12 +146,7 @@ def describe_options(options: Options) -> dict[str, str]:
 
 
 def agree(what: str, document: Mapping[str, str]) -> None:
-    """Compares documents of all processes, which must call it in the same order. A single one does nothing.
-
-    Raises:
-      Error: something differs, with the values of all processes.
-      ProcessError: another process has ended, or is stuck.
-    """
+    """Compares documents of all processes, which must call it in the same order."""
     others = current_peers()
     if others is None:
         return
@@ -172,12 +157,7 @@ def agree(what: str, document: Mapping[str, str]) -> None:
 
 
 def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
-    """Compares values that must be the same in all processes, like `agree`.
-
-    Raises:
-      Error: some differ, with their names.
-      ProcessError: as `agree`.
-    """
+    """Compares values that must be the same in all processes, like `agree`."""
     others = current_peers()
     if others is None:
         return
@@ -194,12 +174,7 @@ def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> N
 
 
 def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
-    """Compares a model's parameters on the host, and buffers that processes share, like `agree`.
-
-    Raises:
-      Error: some differ, with their names.
-      ProcessError: as `agree`.
-    """
+    """Compares a model's parameters on the host, and buffers that processes share, like `agree`."""
     if current_peers() is None:
         return
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -210,12 +185,7 @@ def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
 
 
 def compare_state(saved: SavedState | None) -> None:
-    """Compares the state that an optimizer has from before, if any, like `agree`.
-
-    Raises:
-      Error: it differs.
-      ProcessError: as `agree`.
-    """
+    """Compares the state that an optimizer has from before, if any, like `agree`."""
     if current_peers() is None:
         return
     tensors = {} if saved is None else {**saved.ipu_state, **saved.ipu_param}

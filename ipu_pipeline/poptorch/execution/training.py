@@ -54,13 +54,7 @@ class ModelOptimizer:
         model: torch.nn.Module,
         group_rows: Mapping[str, GroupRows] | None = None,
     ) -> None:
-        """Reads an optimizer.
-
-        Raises:
-          Error: it trains nothing that the loss depends on, or other processes have another one.
-          TypeError: it is not supported, see `describe`.
-          ValueError: a value is not usable.
-        """
+        """Reads an optimizer."""
         self._options = options
         self._group_rows = dict(group_rows or {})
         self._is_automatic = options.Training.automatic_loss_scaling
@@ -135,11 +129,7 @@ class ModelOptimizer:
             )
 
     def check_same_frozen(self) -> None:
-        """Checks that the same parameters train, because the model is captured anew for other shapes.
-
-        Raises:
-          Error: parameters were frozen or unfrozen since the model was compiled.
-        """
+        """Checks that the same parameters train, because the model is captured anew for other shapes."""
         if changed := self._find_changed():
             raise Error(
                 f"requires_grad of {', '.join(changed)} has changed since the model was compiled, so it "
@@ -151,11 +141,7 @@ class ModelOptimizer:
             return [name for name, tensor, was in self._required if tensor.requires_grad is not was]
 
     def change(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the values of another optimizer.
-
-        Raises:
-          Error: something else would have to be compiled for it, or other processes have other values.
-        """
+        """Takes the values of another optimizer."""
         spec = describe(optimizer, self._is_automatic)
         relaxed = self._options.relax_optimizer_attributes_checks
         compatible = check_compatible(self.spec, spec, relaxed)

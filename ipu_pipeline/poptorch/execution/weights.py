@@ -85,12 +85,7 @@ class _Watched:
         size_of_group: int,
         retrieval_mode: VariableRetrievalMode,
     ) -> None:
-        """Gives groups of replicas their own values; see `PoplarExecutor.per_replica_params`.
-
-        Raises:
-          Error: it was not read as an attribute of a wrapped model, or the model is compiled.
-          Others: see `ReplicaGrouping.check`.
-        """
+        """Gives groups of replicas their own values; see `PoplarExecutor.per_replica_params`."""
         reference = _asked.get(self)
         executor = None if reference is None else reference()
         if executor is None:
@@ -334,11 +329,7 @@ def host_weights_of(model: torch.nn.Module) -> HostWeights:
 
 
 def register(executor: Any, model: torch.nn.Module, trains: bool) -> None:
-    """Notes that a model is wrapped.
-
-    Raises:
-      RuntimeError: it is already wrapped for training.
-    """
+    """Notes that a model is wrapped."""
     host = host_weights_of(model)
     with host.lock:
         trainer = host.find_trainer(model) if trains else None

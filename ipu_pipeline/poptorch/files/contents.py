@@ -109,12 +109,7 @@ class Contents:
 
 
 def write(filename: PathLike, contents: Contents) -> None:
-    """Writes a file.
-
-    Raises:
-      Error: it cannot be written, or it has something that no file can hold.
-      TypeError: `filename` is not a path.
-    """
+    """Writes a file."""
     tensors = TensorList()
     graph, model = contents.graph, contents.model
     manifest = {
@@ -136,12 +131,7 @@ def write(filename: PathLike, contents: Contents) -> None:
 
 
 def read(filename: PathLike) -> Contents:
-    """Reads a file without running or unpickling anything in it.
-
-    Raises:
-      Error: there is no such file, or it is damaged, not such a file, or of another version.
-      TypeError: `filename` is not a path.
-    """
+    """Reads a file without running or unpickling anything in it."""
     with read_file(filename) as (manifest, tensors):
         _check_version(manifest)
         graph = SavedGraph(

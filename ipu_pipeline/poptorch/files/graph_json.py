@@ -53,11 +53,7 @@ class _Interpreted(torch.fx.GraphModule):
 
 
 def encode_program(program: FunctionalProgram) -> Any:
-    """Encodes a model's graph as JSON.
-
-    Raises:
-      Error: it has something that no file can hold.
-    """
+    """Encodes a model's graph as JSON."""
     signature = program.graph_signature
     return {
         "inputs": [[spec.kind.name, spec.target] for spec in signature.input_specs],
@@ -110,12 +106,7 @@ def _encode(value: Any) -> Any:
 
 
 def decode_program(data: Any) -> FunctionalProgram:
-    """Decodes the graph that `encode_program` encoded.
-
-    Raises:
-      Error: it calls an operation that does not exist here or has no lowering.
-      Others: it is not something that `encode_program` makes.
-    """
+    """Decodes the graph that `encode_program` encoded."""
     module = _decode_graph(data["nodes"])
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     outputs: Any = module.graph.output_node().args[0]

@@ -32,17 +32,7 @@ def encode_optimizer(
     names: Mapping[int, str],
     keep: Callable[[torch.Tensor], int],
 ) -> Any:
-    """Encodes an optimizer as JSON.
-
-    Args:
-      optimizer: one that `describe` takes. An optimizer of the user's subclass becomes one of the base
-        class, which is the one that runs.
-      names: the names of the model's parameters, by their `id`. Others are left out: they are not trained.
-      keep: takes a tensor of its state, and returns its number.
-
-    Raises:
-      Error: a group has a value that is neither a number nor text.
-    """
+    """Encodes an optimizer as JSON."""
     kind = next(name for base in type(optimizer).__mro__ for name, one in _CLASSES.items() if one is base)
     groups = [
         {
@@ -86,16 +76,7 @@ def encode_optimizer(
 def decode_optimizer(
     data: Any, parameters: Mapping[str, torch.nn.Parameter], find: Callable[[Any], torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Decodes the optimizer that `encode_optimizer` encoded.
-
-    Args:
-      data: the JSON.
-      parameters: the model's parameters.
-      find: returns a tensor by its number.
-
-    Raises:
-      Others: `data` is not an optimizer.
-    """
+    """Decodes the optimizer that `encode_optimizer` encoded."""
     kind: Any = _CLASSES[data["class"]]
     made: torch.optim.Optimizer = kind(
         [{"params": [parameters[name] for name in group["params"]]} for group in data["groups"]]

@@ -20,11 +20,7 @@ _OF_THE_RUN = "Distributed"
 
 
 def encode_options(options: Options) -> Any:
-    """Encodes options as JSON.
-
-    Raises:
-      Error: the schedule is a function or a path.
-    """
+    """Encodes options as JSON."""
     return {path: _encode_group(path, group) for path, group in _groups(options).items()}
 
 
@@ -46,9 +42,6 @@ def decode_options(data: Any) -> Options:
 
     Options of the machine and of processes are as in new options, and so is a `modelName` that is a path.
     `ConnectionType.Never`, from a model that was compiled for another machine, becomes `Always`.
-
-    Raises:
-      Others: `data` is not options, or a value is out of range.
     """
     options = Options()
     for path, group in _groups(options).items():

@@ -39,11 +39,7 @@ class TensorList:
         self._tensors: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Adds a tensor to the list if it is not there yet. Returns its number.
-
-        Raises:
-          Error: it is of complex128, which safetensors does not have.
-        """
+        """Adds a tensor to the list if it is not there yet. Returns its number."""
         if tensor.dtype is torch.complex128:
             raise Error("A file of a model cannot hold tensors of complex128. Make them complex64.")
         number = self._numbers.setdefault(id(tensor), len(self._tensors))
@@ -66,10 +62,6 @@ def find_target(filename: PathLike) -> str:
     """Finds the path to write a file to. Makes its directory if there is none.
 
     A link is followed.
-
-    Raises:
-      Error: the path is empty, it is not a file, or the directory cannot be made.
-      TypeError: it is not a path.
     """
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(os.fspath(filename), str):
         raise TypeError(f"filename must be a path; got {filename!r}.")
@@ -95,14 +87,6 @@ def write_file(filename: PathLike, manifest: Any, tensors: TensorList) -> None:
 
     It gets its name when it is complete, so an earlier failure leaves the old file. It has the permissions
     of the file that it replaces, or of any new file.
-
-    Args:
-      filename: its path.
-      manifest: the JSON.
-      tensors: the tensors whose numbers are in the manifest.
-
-    Raises:
-      Error: the system cannot write it, or see `find_target`.
     """
     target = find_target(filename)
     directory, name = os.path.split(target)
@@ -136,10 +120,6 @@ def read_file(filename: PathLike) -> Iterator[tuple[Any, Mapping[int, torch.Tens
     """Reads a file: the manifest, and the tensors by number.
 
     Any error in the `with` block counts as an error of the file.
-
-    Raises:
-      Error: there is no such file, or it is damaged or something else.
-      TypeError: `filename` is not a path.
     """
     if not isinstance(filename, (str, os.PathLike)) or not isinstance(path := os.fspath(filename), str):
         raise TypeError(f"filename must be a path; got {filename!r}.")

@@ -32,17 +32,7 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": colle
 
 
 def encode(value: Any, name: str, keep: Callable[[torch.Tensor], Any]) -> Any:
-    """Encodes a value as JSON.
-
-    Args:
-      value: tensors in tuples, lists, dicts, named tuples and data classes; numbers, text, dtypes, members
-        of PopTorch's enumerations, strategies.
-      name: its name in errors.
-      keep: takes a tensor, and returns what stands for it in JSON.
-
-    Raises:
-      Error: it has something else in it.
-    """
+    """Encodes a value as JSON."""
 
     def inner(part: Any, label: str) -> Any:
         return encode(part, f"{name}{label}", keep)
@@ -89,16 +79,7 @@ def encode(value: Any, name: str, keep: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], torch.Tensor]) -> Any:
-    """Decodes the value that `encode` encoded.
-
-    Args:
-      data: the JSON.
-      find: returns the tensor for what `keep` returned.
-
-    Raises:
-      Error: a class in it has not been imported.
-      Others: it is not something that `encode` makes.
-    """
+    """Decodes the value that `encode` encoded."""
 
     def inner(part: Any) -> Any:
         return decode(part, find)

@@ -77,12 +77,7 @@ class CachedDecoder(torch.nn.Module):
     """
 
     def __init__(self, model: torch.nn.Module, max_length: int) -> None:
-        """Makes the buffers, after a trial: the model is run on the host, for three tokens.
-
-        Raises:
-          Error: the model fails in the trial, keeps something else than keys and values, or computes other
-            logits when these have a fixed length.
-        """
+        """Makes the buffers, after a trial: the model is run on the host, for three tokens."""
         super().__init__()
         self.model = model
         self.max_length = max_length
@@ -103,10 +98,6 @@ class CachedDecoder(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Reads a chunk.
-
-        Args:
-          tokens: int32 [length].
-          position: the place of the first of them in the request, an int32 scalar.
 
         Returns:
           The logits of the last token, [1, words], or of all, [length, words], if the model has no choice.

@@ -69,18 +69,7 @@ class Wanted:
 
 
 def read_wanted(model: Any, inputs: Any, generation_config: Any, arguments: Mapping[str, Any]) -> Wanted:
-    """Reads the arguments of `generate`.
-
-    Args:
-      model: a model of transformers.
-      inputs: the first argument: the prompts, if they are not `input_ids`.
-      generation_config: a GenerationConfig, or None.
-      arguments: the keyword arguments.
-
-    Raises:
-      Error: an argument is missing, not usable or not supported.
-      Others: what transformers says of the arguments.
-    """
+    """Reads the arguments of `generate`."""
     left = dict(arguments)
     given = {name: left.pop(name) for name in ("input_ids", "attention_mask") if name in left}
     config, others = model._prepare_generation_config(generation_config, **left)  # noqa: SLF001

@@ -63,11 +63,6 @@ def cut_into_sections(
     """Cuts a graph. Consecutive blocks on the same IPU become one section.
 
     Operations after a block belong to it. Operations before the first block are on IPU 0.
-
-    Args:
-      graph: a functional graph with markers.
-      place: gives the stage and IPU of each block, in the order in which the model opens them.
-      has_several: whether consecutive blocks of different stages become several sections, also on one IPU.
     """
     nodes, blocks = find_blocks(graph)
     placed = dict(zip(blocks, place(list(blocks.values())), strict=True)) if blocks else {}

@@ -121,20 +121,7 @@ def capture(
     trains: bool = False,
     excluded_files: Sequence[str] = (),
 ) -> Captured:
-    """Runs a model's forward once, on tensors without values, and records what it computes.
-
-    Args:
-      model: the user's model.
-      tensors: the tensors of the arguments, for one micro-batch.
-      arguments: the structure of a pair: the positional arguments, the keyword arguments.
-      modes: the training mode of each module; None to leave them as they are.
-      trains: whether there must be a loss.
-      excluded_files: parts of paths of files whose lines errors never name as the user's.
-
-    Raises:
-      Error: the model cannot be captured, or has no single loss; see `refusals` and `losses`.
-      Others: errors that the model raises.
-    """
+    """Runs a model's forward once, on tensors without values, and records what it computes."""
     noted: list[Structure] = []
     flat = _Flat(model, arguments, trains, noted.append)
     with changed_for_this_thread_alone(model), contextlib.ExitStack() as stack:
@@ -432,11 +419,7 @@ def _leave_out_caches(result: Any, trains: bool) -> Any:
 
 
 def _check_multi_convs(graph: torch.fx.Graph) -> None:
-    """Counts the convolutions in each `MultiConv`.
-
-    Raises:
-      Error: one has none, or was given a list with another number of values.
-    """
+    """Counts the convolutions in each `MultiConv`."""
     opened: list[list[torch.fx.Node]] = []
     for node in graph.nodes:
         part = markers.read_multi_conv(node)

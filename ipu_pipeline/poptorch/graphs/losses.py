@@ -73,11 +73,7 @@ _MEND = "wrap it in poptorch.identity_loss(loss, reduction='mean'), and return t
 
 
 def mark_losses(graph: torch.fx.Graph) -> None:
-    """Puts a mark behind each loss.
-
-    Raises:
-      Error: there is none, or one is in a region where it cannot be marked.
-    """
+    """Puts a mark behind each loss."""
     found = [node for node in graph.nodes if _operation(node) == _OURS]
     losses = found or [node for node in graph.nodes if _operation(node) in _LOSSES]
     hidden = _find_hidden(graph, even_without_gradients=not losses)
@@ -101,11 +97,7 @@ def mark_losses(graph: torch.fx.Graph) -> None:
 
 
 def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.Node]) -> None:
-    """Removes the marks of all losses but the final one, which is minimized.
-
-    Raises:
-      Error: no returned value is the loss, more than one may be, or it is not one floating-point number.
-    """
+    """Removes the marks of all losses but the final one, which is minimized."""
     graph = program.graph_module.graph
     found = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
     (output,) = (node for node in graph.nodes if node.op == "output")

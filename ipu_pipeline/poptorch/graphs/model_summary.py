@@ -110,15 +110,7 @@ class ModelSummary:
 def summarize_stages(
     stages: ModelStages, pipeline: PipelineSummary, class_name: str, facts: Sequence[str], has_lines: bool
 ) -> ModelSummary:
-    """Summarizes a compiled model.
-
-    Args:
-      stages: the model's stages.
-      pipeline: the engine's summary of these.
-      class_name: the name of the model's class.
-      facts: further facts, in lines.
-      has_lines: whether the user's lines are included. All operations are traced for this.
-    """
+    """Summarizes a compiled model."""
     used = [modules_of_nodes(section.nodes) for section in stages.sections]
     spread = find_spread(used)
     found: tuple[StageModules, ...] = ()

@@ -48,11 +48,7 @@ def keeping_own_backwards() -> Iterator[None]:
 
 
 def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) -> None:
-    """Captures the backwards of the functions that a model's forward applied.
-
-    Raises:
-      Error: one cannot be captured, or uses a parameter that is not an argument of the function.
-    """
+    """Captures the backwards of the functions that a model's forward applied."""
     held = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())} - {0}
     for backward in [one for one in capturing.held if isinstance(one, own_backwards.OwnBackward)]:
         with refusals.explained(model), torch.no_grad():

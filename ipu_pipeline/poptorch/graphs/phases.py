@@ -22,16 +22,6 @@ def cut_into_phases(
     """Cuts a graph. All blocks of a stage are one section, wherever the model opens them.
 
     Operations after a block belong to it. Operations before the first block belong to the first block.
-
-    Args:
-      graph: a functional graph with markers.
-      place: gives the stage, IPU and phase of each block, in the order in which the model opens them.
-      needs_last_alone: whether there must be a last level that computes nothing, for phases whose backwards
-        do not belong to their forwards.
-
-    Raises:
-      Error: there are no blocks, a phase reads what a later one makes, or stages of a phase need each
-        other's values.
     """
     nodes, blocks = find_blocks(graph)
     if not blocks:

@@ -74,11 +74,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @contextlib.contextmanager
 def explained(model: torch.nn.Module) -> Iterator[None]:
-    """Turns errors of torch's export about a model's forward into ours. Other errors pass unchanged.
-
-    Raises:
-      Error: the model's forward asked for the value of a tensor, or torch lost track of one.
-    """
+    """Turns errors of torch's export about a model's forward into ours. Other errors pass unchanged."""
     # These modules take seconds to load, but export needs them, too.
     from torch._dynamo.exc import TorchDynamoException
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -151,11 +147,7 @@ def _sharing_memory(model: torch.nn.Module) -> list[str]:
 
 
 def check_values(program: torch.export.ExportedProgram) -> None:
-    """Checks that the model asks for no value of a tensor.
-
-    Raises:
-      Error: it does.
-    """
+    """Checks that the model asks for no value of a tensor."""
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes:
@@ -210,12 +202,7 @@ def _find_read(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def check_functional(program: torch.export.ExportedProgram) -> None:
-    """Checks what a model writes to, and where its blocks begin.
-
-    Raises:
-      Error: a parameter that needs a gradient is changed, or a block begins within a branch or body of
-        torch's control flow.
-    """
+    """Checks what a model writes to, and where its blocks begin."""
     for output in program.graph_signature.output_specs:
         is_parameter = output.kind is OutputKind.PARAMETER_MUTATION
         if is_parameter and program.state_dict[str(output.target)].requires_grad:
@@ -237,11 +224,7 @@ def check_functional(program: torch.export.ExportedProgram) -> None:
 
 
 def check_hooks(model: torch.nn.Module) -> None:
-    """Checks that there are no hooks on gradients. JAX computes gradients, and calls no hooks.
-
-    Raises:
-      Error: a module or a parameter has one.
-    """
+    """Checks that there are no hooks on gradients. JAX computes gradients, and calls no hooks."""
     modules = [
         f"module {name!r}" for name, module in model.named_modules() if _has_hooks(module, _MODULE_HOOKS)
     ]
@@ -263,11 +246,7 @@ def _has_hooks(value: Any, names: tuple[str, ...]) -> bool:
 
 @contextlib.contextmanager
 def refusing_gradient_hooks() -> Iterator[None]:
-    """Refuses `register_hook` of tensors within a model's forward.
-
-    Raises:
-      Error: it is called.
-    """
+    """Refuses `register_hook` of tensors within a model's forward."""
     register = torch.Tensor.register_hook
 
     def refuse(tensor: torch.Tensor, hook: Any) -> Any:
@@ -284,11 +263,7 @@ def refusing_gradient_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_detached_data() -> Iterator[None]:
-    """Makes `.data` in forward a `.detach()`, which export can follow, and refuses to assign it.
-
-    Raises:
-      Error: it is assigned.
-    """
+    """Makes `.data` in forward a `.detach()`, which export can follow, and refuses to assign it."""
     original: Any = torch._C.TensorBase.data  # noqa: SLF001  # torch.Tensor inherits it from here
 
     def is_users() -> bool:
@@ -316,11 +291,7 @@ def _count(depth: threading.local) -> int:
 
 @contextlib.contextmanager
 def refusing_no_grad_in_autocast() -> Iterator[None]:
-    """Refuses regions without gradients within regions of `torch.autocast`, which export would lose.
-
-    Raises:
-      Error: one begins.
-    """
+    """Refuses regions without gradients within regions of `torch.autocast`, which export would lose."""
     depth = threading.local()
     enter, leave, switch = (
         torch.autocast.__enter__,
@@ -354,11 +325,7 @@ def refusing_no_grad_in_autocast() -> Iterator[None]:
 
 
 def check_results(structure: Structure) -> None:
-    """Checks that results hide no tensors in objects that are not taken apart.
-
-    Raises:
-      Error: they do: such tensors would have no values.
-    """
+    """Checks that results hide no tensors in objects that are not taken apart."""
     for name in structure.name_hidden("the result"):
         raise Error(
             f"{name} of the model's forward is an object with tensors in it, which are not found "
@@ -372,11 +339,7 @@ def check_results(structure: Structure) -> None:
 
 
 def check_tensors(before: Held, after: Held) -> None:
-    """Compares what a model holds before and after its forward.
-
-    Raises:
-      Error: a buffer, parameter or module is gone, replaced, or new.
-    """
+    """Compares what a model holds before and after its forward."""
     for kind, known, now in (
         ("Parameter", before.parameters, after.parameters),
         ("Module", before.modules, after.modules),
@@ -405,11 +368,7 @@ def check_shapes(
     given: Sequence[tuple[torch.Size, tuple[int, ...]]],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Checks that forward has not changed the shape of an input in place, which its caller would see.
-
-    Raises:
-      Error: it has: the shape or the strides of a tensor differ from those that were given.
-    """
+    """Checks that forward has not changed the shape of an input in place, which its caller would see."""
     names = arguments.name_tensors("")
     for name, (shape, stride), tensor in zip(names, given, tensors, strict=True):
         if (tensor.shape, tensor.stride()) != (shape, stride):

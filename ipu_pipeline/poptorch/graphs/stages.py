@@ -92,14 +92,7 @@ class ModelStages:
         return [section.ipu for section in self.sections]
 
     def read_tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """Returns a variable's value on the host, as devices take it; it may share the tensor's memory.
-
-        Args:
-          name: the variable's full name.
-
-        Raises:
-          Error: replicas of one group have different values.
-        """
+        """Returns a variable's value on the host, as devices take it; it may share the tensor's memory."""
         return _read_tensor(name, self.tensors[name], self.group_rows.get(name))
 
 
@@ -143,23 +136,7 @@ def make_stages(
     checks: IndexChecks | None = None,
     has_scopes: bool = False,
 ) -> ModelStages:
-    """Cuts a captured model into stages.
-
-    Args:
-      captured: the captured model.
-      model: the user's model, whose names the variables get. A tensor with several names gets the first.
-      cut: cuts the graph into sections, level by level; the last level has one.
-      trains: whether the model was captured with a loss.
-      anchors: names of values to return behind the outputs, see `name_values`, and of gradients.
-      has_module_names: see `name_values`.
-      group_rows: by the id of a parameter of the user's, its rows. Each stage sees one row.
-      checks: where indices that are out of range are noted while the model runs; None for nowhere.
-      has_scopes: whether each operation is computed in a scope (`jax.named_scope`) with its node's name.
-
-    Raises:
-      Error: an operation has no lowering, a value that is to be anchored does not exist, or a buffer is
-        read in one stage and written in another.
-    """
+    """Cuts a captured model into stages."""
     graph = captured.program.graph
     dropped = {node for node in graph.nodes if markers.is_marker(node) or is_check(node)}
     if unsupported := [node for node in find_unsupported(graph) if node not in dropped]:
@@ -354,12 +331,7 @@ def _make_function(
 def split_stages(
     whole: ModelStages, found: Sequence[tuple[Callable[..., Any], Collection[str]]]
 ) -> ModelStages:
-    """Makes stages of a model that was one, and that the engine has cut.
-
-    Args:
-      whole: the model, made with scopes.
-      found: for each stage, which has an IPU of its own, its function and the names of its scopes.
-    """
+    """Makes stages of a model that was one, and that the engine has cut."""
     ((section,),) = whole.levels
     nodes: list[list[torch.fx.Node]] = [[] for _stage in found]
     stage_of: dict[torch.fx.Node, int] = {}
@@ -428,9 +400,6 @@ def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[st
 
     A value that is not computed, such as an input, is written where the buffer is read, else in the first
     section. If it is another buffer that is written itself, it is written where that one is.
-
-    Raises:
-      Error: an earlier or a parallel section reads the old value of the buffer.
     """
     sections = [section for level in levels for section in level]
     number_of = _number(levels)

@@ -54,11 +54,7 @@ def _name(node: torch.fx.Node, variables: Mapping[torch.fx.Node, str], has_modul
 
 
 def find_values(names: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> list[torch.fx.Node]:
-    """Finds values by name.
-
-    Raises:
-      Error: a name has no value.
-    """
+    """Finds values by name."""
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)

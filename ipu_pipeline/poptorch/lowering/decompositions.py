@@ -80,11 +80,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _storage(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns the elements of a tensor in the order of its memory.
-
-    Raises:
-      Error: they are only a part of the memory, or some of them are the same.
-    """
+    """Returns the elements of a tensor in the order of its memory."""
     order = sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
     dense = x.permute(order)
     if not dense.is_contiguous():

@@ -40,10 +40,6 @@ def run_node(node: torch.fx.Node, read: Read) -> Any:
 
     Dtypes are promoted by `jax.numpy_dtype_promotion("standard")`, whatever the caller's setting is. Random
     numbers come from `engine.next_rng_key`.
-
-    Raises:
-      NotImplementedError: the operation has no lowering, or none for these arguments.
-      ValueError: a lowering that a user registered returns a wrong shape, or a wrong number of results.
     """
     if node.target is operator.getitem:
         container, index = node.args

@@ -106,17 +106,7 @@ def padder(original: Callable[..., Any]) -> Callable[..., Any]:
 def call_recurrent(
     name: str, steps: torch.Tensor, lengths: torch.Tensor, hx: Any, params: Sequence[Any], *settings: Any
 ) -> tuple[Any, ...]:
-    """Computes torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu` of packed sequences.
-
-    Args:
-      name: the name of the function.
-      steps: the steps, of shape (time, batch, features).
-      lengths: the lengths, of shape (batch,).
-      hx: the initial state, a tuple of two tensors or one.
-      params: the weights.
-      *settings: whether there are biases, the number of layers, the dropout between them, whether the
-        layer trains, and whether it has both directions.
-    """
+    """Computes torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu` of packed sequences."""
     initial = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     made = torch.ops.ipu_poptorch.recurrent(steps, lengths, initial, list(params), name, *settings)
     return Steps(made[0]), *made[1:]

@@ -53,12 +53,7 @@ _kept: list[str] = []
 
 
 def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
-    """Makes the decorated function the lowering of operations of ATen.
-
-    Args:
-      names: "name" or "name.overload", without "aten::". Other namespaces are written out.
-      keep: whether torch has a decomposition for them, which must not be applied.
-    """
+    """Makes the decorated function the lowering of operations of ATen."""
 
     def decorate(function: _F) -> _F:
         for name in names:

@@ -40,13 +40,6 @@ def beam_search(
 ) -> tuple[Array, Array, Array]:
     """Finds the most probable label sequences of several inputs.
 
-    Args:
-      log_probs: logarithms of probabilities, of shape (time, batch, classes).
-      lengths: the numbers of time steps that count, of shape (batch,).
-      blank: the class that stands for no label.
-      width: the number of prefixes that are kept.
-      num_paths: the number of sequences that are returned, at most `width`.
-
     Returns:
       Logarithms of their probabilities, of shape (batch, num_paths), the most probable first, -inf where
       there are fewer; their lengths, of the same shape; their labels, of shape (batch, num_paths, time),
@@ -85,13 +78,7 @@ def _search(
 
 
 def _advance(beam: _Beam, emitted: Array, blank: int) -> _Beam:
-    """Makes one time step.
-
-    Args:
-      beam: the beam before it.
-      emitted: logarithms of probabilities of the classes, of shape (classes,).
-      blank: the class that stands for no label.
-    """
+    """Makes one time step."""
     width, num_times = beam.labels.shape
     num_classes = emitted.shape[0]
     rows = jnp.arange(width)

@@ -72,12 +72,7 @@ class Check(Generic[T_co]):
     is_optional: bool = False
 
     def __call__(self, name: str, value: Any) -> T_co:
-        """Checks a value.
-
-        Raises:
-          AssertionError: the value is of a wrong type.
-          ValueError: the value is out of range.
-        """
+        """Checks a value."""
         if value is None and self.is_optional:
             return _keep(name, None)
         if not self.accepts(value):
@@ -148,40 +143,19 @@ list_of_strings: Check[list[str]] = Check(
 
 
 def check_tensor(value: Any, message: str) -> None:
-    """Raises if a value is not a tensor.
-
-    Args:
-      value: anything.
-      message: the beginning of the error's text.
-
-    Raises:
-      Error: it is not a tensor.
-    """
+    """Raises if a value is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise Error(f"{message} It got {type(value).__name__}.")
 
 
 def check_int(value: Any, message: str, minimum: int = 1) -> None:
-    """Raises if a value is not an integer, or too small.
-
-    Raises:
-      Error: it is not an integer from `minimum`.
-    """
+    """Raises if a value is not an integer, or too small."""
     if not is_int(value) or value < minimum:
         raise Error(f"{message} It must be an integer from {minimum}; got {value!r}.")
 
 
 def check_dim(dim: Any, ndim: int, name: str) -> int:
-    """Returns a dimension counted from the front.
-
-    Args:
-      dim: the dimension, counted from the end if it is negative.
-      ndim: the number of dimensions of the tensor, which must not be a scalar.
-      name: the name of the operation.
-
-    Raises:
-      Error: the tensor is a scalar, or it has no such dimension.
-    """
+    """Returns a dimension counted from the front."""
     if not is_int(dim) or not -ndim <= dim < ndim:
         raise Error(
             f"{name}: dim must be an integer from {-ndim} to {ndim - 1} for a tensor of {ndim} dimensions; "
@@ -191,10 +165,6 @@ def check_dim(dim: Any, ndim: int, name: str) -> int:
 
 
 def check_outside(name: str) -> None:
-    """Raises in a branch or the body of a loop, where torch cannot capture everything.
-
-    Raises:
-      RuntimeError: it is called there.
-    """
+    """Raises in a branch or the body of a loop, where torch cannot capture everything."""
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(f"poptorch.{name} cannot be used in a branch, or in the body of a loop.")

@@ -127,11 +127,7 @@ def register_custom_op(
 
 
 def find_custom_op(domain: str, name: str, version: int) -> CustomOperation:
-    """Finds the operation of a name.
-
-    Raises:
-      Error: there is none.
-    """
+    """Finds the operation of a name."""
     found = _registered.get((domain, name, version))
     if found is None:
         known = "; ".join(sorted(f"{n!r} of {d!r}, version {v}" for d, n, v in _registered)) or "none"

@@ -56,17 +56,7 @@ class HostFunction:
         inputs: Sequence[Kind],
         num_buffers: int = 0,
     ) -> None:
-        """Calls the function on ones, to learn its results, whether they vary, and its gradients.
-
-        Args:
-          name: its name in errors.
-          function: takes a list of tensors, and returns one.
-          inputs: the kinds of its arguments.
-          num_buffers: the number of inputs at the end that have no gradient.
-
-        Raises:
-          Error: the function fails.
-        """
+        """Calls the function on ones, to learn its results, whether they vary, and its gradients."""
         self.name, self._function, self.inputs = name, function, list(inputs)
         last = len(self.inputs) - num_buffers
         self.varied = [kind.dtype.is_floating_point and n < last for n, kind in enumerate(self.inputs)]
@@ -102,12 +92,7 @@ class HostFunction:
             return self._function(inputs)
 
     def differentiate(self, inputs: Tensors, gradients: Tensors) -> Tensors:
-        """Computes the gradients by the inputs that vary.
-
-        Args:
-          inputs: plain tensors.
-          gradients: the gradients by the results.
-        """
+        """Computes the gradients by the inputs that vary."""
         leaves = [t.detach().requires_grad_(v) for t, v in zip(inputs, self.varied, strict=True)]
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # noqa: SLF001
             made = self._function(leaves)
@@ -123,11 +108,7 @@ class HostFunction:
         ]
 
     def check(self, results: Tensors) -> Tensors:
-        """Checks results, and returns them.
-
-        Raises:
-          Error: they have other shapes or dtypes than before.
-        """
+        """Checks results, and returns them."""
         if [Kind.of(tensor) for tensor in results] != self.results:
             raise Error(
                 f"poptorch.CPU {self.name!r} returns tensors of other shapes or dtypes than when the "
@@ -147,11 +128,7 @@ def keep(function: HostFunction) -> str:
 
 
 def find(key: str) -> HostFunction:
-    """Finds the function of a key.
-
-    Raises:
-      Error: it is gone, or in another process.
-    """
+    """Finds the function of a key."""
     function = _functions.get(key)
     if function is None:
         raise Error(f"The function of poptorch.CPU {key.rpartition('#')[0]!r} is not in this process.")

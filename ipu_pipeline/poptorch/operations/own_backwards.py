@@ -96,16 +96,7 @@ class OwnBackward(torch.nn.Module):
         num_results: int,
         places: Sequence[int],
     ) -> None:
-        """Describes a call.
-
-        Args:
-          function: the class.
-          context: the context after the forward.
-          args: the call's arguments.
-          results: the tensors that the forward returned.
-          num_results: the number of all values that it returned, including None and numbers.
-          places: the places of the tensors among these.
-        """
+        """Describes a call."""
         super().__init__()
         self.name = function.__name__
         self._function, self._num_results, self._places = function, num_results, list(places)
@@ -118,11 +109,7 @@ class OwnBackward(torch.nn.Module):
         self.program: torch.export.ExportedProgram | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Computes the gradients by the arguments that are floating-point tensors.
-
-        Raises:
-          Error: the backward returns a wrong number of gradients, or one of a wrong shape.
-        """
+        """Computes the gradients by the arguments that are floating-point tensors."""
         own = [tensor.clone() for tensor in tensors]  # the backward may write to them
         context = self._context.with_parts(self._structure.unflatten(own[: self.num_kept]))
         gradients: list[Any] = [None] * self._num_results
@@ -160,11 +147,7 @@ class OwnBackward(torch.nn.Module):
 
 
 def apply(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Computes `function.apply(*args, **kwargs)` while a model is captured.
-
-    Raises:
-      Error: the function writes to its arguments, or does not return a tensor.
-    """
+    """Computes `function.apply(*args, **kwargs)` while a model is captured."""
     has_setup = function.setup_context is not _LEFT_OUT
     given = () if has_setup else (None,)
     args = inspect.signature(function.forward).bind(*given, *args, **kwargs).args[len(given) :]

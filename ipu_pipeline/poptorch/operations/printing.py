@@ -119,13 +119,7 @@ def _edges(array: np.ndarray[Any, Any], edge: int) -> np.ndarray[Any, Any]:
 
 
 def print_array(title: str, layout: Layout, array: Any) -> None:
-    """Prints an array on the standard error.
-
-    Args:
-      title: text before it, if it is not empty.
-      layout: its format.
-      array: an array of NumPy or JAX.
-    """
+    """Prints an array on the standard error."""
     text = layout.write(np.asarray(array))
     before = f"{title}:{chr(10) if chr(10) in text else ' '}" if title else ""
     sys.stderr.write(

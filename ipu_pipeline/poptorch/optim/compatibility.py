@@ -28,17 +28,8 @@ _GROUP_WORDS = {"decouples_decay": "decoupled_weight_decay"}
 def check_compatible(old: OptimizerSpec, new: OptimizerSpec, relaxed: bool = False) -> OptimizerSpec:
     """Checks what `setOptimizer` gets.
 
-    Args:
-      old: the optimizer that the model was compiled with.
-      new: the optimizer that takes its place.
-      relaxed: whether unused attributes are only logged for debugging, see
-        `Options.relaxOptimizerAttributesChecks`.
-
     Returns:
       The spec that the model uses from then on: the old structure with the new values.
-
-    Raises:
-      Error: another program would have to be compiled, or a constant attribute has another value.
     """
     _check_structures(old.structure, new.structure)
     _check_constants(old, new)
@@ -53,11 +44,7 @@ def check_compatible(old: OptimizerSpec, new: OptimizerSpec, relaxed: bool = Fal
 
 
 def check_same_groups(old: Mapping[str, int], new: Mapping[str, int]) -> None:
-    """Checks that two optimizers have the same variables in the same groups, see `assign_groups`.
-
-    Raises:
-      Error: a variable is in another group.
-    """
+    """Checks that two optimizers have the same variables in the same groups, see `assign_groups`."""
     moved = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if moved:
         first = moved[0]

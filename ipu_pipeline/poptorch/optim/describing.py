@@ -79,17 +79,7 @@ _IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 
 
 def describe(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = False) -> OptimizerSpec:
-    """Reads an optimizer.
-
-    Args:
-      optimizer: from `poptorch.optim`, or from `torch.optim` except those that need more than gradients of
-        dense weights (SparseAdam, LBFGS).
-      automatic_loss_scaling: whether the loss's factor adapts, starting at `loss_scaling`.
-
-    Raises:
-      TypeError: the optimizer is of another class, or a value is not a number.
-      ValueError: a group has `amsgrad` or `differentiable`, or a value is out of its range.
-    """
+    """Reads an optimizer."""
     torchs_class, kind = _find_class(optimizer)
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         logs.warn_once(
@@ -140,10 +130,6 @@ def assign_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, int]:
     """Returns the group of each variable that the optimizer trains.
-
-    Args:
-      optimizer: the optimizer, whose groups hold parameters.
-      parameters: the parameters by the names of their variables.
 
     Returns:
       The number of the group by name, without parameters that are in no group or need no gradient.

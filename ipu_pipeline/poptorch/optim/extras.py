@@ -26,13 +26,7 @@ _KEYS = {"params", "param_names"}
 def find_extras(
     optimizer: torch.optim.Optimizer, optimizer_name: str, keys: Iterable[str]
 ) -> frozenset[Extra]:
-    """Finds extras. Warns of those in a group that would have an effect as attributes.
-
-    Args:
-      optimizer: the optimizer.
-      optimizer_name: what warnings call it.
-      keys: the keys of groups that have an effect.
-    """
+    """Finds extras. Warns of those in a group that would have an effect as attributes."""
     own = set(optimizer.own_defaults) if isinstance(optimizer, Optimizer) else set()
     found: set[Extra] = {
         (None, name)

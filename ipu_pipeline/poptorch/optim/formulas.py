@@ -122,12 +122,7 @@ def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, .
 
 
 def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Returns Adam's averages: corrected, with the root of the second one; and uncorrected.
-
-    Args:
-      case: a case with the slots `exp_avg` and `exp_avg_sq`.
-      corrects_mean: whether the first average is corrected, too.
-    """
+    """Returns Adam's averages: corrected, with the root of the second one; and uncorrected."""
     gradient, numbers = case.direction, case.numbers
     mean, square = case.slots["exp_avg"], case.slots["exp_avg_sq"]
     mean = mean + numbers["one_minus_beta1"] * (gradient - mean)

@@ -36,12 +36,7 @@ class Hyperparameters:
         self.columns = (*kept, *_derive_all(spec)[0])
 
     def pack(self, spec: OptimizerSpec, before: Any = None) -> np.ndarray[Any, Any]:
-        """Makes the array.
-
-        Args:
-          spec: the spec with the values.
-          before: the array before, whose `STORED_SCALING` is kept; None at the start.
-        """
+        """Makes the array."""
         rows = _derive_all(spec)
         packed = np.zeros((len(rows), len(self.columns)), jax.dtypes.canonicalize_dtype(np.float64))
         for number, row in enumerate(rows):

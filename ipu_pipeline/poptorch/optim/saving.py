@@ -25,13 +25,7 @@ _SCALE, _GOOD = "loss_scale", "loss_scale_good_updates"  # of automatic loss sca
 
 
 def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -> SavedState:
-    """Returns the state for an optimizer's `state_dict`.
-
-    Args:
-      state: the state of `make_transformation(spec, group_of)`.
-      spec: the optimizer, with the values in use.
-      group_of: variable -> the number of its group.
-    """
+    """Returns the state for an optimizer's `state_dict`."""
     packing = Hyperparameters(spec)
     host: Any = jax.device_get(state)
     inner = inner_state(host)
@@ -62,19 +56,9 @@ def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:
 def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: Mapping[str, int]) -> Any:
     """Returns a state with what was exported put in.
 
-    Args:
-      state: the initial state of `make_transformation(spec, group_of)`.
-      saved: from `export_state`. Its hyperparameters are not used: the spec's are.
-      spec: the optimizer.
-      group_of: variable -> the number of its group.
-
     Returns:
       The state, with some leaves replaced by arrays on the host. What was not saved stays as in `state`.
       There is a warning if only a part of a variable's state was saved.
-
-    Raises:
-      RuntimeError: nothing in `saved` belongs to the state.
-      ValueError: a tensor has a different shape than its place.
     """
     inner = inner_state(state)
     places = {key_of(slot, name): (slot, name) for slot, of_slot in inner.slots.items() for name in of_slot}
@@ -110,12 +94,7 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
 def read_torch_state(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> SavedState | None:
-    """Reads the state of one of torch's optimizers, for `import_state`; None if it has none.
-
-    Args:
-      optimizer: the optimizer, for example one that trained on the CPU or loaded its state.
-      tensors: the parameters that it is to train, by the names of their variables.
-    """
+    """Reads the state of one of torch's optimizers, for `import_state`; None if it has none."""
     found = {
         key_of(slot, name): torch.as_tensor(value, dtype=torch.float32) if slot == STEP else value.detach()
         for name, tensor in tensors.items()
@@ -131,13 +110,7 @@ def write_torch_state(
     saved: SavedState,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Gives one of torch's optimizers the state that a model had for it.
-
-    Args:
-      optimizer: the optimizer, whose state is replaced.
-      saved: from `export_state`.
-      tensors: the parameters, by the names of their variables.
-    """
+    """Gives one of torch's optimizers the state that a model had for it."""
     is_counted = not isinstance(optimizer, torch.optim.SGD)
     for key, value in saved.ipu_state.items():
         slot, name = split_key(key)

@@ -64,21 +64,9 @@ def make_transformation(
 ) -> optax.GradientTransformation:
     """Makes the transformation.
 
-    Args:
-      spec: the optimizer.
-      group_of: each variable that it may be asked to train -> the number of its group.
-      growth_interval: with automatic loss scaling, the number of updates with finite gradients after which
-        the scale is doubled. If a gradient is not finite, the scale is halved and the update skipped.
-      num_summed: the factor that gradients are multiplied by. It is the number of replicas where the sum of
-        their gradients is wanted and the mean is given.
-      with_rows: the variables whose rows are each a separate parameter.
-
     Returns:
       A transformation of flat dicts, name of the variable -> array. It computes in at least 32 bits. What
       it keeps has the dtypes of the spec. Its `init` raises a ValueError for a variable in no group.
-
-    Raises:
-      ValueError: there are variables with rows, and the formula needs whole weights.
     """
     if with_rows and spec.structure.kind in (Kind.ADAFACTOR, Kind.MUON):
         names = ", ".join(sorted(with_rows))
@@ -253,10 +241,6 @@ def replace_inner_state(state: Any, inner: OptimizerState) -> Any:
 
 def with_hyperparameters(state: Any, spec: OptimizerSpec) -> Any:
     """Returns the state with the hyperparameters of a spec.
-
-    Args:
-      state: the state of the transformation.
-      spec: the spec, with the same structure as the transformation's, see `check_compatible`.
 
     Returns:
       The state, with some leaves replaced by arrays on the host. With automatic scaling the scale stays.

@@ -27,16 +27,7 @@ class ConfigFileError(Exception):
 
 
 def load(options: OptionGroup, path: str | os.PathLike[str]) -> None:
-    """Sets options line by line.
-
-    Args:
-      options: the options to set.
-      path: a text file in UTF-8.
-
-    Raises:
-      ConfigFileError: a line is wrong. The lines before it are set.
-      OSError: the file cannot be read.
-    """
+    """Sets options line by line."""
     file = pathlib.Path(path)
     for number, line in enumerate(file.read_text("utf-8").split("\n"), start=1):
         text = line.strip()

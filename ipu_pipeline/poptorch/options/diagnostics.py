@@ -35,12 +35,7 @@ _anchored: checks.Check[dict[str, AnchoredTensor]] = checks.Check(
 
 
 def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
-    """Returns the period of an output mode: required for `EveryN`, else 1. Warns if it is given in vain.
-
-    Raises:
-      AssertionError: an argument is of a wrong type, or the period is missing.
-      ValueError: the period is below 1.
-    """
+    """Returns the period of an output mode: required for `EveryN`, else 1. Warns if it is given in vain."""
     mode = checks.member(OutputMode)(f"{name}: output_mode", output_mode)
     if mode is OutputMode.EveryN:
         if period is None:

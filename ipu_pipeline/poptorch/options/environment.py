@@ -20,13 +20,7 @@ DEFAULTS_VARIABLE = "POPTORCH_DEFAULT_OPTIONS"
 
 
 def apply(options: OptionGroup) -> None:
-    """Sets options from the environment variables.
-
-    Raises:
-      AttributeError: a name is not a setter.
-      AssertionError: a value is of a wrong type.
-      ValueError: it is not a JSON object, or a value is out of range.
-    """
+    """Sets options from the environment variables."""
     if directory := os.environ.get(CACHE_VARIABLE):
         options.set(executable_cache_path=directory)
     if text := os.environ.get(DEFAULTS_VARIABLE):
@@ -34,18 +28,7 @@ def apply(options: OptionGroup) -> None:
 
 
 def load_json(options: OptionGroup, text: str, what: str = "from_json: the string") -> None:
-    """Sets options from JSON; see `Options.from_json`.
-
-    Args:
-      options: the options to set.
-      text: the JSON.
-      what: the name of the text in errors.
-
-    Raises:
-      AttributeError: a name is not a setter.
-      AssertionError: a value is of a wrong type.
-      ValueError: it is not a JSON object, or a value is out of range.
-    """
+    """Sets options from JSON; see `Options.from_json`."""
     try:
         calls = json.loads(text)
     except ValueError as error:

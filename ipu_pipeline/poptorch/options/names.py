@@ -53,11 +53,7 @@ def find_value(name: str) -> Any:
 
 
 def find_setter(target: Any, name: str) -> Callable[..., Any]:
-    """Finds a method of options, stages or strategies that a file may call.
-
-    Raises:
-      AttributeError: there is none of that name.
-    """
+    """Finds a method of options, stages or strategies that a file may call."""
     method = getattr(type(target), name, None)
     if not is_configurable(method):
         known = [key for key in dir(type(target)) if is_configurable(getattr(type(target), key))]

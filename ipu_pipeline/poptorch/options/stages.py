@@ -128,11 +128,7 @@ def pick(what: str, values: tuple[Any, ...], index: int) -> Any:
 
 
 def associate(stages: list[Stage]) -> dict[str, int]:
-    """Returns the position of each block's stage.
-
-    Raises:
-      AssertionError: a block is in two stages.
-    """
+    """Returns the position of each block's stage."""
     positions: dict[str, int] = {}
     for position, stage in enumerate(stages):
         for block in stage.blocks:

@@ -26,9 +26,6 @@ _PER_MICROSECOND = 1000
 def pack(events: Iterable[Event]) -> Columns:
     """Packs events as columns.
 
-    Args:
-      events: in any order.
-
     Returns:
       A value for JSON: "count", and columns with an entry for each event, by begin: "kind" (a place in
       "kinds"), "begin" and "length" (in nanoseconds, the begin from the last entry's), "ipu",

@@ -19,10 +19,6 @@ def as_html(value: object) -> str:
 
 
 def as_script(value: Any) -> str:
-    """A value as JSON that can be put in a script element.
-
-    Raises:
-      ValueError: it has a number that JSON lacks.
-    """
+    """A value as JSON that can be put in a script element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.translate(_IN_SCRIPTS)

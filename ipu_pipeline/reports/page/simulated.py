@@ -19,16 +19,7 @@ _SECONDS_PER_UNIT = 1e-3
 
 
 def write_simulation(scenario: Scenario, title: str) -> str:
-    """A page like `report.html`, without anything measured.
-
-    Args:
-      scenario: what is simulated; its costs may be in any unit, which the page shows as a millisecond.
-      title: the title of the page.
-
-    Raises:
-      RuntimeError: Plotly is not installed (the extra `reports`).
-      ScheduleError: the schedule is incomplete, out of order or deadlocked.
-    """
+    """A page like `report.html`, without anything measured."""
     cluster, name = scenario.cluster, schedule_name(scenario.schedule)
     scaled = dataclasses.replace(
         scenario,

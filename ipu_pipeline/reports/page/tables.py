@@ -53,14 +53,7 @@ def _table(
     headings: Sequence[_Cell],
     rows: Iterable[tuple[bool, Sequence[_Cell]]],
 ) -> str:
-    """A table; the first cell of a row is its heading.
-
-    Args:
-      facts: the pipeline, whose word for a device the caption and headings have.
-      caption: the caption.
-      headings: the headings of the columns.
-      rows: for each row, whether it is marked, and its cells.
-    """
+    """A table; the first cell of a row is its heading."""
 
     def put(tag: str, cell: _Cell, more: str = "") -> str:
         name = ' class="text"' if cell.is_text else ""
@@ -82,12 +75,7 @@ def _table(
 
 
 def table_of_figures(facts: PipelineFacts, figures: Iterable[tuple[str, str, Sequence[str]]]) -> str:
-    """The figures of the summary, with what there is no room for at the top.
-
-    Args:
-      facts: the pipeline.
-      figures: title, figure, and details of each.
-    """
+    """The figures of the summary, with what there is no room for at the top."""
     rows = [
         (False, [_text(title), _text(figure), _text("; ".join(more))]) for title, figure, more in figures
     ]
@@ -191,12 +179,7 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
 
 
 def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str:
-    """The memory of each IPU, by the plan and at its peak in the trace; empty without a plan.
-
-    Args:
-      facts: the pipeline.
-      held: the memory of its IPUs over time.
-    """
+    """The memory of each IPU, by the plan and at its peak in the trace; empty without a plan."""
     if not facts.memory:
         return ""
     headings = [

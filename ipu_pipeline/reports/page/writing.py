@@ -62,16 +62,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 
 def write_page(profile: Profile, studies: Sequence[Study] | None = None, is_simulated: bool = False) -> str:
-    """Returns the text of `report.html`, which contains all that it needs and fetches nothing.
-
-    Args:
-      profile: the profile.
-      studies: the studies of its pipelines; None: they are made here.
-      is_simulated: whether its events were simulated, not measured.
-
-    Raises:
-      RuntimeError: Plotly is not installed (the extra `reports`).
-    """
+    """Returns the text of `report.html`, which contains all that it needs and fetches nothing."""
     plotly = _read_plotly()
     studies = study(profile) if studies is None else studies
     data = {**_make_data(profile, studies), "isSimulated": is_simulated}
@@ -238,11 +229,6 @@ def _section(index: int, markup: str) -> str:
 def _pack_memory(ipu: int, times: Any, parts: dict[str, Any]) -> dict[str, Any]:
     """Packs the memory of an IPU.
 
-    Args:
-      ipu: its number.
-      times: times in microseconds, ascending.
-      parts: name -> bytes from each time on, or one number for all the time. Parts that are 0 are left out.
-
     Returns:
       A value for JSON: "ipu", "count" of times, "times" (in nanoseconds, each from the one before) and
       "parts" with "name" and "values"; columns are as `pack_column` makes them.
@@ -264,10 +250,6 @@ def pack_measured(profile: Profile, pipeline: int) -> list[dict[str, Any]]:
     """Packs the memory of each IPU while a pipeline ran, by the plan and the measured times.
 
     The list is empty without a plan.
-
-    Args:
-      profile: the trace.
-      pipeline: the pipeline's number in it.
     """
     return [
         _pack_memory(

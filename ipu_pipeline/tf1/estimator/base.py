@@ -410,13 +410,7 @@ class Estimator(abc.ABC):
 
     @abc.abstractmethod
     def _build(self, mode: ModeKeys, dataset: Any, is_exported: bool = False) -> EstimatorProgram:
-        """Calls the `model_fn` and compiles what it returns. It does not start JAX's backend.
-
-        Args:
-          mode: the mode.
-          dataset: the data set.
-          is_exported: whether the program is to be exported: it has one replica, whose hooks log nothing.
-        """
+        """Calls the `model_fn` and compiles what it returns. It does not start JAX's backend."""
 
     def _params_of(self, mode: ModeKeys) -> dict[str, Any]:
         """The parameters for the `model_fn` and the `input_fn` in a mode."""
@@ -471,11 +465,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _choose_entries(batch: Any, keys: Sequence[str] | None) -> Any:
-    """Chooses entries of a dict of predictions; None for all.
-
-    Raises:
-      ValueError: one is missing, or the predictions are not a dict.
-    """
+    """Chooses entries of a dict of predictions; None for all."""
     if keys is None:
         return batch
     if not isinstance(batch, dict):
@@ -487,11 +477,7 @@ def _choose_entries(batch: Any, keys: Sequence[str] | None) -> Any:
 
 
 def _split_examples(batch: Any, into_examples: bool) -> Iterator[Any]:
-    """Yields the examples of a micro-batch, along the first axis, or the micro-batch as it is.
-
-    Raises:
-      ValueError: the predictions do not all have the same first axis.
-    """
+    """Yields the examples of a micro-batch, along the first axis, or the micro-batch as it is."""
     if not into_examples:
         yield batch
         return

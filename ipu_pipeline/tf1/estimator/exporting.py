@@ -23,11 +23,7 @@ def check_export(
     as_text: bool,
     experimental_mode: ModeKeys | str,
 ) -> Callable[[], Any]:
-    """Checks the arguments of `export_saved_model`. Returns a function that makes an example micro-batch.
-
-    Raises:
-      NotImplementedError, TypeError: an argument is not usable.
-    """
+    """Checks the arguments of `export_saved_model`; returns a maker of an example micro-batch."""
     if not callable(serving_input_receiver_fn):
         raise TypeError(
             "export_saved_model: serving_input_receiver_fn must be a function that returns what a "
@@ -56,12 +52,6 @@ def export_prediction(
     session: Session, made: EstimatorProgram, global_step: int, base: str | os.PathLike[str]
 ) -> str:
     """Exports a program to a folder that is named by the time.
-
-    Args:
-      session: a session with the variables.
-      made: a program that predicts.
-      global_step: the step of the variables.
-      base: the directory in which the folder is created.
 
     Returns:
       The folder.

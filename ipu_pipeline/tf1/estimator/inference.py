@@ -93,15 +93,7 @@ class Inference:
         hooks: Sequence[SessionRunHook],
         global_step: int,
     ) -> None:
-        """Takes what it needs.
-
-        Args:
-          made: the program.
-          data: the data of its infeed.
-          session: a session with the variables; the infeed is initialized.
-          hooks: all hooks.
-          global_step: the step of the variables.
-        """
+        """Takes what it needs."""
         self._made = made
         self._data = data
         self._runs = Runs(made, session, hooks, global_step)
@@ -118,10 +110,6 @@ class Inference:
         """Returns the metrics over `steps` micro-batches of each replica, or over all.
 
         Updates of `ipu.metrics` are added up; the means of other numbers are taken.
-
-        Raises:
-          KeyError, TypeError: what `eval_metrics_fn` returns is not usable.
-          ValueError: the data set is empty, or the function does not return the same metrics each time.
         """
         updates: dict[str, Update] = {}
 
@@ -142,11 +130,7 @@ class Inference:
         return {name: float(total.result()) for name, total in totals.items()}
 
     def predictions(self, iterations_per_loop: int) -> Iterator[Any]:
-        """Yields the last stage's results, per micro-batch: an array, or a dict of arrays.
-
-        Raises:
-          ValueError: it returns something else.
-        """
+        """Yields the last stage's results, per micro-batch: an array, or a dict of arrays."""
         for count, outputs in self._run_all(None, iterations_per_loop, lambda _outputs: float("nan")):
             if isinstance(outputs, (list, tuple)):
                 if len(outputs) != 1:

@@ -146,12 +146,7 @@ class IPUEstimatorSpec:
 
 
 def check_model_function(model_fn: Any) -> None:
-    """Raises if a function cannot be the `model_fn` of an `IPUEstimator`.
-
-    Raises:
-      TypeError: it is not a function.
-      ValueError: it does not take `features`, or has an argument that is not passed.
-    """
+    """Raises if a function cannot be the `model_fn` of an `IPUEstimator`."""
     if not callable(model_fn):
         raise TypeError(f"IPUEstimator: model_fn must be a function; got {model_fn!r}.")
     if "features" not in argument_names(model_fn):
@@ -381,13 +376,7 @@ def build_model_program(
     dataset: Any,
     is_exported: bool = False,
 ) -> EstimatorProgram:
-    """Traces the `model_fn` of an `IPUEstimator` and compiles it. It does not start JAX's backend.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: what it returns is not usable.
-      ValueError: `num_shards` is not 1; or an error of `compile_spec`.
-      Others: the errors of `pipelining_ops.pipeline`.
-    """
+    """Traces the `model_fn` of an `IPUEstimator` and compiles it. It does not start JAX's backend."""
     if config.ipu_run_config.num_shards != 1:
         raise ValueError(
             "IPUEstimator: `IPURunConfig.num_shards` must be 1, since the model is one stage on one IPU; "

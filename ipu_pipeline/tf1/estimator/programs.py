@@ -230,12 +230,7 @@ class EstimatorProgram:
 
 
 def check_model_fn(model_fn: Any) -> None:
-    """Raises if a function cannot be a `model_fn`.
-
-    Raises:
-      TypeError: it is not a function.
-      ValueError: it takes `features`, `labels`, or another argument that is not passed.
-    """
+    """Raises if a function cannot be a `model_fn`."""
     if not callable(model_fn):
         raise TypeError(f"IPUPipelineEstimator: model_fn must be a function; got {model_fn!r}.")
     arguments = argument_names(model_fn)
@@ -249,12 +244,7 @@ def check_model_fn(model_fn: Any) -> None:
 
 
 def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
-    """Returns the data set of an `input_fn`.
-
-    Raises:
-      TypeError: it is not a function.
-      ValueError: it has an argument that is not passed, or does not return a data set.
-    """
+    """Returns the data set of an `input_fn`."""
     if not callable(input_fn):
         raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
     check_known(input_fn, "input_fn")
@@ -274,13 +264,7 @@ def build_estimator_program(
     dataset: Any,
     is_exported: bool = False,
 ) -> EstimatorProgram:
-    """Calls the `model_fn` of an `IPUPipelineEstimator` and compiles its pipeline.
-
-    Raises:
-      TypeError: the `model_fn` does not return a specification.
-      ValueError: `num_shards` does not fit; or an error of `compile_spec`.
-      Others: the errors of `pipelining_ops.pipeline`.
-    """
+    """Calls the `model_fn` of an `IPUPipelineEstimator` and compiles its pipeline."""
     spec = call_with(model_fn, mode=mode, params=dict(params), config=config)
     if not isinstance(spec, IPUPipelineEstimatorSpec):
         raise TypeError(
@@ -328,20 +312,8 @@ def compile_spec(
 ) -> EstimatorProgram:
     """Compiles the pipeline of a specification. It does not start JAX's backend.
 
-    Args:
-      spec: the specification.
-      config: the estimator's configuration.
-      infeed: the pipeline's infeed.
-      options: arguments of the pipeline besides those that every estimator's has.
-      is_exported: whether the program is to be exported: then there is one replica, and hooks log nothing.
-
     Returns:
       The program, without hooks that log.
-
-    Raises:
-      ValueError: `iterations_per_loop` does not fit; or there are to be several replicas, and no optimizer
-        averages gradients over them.
-      Others: the errors of `pipelining_ops.pipeline`.
     """
     mode, run_config = spec.mode, config.ipu_run_config
     repeat_count = _repeat_count(run_config.iterations_per_loop, spec)
@@ -426,16 +398,7 @@ def argument_names(function: Any) -> list[str]:
 
 
 def check_known(function: Any, what: str, given: Sequence[str] = _GIVEN) -> None:
-    """Raises if a function needs arguments that are not passed.
-
-    Args:
-      function: the function.
-      what: its name in errors.
-      given: the names of the arguments that it may have.
-
-    Raises:
-      ValueError: it needs one.
-    """
+    """Raises if a function needs arguments that are not passed."""
     unknown = [
         name
         for name, parameter in inspect.signature(function).parameters.items()

@@ -102,17 +102,8 @@ def _latest_step(series: CheckpointSeries) -> int:
 def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:
     """Loads the variables of a checkpoint into a session that infers.
 
-    Args:
-      session: the session.
-      path: the checkpoint's path.
-      snapshot: the checkpoint.
-      program: the program that the session is to run.
-
     Returns:
       The global step of the variables.
-
-    Raises:
-      CheckpointError: it is of another model.
     """
     _logger.info("The variables come from %s.", path)
     check_program(snapshot, path, program, allow_extra=True)
@@ -121,11 +112,7 @@ def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Prog
 
 
 def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Program) -> dict[str, Any]:
-    """A program's variables from a checkpoint, or from the newest one in a `model_dir`.
-
-    Raises:
-      CheckpointError: it is of another model.
-    """
+    """A program's variables from a checkpoint, or from the newest one in a `model_dir`."""
     source = Path(os.fspath(warm_start_from))
     series = CheckpointSeries(source / CHECKPOINTS)
     if series.steps():

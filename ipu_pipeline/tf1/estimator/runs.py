@@ -57,16 +57,7 @@ class Runs:
         global_step: int,
         first_step: int | None = None,
     ) -> None:
-        """Takes a session that has the program's variables.
-
-        Args:
-          made: the program.
-          session: the session.
-          hooks: all of them.
-          global_step: micro-batches that the variables were trained on.
-          first_step: the global step at which the runs began, which may have been before an interruption;
-            None: now.
-        """
+        """Takes a session that has the program's variables."""
         self.made = made
         self.session = session
         self.hooks = hooks
@@ -97,18 +88,7 @@ class Runs:
         should_stop: Callable[[], bool] = lambda: False,
         num_real: Callable[[int], int] = lambda count: count,
     ) -> Run:
-        """Runs the program once; if the data end, as far as they go.
-
-        Args:
-          global_step: the steps before the run.
-          max_updates: the largest number of updates, or executions.
-          loss_of: computes the loss that hooks ask for from the outfeed's elements.
-          should_stop: called after each update.
-          num_real: returns how many of a number of micro-batches from the outfeed count.
-
-        Raises:
-          OutOfRangeError: the data ended before the first update.
-        """
+        """Runs the program once; if the data end, as far as they go."""
         made = self.made
         context = SessionRunContext(self.session, global_step)
         asked = [hook.before_run(context) for hook in self.hooks]

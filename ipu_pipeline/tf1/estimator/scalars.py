@@ -27,12 +27,7 @@ class ScalarWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
-        """Opens the files.
-
-        Args:
-          directory: the directory of the files; it is created.
-          step: the step that training goes on from: scalars of later steps are dropped. None drops nothing.
-        """
+        """Opens the files."""
         self._directory = Path(directory)
         self._path = self._directory / FILE
         self._stream: Any = None
@@ -51,12 +46,7 @@ class ScalarWriter:
         return self._stream is not None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes scalars. The event file has them a few seconds later.
-
-        Args:
-          step: the step of all of them.
-          scalars: the scalars by name.
-        """
+        """Writes scalars. The event file has them a few seconds later."""
         now = time.time()
         with self._reporting("written"):
             for name, value in scalars.items():

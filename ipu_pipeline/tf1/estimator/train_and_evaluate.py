@@ -42,12 +42,7 @@ class TrainSpec:
     saving_listeners: Sequence[CheckpointSaverListener] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          TypeError: a hook or listener is not one, or `input_fn` is not a function.
-          ValueError: `max_steps` is not a number above 0, or `input_fn` has an argument that is not passed.
-        """
+        """Checks the fields."""
         _check_input_fn("TrainSpec", self.input_fn)
         number = self.max_steps
         if not is_int(number, 1):
@@ -84,13 +79,7 @@ class EvalSpec:
     throttle_secs: float = 600
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          NotImplementedError: there are exporters.
-          TypeError: a hook is not one, or `input_fn` is not a function.
-          ValueError: a number is out of range, or `input_fn` has an argument that is not passed.
-        """
+        """Checks the fields."""
         _check_input_fn("EvalSpec", self.input_fn)
         if self.exporters:
             raise NotImplementedError(

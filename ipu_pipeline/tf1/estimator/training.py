@@ -63,12 +63,7 @@ class _Since:
     """The losses since a moment, and the time that has passed."""
 
     def __init__(self, every: int | None, step: int) -> None:
-        """Begins now.
-
-        Args:
-          every: the number of steps after which it is due; None: never.
-          step: the step at which it begins.
-        """
+        """Begins now."""
         self._every = every
         self._begin_anew(step)
 
@@ -82,12 +77,7 @@ class _Since:
         self._count += count
 
     def take(self, step: int, is_due: bool) -> tuple[float, float] | None:
-        """Returns the mean loss and the steps per second, and begins anew; None if that is not due.
-
-        Args:
-          step: the step at which it ends.
-          is_due: whether it is due, however few steps there were.
-        """
+        """Returns the mean loss and the steps per second, and begins anew; None if that is not due."""
         every = self._every
         if every is None or not self._count or not (is_due or step // every != self._step // every):
             return None
@@ -114,22 +104,7 @@ class Training:
         listeners: Sequence[CheckpointSaverListener] = (),
         saved_step: int | None = None,
     ) -> None:
-        """Takes what it needs.
-
-        Args:
-          made: the program.
-          session: a session with the state to go on from; its infeed is initialized.
-          hooks: all hooks.
-          config: the estimator's configuration.
-          series: where checkpoints go.
-          scalars: where scalars go.
-          input_fn: the function that returned the data.
-          global_step: the step at which training begins.
-          is_same_data: whether the session's checkpoint is from training on this `input_fn`'s data.
-          first_step: the step at which this training began, which may have been before an interruption.
-          listeners: called around saves.
-          saved_step: the step of the newest checkpoint on disk; None: `global_step`.
-        """
+        """Takes what it needs."""
         self._runs = Runs(made, session, hooks, global_step, first_step)
         self._begun_step = first_step
         self._made = made
@@ -155,11 +130,6 @@ class Training:
 
         Whatever ends it, completed weight updates are saved, unless a hook raises FloatingPointError and
         the loss is not finite.
-
-        Raises:
-          CheckpointError: the last checkpoint cannot be saved.
-          SystemExit: SIGINT or SIGTERM came, to this process or another one; the state after the running
-            weight update is saved.
         """
         _logger.info(
             "Training from step %d to %d: %d micro-batches per weight update, up to %d per run%s.",
@@ -282,11 +252,7 @@ class Training:
         return float(np.sum(np.asarray(sums, np.float64))), sums.size * per_update
 
     def _report(self, is_due: bool) -> None:
-        """Logs, and writes scalars, if these are due.
-
-        Args:
-          is_due: whether both are due in any case, as at the first run and at the end.
-        """
+        """Logs, and writes scalars, if these are due."""
         if (found := self._logged.take(self._step, is_due)) is not None:
             loss, speed = found
             examples = speed * self._made.num_examples
@@ -355,12 +321,7 @@ class Training:
         }
 
     def _save_finally(self, request: StopRequest, is_error: bool) -> None:
-        """Saves what has been done since the last checkpoint, in this thread.
-
-        Args:
-          request: the request to stop; further signals are ignored.
-          is_error: whether training ends by an error or a signal, which an error in saving must not hide.
-        """
+        """Saves what has been done since the last checkpoint, in this thread."""
         request.is_final = True
         self._series.wait()
         if self._step == 0:

@@ -126,12 +126,7 @@ jax.tree_util.register_pytree_node(Placeholder, _flatten, _unflatten)
 
 
 def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
-    """Flattens the `inputs` argument of a pipeline or loop.
-
-    Raises:
-      TypeError: a leaf is not an array.
-      ValueError: an integer does not fit.
-    """
+    """Flattens the `inputs` argument of a pipeline or loop."""
     if inputs is None:
         inputs = []
     elif not isinstance(inputs, (list, tuple)):
@@ -141,11 +136,7 @@ def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]
 
 
 def input_shapes(inputs: Any) -> list[Any]:
-    """Shapes and dtypes of the `inputs` of a pipeline, where placeholders have no value.
-
-    Args:
-      inputs: pytrees of placeholders, arrays, numbers, or shapes and dtypes, in a list or alone; or None.
-    """
+    """Shapes and dtypes of the `inputs` of a pipeline, where placeholders have no value."""
 
     def find(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf.aval if isinstance(leaf, Placeholder) else as_shape(leaf)

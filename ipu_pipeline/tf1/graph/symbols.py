@@ -140,12 +140,7 @@ class ComputedStep(StepSymbol):
         return "a value computed from the global step"
 
     def traced(self) -> Any:
-        """Returns the value, in a stage or an optimizer.
-
-        Raises:
-          RuntimeError: it is used elsewhere.
-          TypeError: an operator does not take its operands.
-        """
+        """Returns the value, in a stage or an optimizer."""
         value = self._compute()
         if value is NotImplemented:
             raise TypeError("An operator of Python does not take the global step with its other operand.")

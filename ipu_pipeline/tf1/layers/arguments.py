@@ -74,14 +74,7 @@ def argument(
     default: Any = dataclasses.MISSING,
     attribute: str = "{}",
 ) -> Any:
-    """An argument of a layer.
-
-    Args:
-      meaning: what it is, for `help`.
-      check: gives what is kept, or raises an error; None: the value is kept as it is.
-      default: its default.
-      attribute: where it is kept, with {} for its name; "": nowhere.
-    """
+    """An argument of a layer."""
     kept = {"meaning": meaning, "check": check, "attribute": attribute}
     return dataclasses.field(default=default, metadata=kept)
 
@@ -153,11 +146,7 @@ def _describe(arguments: Any) -> str:
 
 
 def check_positive_integer(layer: str, argument: str, value: Any) -> int:
-    """The value of an argument that must be a positive integer.
-
-    Raises:
-      ValueError: it is not a positive integer.
-    """
+    """The value of an argument that must be a positive integer."""
     if not is_integer(value, 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return int(value)
@@ -180,22 +169,14 @@ def optional(check: Check) -> Check:
 
 
 def check_flag(layer: str, argument: str, value: Any) -> bool:
-    """The value of an argument that must be True or False.
-
-    Raises:
-      TypeError: it is neither.
-    """
+    """The value of an argument that must be True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{layer}: {argument} must be True or False; got {value!r}.")
     return bool(value)
 
 
 def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
-    """The function of that name, or the function itself; None is the identity.
-
-    Raises:
-      ValueError: there is no activation of that name.
-    """
+    """The function of that name, or the function itself; None is the identity."""
     if activation is None:
         return _ACTIVATIONS["linear"]
     if callable(activation):

@@ -142,11 +142,7 @@ class Layer(abc.ABC):
         return f"{type(self).__name__} {get_variable_scope().name}"
 
     def _is_training(self, training: bool | None) -> bool:
-        """Whether the layer is applied as in training.
-
-        Args:
-          training: what the caller asked for; None: True in a program that trains, False in others.
-        """
+        """Whether the layer is applied as in training."""
         if training is None:
             return current_frame(type(self).__name__).is_training()
         return check_flag(type(self).__name__, "training", training)

@@ -138,16 +138,7 @@ def _find_policy(policy: Any) -> Policy:
 
 
 def check_dtype(owner: str, argument: str, value: Any) -> _Dtype | None:
-    """The dtype that an argument says; None for None.
-
-    Args:
-      owner: what has the argument, for the error.
-      argument: what it is called.
-      value: what was given for it.
-
-    Raises:
-      ValueError: it is no floating-point dtype.
-    """
+    """The dtype that an argument says; None for None."""
     if value is None:
         return None
     dtype = _as_dtype(value)
@@ -161,11 +152,7 @@ def check_dtype(owner: str, argument: str, value: Any) -> _Dtype | None:
 
 
 def check_is_there(owner: str, dtype: _Dtype | None) -> None:
-    """Checks that what is said is a dtype that JAX has, as it is configured.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """Checks that what is said is a dtype that JAX has, as it is configured."""
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{owner}: dtype {dtype.name} needs 64-bit mode; call "

@@ -48,12 +48,6 @@ class _Pooling2D(spatial.Windowed, PlainLayer):
     def _reduce(self, inputs: jax.Array, start: float, operation: Any) -> jax.Array:
         """Reduces the windows of [batch, height, width, channels].
 
-        Args:
-          inputs: the inputs.
-          start: the value that changes no result of the operation; JAX differentiates the reduction if
-            this is a constant.
-          operation: `jax.lax.max` or `jax.lax.add`.
-
         Returns:
           The reduced windows, [batch, rows of windows, columns of windows, channels].
         """

@@ -23,11 +23,7 @@ def without_effect(meaning: str) -> Any:
 
 
 def check_is_without_effect(layer: str, argument: str, value: Any) -> None:
-    """Warns, once per argument, if something is given for it.
-
-    Raises:
-      ValueError: `partials_dtype` is no floating-point dtype.
-    """
+    """Warns, once per argument, if something is given for it."""
     reason = "it was for Poplar's libraries, and XLA compiles here"
     if argument == "partials_dtype":
         reason = "products of matrices are summed in float32, or in float64 if the layer computes in it"

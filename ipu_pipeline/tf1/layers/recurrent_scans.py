@@ -83,18 +83,6 @@ def run_lstm(
 ) -> tuple[jax.Array, LSTMStateTuple]:
     """Runs an LSTM.
 
-    Args:
-      inputs: [time, batch, features].
-      state: before the first step, in the dtype of the inputs.
-      kernel: W, [features, 4 * units].
-      recurrent_kernel: U, [units, 4 * units].
-      bias: b, [4 * units]; None: zeros.
-      activation: g.
-      recurrent_activation: s.
-      lengths: the number of steps of each example, integers [batch]; None: all steps. After its last step
-        an example keeps its state, and its outputs are 0.
-      unroll: whether the program contains every step in turn, rather than a loop.
-
     Returns:
       The outputs, [time, batch, units], and the state after the last step.
     """
@@ -132,20 +120,6 @@ def run_gru(
     unroll: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a GRU, or with `attention` an AUGRU.
-
-    Args:
-      inputs: [time, batch, features].
-      state: before the first step, [batch, units], in the dtype of the inputs.
-      kernel: W, [features, 3 * units].
-      recurrent_kernel: U, [units, 3 * units].
-      bias: b, [3 * units]; None: zeros.
-      recurrent_bias: d, [3 * units], only with `reset_after`; None: zeros.
-      activation: g.
-      recurrent_activation: s.
-      reset_after: whether the reset gate comes after the product with U.
-      attention: the scores, [time, batch]; None: a GRU.
-      lengths: as for `run_lstm`.
-      unroll: as for `run_lstm`.
 
     Returns:
       The outputs, [time, batch, units], and the state after the last step.

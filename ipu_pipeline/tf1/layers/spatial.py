@@ -36,11 +36,7 @@ class Windowed(Layer):
 
 
 def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
-    """The sizes along height and width.
-
-    Raises:
-      ValueError: the value is neither two positive integers, nor one for both.
-    """
+    """The sizes along height and width."""
     sizes = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_usable = len(sizes) == 2 and all(is_integer(size, 1) for size in sizes)
     if not is_usable:
@@ -52,11 +48,7 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
 
 
 def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
-    """The size along one axis.
-
-    Raises:
-      ValueError: the value is neither a positive integer nor one in a sequence.
-    """
+    """The size along one axis."""
     sizes = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(sizes) != 1 or not is_integer(sizes[0], 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
@@ -64,11 +56,7 @@ def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
 
 
 def find_padding(layer: str, argument: str, value: Any) -> str:
-    """The padding in lower case.
-
-    Raises:
-      ValueError: the value is neither "valid" nor "same", in any case.
-    """
+    """The padding in lower case."""
     if not isinstance(value, str) or value.lower() not in ("valid", "same"):
         raise ValueError(f"{layer}: {argument} must be 'valid' or 'same'; got {value!r}.")
     return value.lower()
@@ -91,17 +79,7 @@ def _check_data_format(layer: str, argument: str, value: Any) -> None:
 
 
 def check_images(full_name: str, inputs: jax.Array, window: Sequence[int], padding: str) -> None:
-    """Checks that inputs are [batch, height, width, channels], and large enough for one window.
-
-    Args:
-      full_name: what the error calls the layer.
-      inputs: the inputs.
-      window: the extent of the window along height and width.
-      padding: "valid" or "same".
-
-    Raises:
-      ValueError: they are not.
-    """
+    """Checks that inputs are [batch, height, width, channels], and large enough for one window."""
     if inputs.ndim != 4:
         raise ValueError(
             f"{full_name} needs inputs of rank 4, [batch, height, width, channels]; got shape "

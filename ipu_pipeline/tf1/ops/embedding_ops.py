@@ -187,11 +187,7 @@ class _Registration:
     session: Session
 
     def __enter__(self) -> HostEmbedding:
-        """Registers the embedding.
-
-        Raises:
-          RuntimeError: it is registered with the session already.
-        """
+        """Registers the embedding."""
         if self.session in self.table.sessions:
             raise RuntimeError(
                 f"The host embedding {self.table.spec.name!r} is registered with this session already, "

@@ -256,9 +256,5 @@ class Optimizer(abc.ABC):
 
 
 def unwrap(opt: Any) -> Unwrapped:
-    """Looks through a nest of optimizers.
-
-    Raises:
-      ValueError: two of them accumulate, scale the loss or average over replicas.
-    """
+    """Looks through a nest of optimizers."""
     return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else Unwrapped(opt)

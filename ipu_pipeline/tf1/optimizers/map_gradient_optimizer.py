@@ -153,15 +153,7 @@ def _enqueue_gradients(
 
 
 def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
-    """Full names of the variables whose gradients an `OutfeedOptimizer` takes.
-
-    Args:
-      names: its `variable_names`.
-      trained: the names that there are.
-
-    Raises:
-      ValueError: one is not trained.
-    """
+    """Full names of the variables whose gradients an `OutfeedOptimizer` takes."""
     known = sorted(name for name in trained if not is_internal(name))
     for name in names or ():
         if name not in known:

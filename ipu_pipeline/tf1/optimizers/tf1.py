@@ -403,12 +403,7 @@ def _check_positive(name: str, value: float) -> None:
 def _excluding(
     patterns: Sequence[str] | None, transformation: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """A transformation of the variables in whose names none of some regular expressions is found.
-
-    Raises:
-      TypeError: a text is given in place of a list.
-      re.error: one is not a regular expression.
-    """
+    """A transformation of the variables in whose names none of some regular expressions is found."""
     if not patterns:
         return transformation
     if isinstance(patterns, str):

@@ -200,11 +200,7 @@ class PipelineCall(_Call):
                     entry.target.extend(handed.leaves[places], handed.size)
 
     def check_count(self, value: Any) -> int:
-        """Checks a number of micro-batches per weight update that is only known when the program runs.
-
-        Raises:
-          ValueError: it is not usable.
-        """
+        """Checks a number of micro-batches per weight update that is only known when the program runs."""
         count, num_serialized = int(value), self.pipeline.options.num_serialized
         if not 1 <= count * num_serialized <= _MAX_INT32:
             raise ValueError(
@@ -315,11 +311,7 @@ Call: TypeAlias = PipelineCall | LoopCall
 
 
 def find_num_replicas(call: Call) -> int:
-    """The number of replicas of a pipeline or loop on the selected devices.
-
-    Raises:
-      ValueError: the devices do not fit, or its outfeeds still have elements of another number of replicas.
-    """
+    """The number of replicas of a pipeline or loop on the selected devices."""
     number = call.replication.settle(call.name)
     for outfed in call.outfeeds:
         outfed.queue.expect_replicas(number if outfed.is_of_replicas else 1)
@@ -351,17 +343,8 @@ class ProgramBuilder:
     ) -> list[Any]:
         """Adds a pipeline or loop at this point of the program.
 
-        Args:
-          call: the pipeline or loop.
-          operands: traced values and arrays that it takes.
-          results: the shapes and dtypes of its results.
-
         Returns:
           Its results, traced.
-
-        Raises:
-          ValueError: it enqueues to the outfeed of another call, or twice to one; or it has the name of
-            another call and another structure of optimizer state.
         """
         queues = [outfed.queue for other in self.calls for outfed in other.outfeeds]
         for outfed in call.outfeeds:
@@ -383,11 +366,7 @@ class ProgramBuilder:
         return mark_call(len(self.calls) - 1, operands, results)
 
     def capture(self, placeholder: Placeholder) -> Any:
-        """Returns the traced value of a placeholder, which is an input of the program from now on.
-
-        Raises:
-          ValueError: the placeholder was made after compiling began.
-        """
+        """Returns the traced value of a placeholder, which is an input of the program from now on."""
         if placeholder not in self.placeholders:
             raise ValueError(
                 f"Trying to capture the tensor {placeholder.name} ({placeholder!r}), which was made by the "

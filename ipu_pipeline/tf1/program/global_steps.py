@@ -23,11 +23,6 @@ _HAS_STEPS = "_computes_global_steps"  # an attribute of stages; see `keep_steps
 def give_steps(inputs: Any, stages: Sequence[Any], trains: bool) -> tuple[Any, Sequence[Any], int | None]:
     """Makes the first stage compute the global step, and values computed from it, in `inputs`.
 
-    Args:
-      inputs: the inputs.
-      stages: the stages.
-      trains: whether there are weight updates; else the global step is the same in all of a run anyway.
-
     Returns:
       The inputs of the stages that are returned; the stages; and the position of the number of weight
       updates before the run among the leaves of the inputs, None if the global step is not among them.

@@ -125,11 +125,7 @@ class HostTable:
 
     @contextlib.contextmanager
     def connected(self, user: Any, array: np.ndarray[Any, Any]) -> Iterator[None]:
-        """Lets programs look rows up, for a `with` block.
-
-        Raises:
-          RuntimeError: another session's run uses it.
-        """
+        """Lets programs look rows up, for a `with` block."""
         with self._lock:
             other = None if self._user is None else self._user()
             if other is not None:
@@ -155,12 +151,7 @@ class HostTable:
 
 
 def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> None:
-    """Raises if a pipeline or loop cannot train tables in host memory as these specify.
-
-    Raises:
-      NotImplementedError: the loss is scaled, so the rows' gradients would be, too.
-      ValueError: a table is updated at other times than the weights.
-    """
+    """Raises if a pipeline or loop cannot train tables in host memory as these specify."""
     if not tables or not call.trains:
         return
     accumulated = call.accumulated

@@ -223,13 +223,7 @@ def check_arguments(
 
 
 def find_pipeline_schedule(pipeline_schedule: Any) -> ScheduleName | ScheduleFunction | SearchedSchedule:
-    """Finds the engine's schedule: a name, a function or a search. A file is read.
-
-    Raises:
-      TypeError: it is not a member of `PipelineSchedule`, nor `PipelineSchedule.searched()`, a name, a
-        function or a path.
-      ValueError: no schedule has that name, or a file has none.
-    """
+    """Finds the engine's schedule: a name, a function or a search. A file is read."""
     if isinstance(pipeline_schedule, PipelineSchedule):
         return pipeline_schedule.value
     is_known = isinstance(pipeline_schedule, (str, os.PathLike, SearchedSchedule))
@@ -408,11 +402,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
-    """Leaves out the outputs that an `outfeed_mask` selects.
-
-    Raises:
-      ValueError: the mask does not fit the outputs, or leaves nothing.
-    """
+    """Leaves out the outputs that an `outfeed_mask` selects."""
     if mask is None:
         return outputs, [True] * len(jax.tree.leaves(outputs))
     if isinstance(outputs, dict) != isinstance(mask, dict):

@@ -253,17 +253,8 @@ def build_program(
 ) -> Program:
     """Traces a function into a program. It does not start JAX's backend.
 
-    Args:
-      function: takes one array per input; calls `pipelining_ops.pipeline` and `loops.repeat`, and
-        computes around them.
-      inputs: placeholders, or arrays that are the same in every run.
-      ipu_device: the number in `/device:IPU:<n>`.
-
     Returns:
       The program.
-
-    Raises:
-      ValueError: a pipeline or loop is called inside the body of another transformation.
     """
     builder = ProgramBuilder(ipu_device)
     live = live_placeholders()
@@ -332,9 +323,6 @@ def returned_values(values: Any) -> Any:
 
     Values are returned in a list, even a single one. Operations, which have no values, follow them and are
     left out; within other structures None takes their places.
-
-    Raises:
-      ValueError: an operation comes before a value.
     """
     if isinstance(values, tuple):
         values = list(values)

@@ -82,10 +82,6 @@ def trainable_variables() -> list[VariableSpec]:
 
 
 def reserve_ipus(ipu_device: int, number: int) -> None:
-    """Reserves IPUs for a program that is being compiled, in addition to those of other programs.
-
-    Raises:
-      RuntimeError: JAX's CPU backend is running already, with fewer devices.
-    """
+    """Reserves IPUs for a program that is being compiled, in addition to those of other programs."""
     known = [(program.ipu_device, program.num_ipus) for program in compiled_programs()]
     selection.reserve([*known, (ipu_device, number)])

@@ -53,11 +53,7 @@ def make_replication(
     averages: bool,
     sharded: Sequence[str] = (),
 ) -> Replication:
-    """Makes the replication of a pipeline or loop that has been traced.
-
-    Raises:
-      ValueError: see `Replication.check`.
-    """
+    """Makes the replication of a pipeline or loop that has been traced."""
     known = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
     factors = [queue.replication_factor for queue in known]
     made = Replication(
@@ -100,12 +96,7 @@ class Replication:
         return self.may_be_several or self.asked is not None or bool(self.factors)
 
     def check(self) -> None:
-        """Raises if the number of replicas is contradictory, or their gradients would not be averaged.
-
-        Raises:
-          ValueError: queues, or a queue and an estimator, give different numbers; or there would be several
-            replicas, and the optimizer does not average over them.
-        """
+        """Raises if the number of replicas is contradictory, or their gradients would not be averaged."""
         said = {*self.factors, *([] if self.asked is None else [self.asked.num_replicas])}
         if len(said) > 1:
             raise ValueError(
@@ -122,12 +113,7 @@ class Replication:
             )
 
     def count(self) -> int:
-        """The number of replicas on the devices that are selected now.
-
-        Raises:
-          ValueError: the number of configured IPUs is not a multiple of a replica's, or makes another
-            number of replicas than queues give.
-        """
+        """The number of replicas on the devices that are selected now."""
         if self.asked is not None:
             return self.asked.num_replicas
         configured = selection.num_configured(self.ipu_device)
@@ -156,13 +142,7 @@ class Replication:
         return wanted
 
     def settle(self, name: str) -> int:
-        """The number of replicas of a pipeline or loop that is to run; warns of arguments without effect.
-
-        Raises:
-          ValueError: same as for `count`; replicas would share statistics in another way than was traced;
-            or the stages use other replicas, and there would be several without an optimizer that averages
-            over them.
-        """
+        """The number of replicas of a pipeline or loop to run; warns of arguments without effect."""
         number = self.count()
         configured = selection.num_configured(self.ipu_device)
         if self.trains and self.communicates and not self.averages and number == 1 and self.asked is None:
@@ -198,11 +178,7 @@ class Replication:
             )
 
     def deal_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Sequence[Any]]:
-        """The devices of each replica.
-
-        Raises:
-          ValueError: there are too few.
-        """
+        """The devices of each replica."""
         num_each = self.num_ipus if self.asked is None else max(self.asked.num_ipus, self.num_ipus)
         starts = [replica * num_each for replica in range(num_replicas)]  # some may be idle
         if len(devices) < starts[-1] + self.num_ipus:

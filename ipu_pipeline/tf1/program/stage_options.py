@@ -66,12 +66,7 @@ class PipelineStageOptions:
 def compiler_options(
     stages: Sequence[Any], trains: bool, forward: Any, backward: Any, weight_update: Any
 ) -> dict[str, Any]:
-    """Checks the three arguments of `pipeline`.
-
-    Raises:
-      TypeError: an argument is not of its type.
-      ValueError: one of the lists does not have one entry per stage.
-    """
+    """Checks the three arguments of `pipeline`."""
     given = {"forward_options": forward, "backward_options": backward, "update_options": weight_update}
     found: dict[str, Any] = {}
     has_poplar_options = []

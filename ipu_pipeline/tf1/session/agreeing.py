@@ -37,11 +37,6 @@ def agree_on_run(
 
     Returns:
       What is `beside` in each process.
-
-    Raises:
-      ValueError: the processes differ; nothing has run.
-      fault: all processes have it.
-      ProcessError: another process has ended, or does not go on.
     """
     others = processes.current()
     if others is None:
@@ -86,13 +81,7 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
 
 
 def agree_on_values(state: SessionState, fault: Exception | None = None) -> None:
-    """Compares the values that each process has made by itself, if there are others; all call it.
-
-    Raises:
-      ValueError: a value differs between processes.
-      fault: all processes have it.
-      ProcessError: another process has ended, or does not go on.
-    """
+    """Compares the values that each process has made by itself, if there are others; all call it."""
     others = processes.current()
     if others is None:
         return

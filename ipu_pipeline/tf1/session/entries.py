@@ -30,11 +30,7 @@ def _as_numbers(leaf: Any) -> np.ndarray[Any, Any]:
 def find_weights(
     optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
 ) -> dict[str, Any]:
-    """Returns the arrays of an entry that has one for each trained variable, in the variables' dtypes.
-
-    Raises:
-      ValueError: there is no such entry, or several.
-    """
+    """Returns the arrays of an entry that has one for each trained variable, in the variables' dtypes."""
     leaves = dict(zip(optimizer.shapes, jax.tree.leaves(optimizer.tree), strict=True))
     entries: dict[str, dict[str, Any]] = {}
     for path, leaf in leaves.items():

@@ -20,11 +20,7 @@ _OF_THE_HOST = (InfeedOperation, OutfeedOperation, GlobalStep)
 
 
 def find_runs(fetch: Any) -> list[Any]:
-    """Finds the programs and operations to run, in order; each once, however often it occurs.
-
-    Raises:
-      TypeError: a leaf cannot be run.
-    """
+    """Finds the programs and operations to run, in order; each once, however often it occurs."""
     runs: list[Any] = []
     for one in _leaves(fetch):
         run = one.program if isinstance(one, Output) else one
@@ -50,13 +46,7 @@ def find_runs(fetch: Any) -> list[Any]:
 
 
 def give_results(fetch: Any, values: dict[int, Any]) -> Any:
-    """Makes the result of `Session.run`: the results in the places of what was run.
-
-    Args:
-      fetch: what was run.
-      values: the results of each of `find_runs`, by its `id`; for a program, the leaves of its results.
-        Values computed from them are added.
-    """
+    """Makes the result of `Session.run`: the results in the places of what was run."""
     if isinstance(fetch, dict):
         return {key: give_results(one, values) for key, one in fetch.items()}
     if isinstance(fetch, (list, tuple)):

@@ -19,12 +19,7 @@ __all__ = ["HostRows", "check_registered", "connected"]
 
 
 def check_registered(program: Program, session: Any) -> None:
-    """Raises if a program that is about to run looks up tables that it may not in this session.
-
-    Raises:
-      NotImplementedError: there are several processes.
-      RuntimeError: a table is not registered with the session.
-    """
+    """Raises if a program that is about to run looks up tables that it may not in this session."""
     for table in program.host_tables:
         name = f"The host embedding {table.spec.name!r}"
         if processes.current() is not None:
@@ -42,11 +37,7 @@ def check_registered(program: Program, session: Any) -> None:
 
 @contextlib.contextmanager
 def connected(tables: Sequence[HostTable], store: Store) -> Iterator[HostRows]:
-    """Lets a program look up its tables, for a `with` block.
-
-    Raises:
-      RuntimeError: another session's run uses one of them.
-    """
+    """Lets a program look up its tables, for a `with` block."""
     rows = HostRows(tables, store)
     with contextlib.ExitStack() as stack:
         for table in tables:
@@ -69,11 +60,7 @@ class HostRows:
         return [table for table in self.tables if table.marker in accumulated]
 
     def resume(self, call: Call, num_accumulated: int) -> None:
-        """Begins a loop's run, which may go on within a weight update.
-
-        Raises:
-          RuntimeError: the gradients that the rows had in that update are missing.
-        """
+        """Begins a loop's run, which may go on within a weight update."""
         for table in self.trained_by(call):
             name = table.spec.name
             known = len(self.store.row_gradients.get((call.name, name), ()))

@@ -21,10 +21,6 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
 
     After `global_variables_initializer()` these are the variables of all programs in use; after
     `Session.load`, the variables of programs that share one with the session.
-
-    Raises:
-      RuntimeError: the weights are lent, see `Session.weights_of`.
-      ValueError: there are no variables.
     """
     store.check_weights("save")
     if store.is_initialized or (store.state.variables and not store.state.pipelines):
@@ -55,13 +51,6 @@ def find_missing(
 
     If programs have variables of one name in different shapes, the program compiled last has replaced the
     others.
-
-    Args:
-      known: the session's variables, by full name.
-      programs: the programs in use, in the order in which they were compiled.
-      takes_all: whether the session has the variables of all programs, as after
-        `global_variables_initializer()`. If not, a program that shares none with it belongs to another
-        model.
     """
     found: dict[str, VariableSpec] = {}
     for program in reversed(programs):

@@ -46,11 +46,7 @@ class Resumption:
         return resumption
 
     def check(self, programs: Iterable[Program]) -> None:
-        """Raises if programs that are about to run have variables that differ from the checkpoint's.
-
-        Raises:
-          CheckpointError: the checkpoint lacks variables, or has them with other shapes or dtypes.
-        """
+        """Raises if programs that are about to run have variables that differ from the checkpoint's."""
         if self._names is None:
             return
         for program in programs:
@@ -102,9 +98,6 @@ def check_snapshot(
 
     A program that shares no variable with the checkpoint is taken for another session's model. A program
     with a variable that differs from a later program's is taken for one that the later one has replaced.
-
-    Raises:
-      CheckpointError: it lacks variables, has more than all programs together, or has different ones.
     """
     known = _describe_variables(snapshot)
     if _compare(known, programs()):
@@ -115,11 +108,7 @@ def check_snapshot(
 def check_program(
     snapshot: Snapshot, path: str | os.PathLike[str], program: Program, allow_extra: bool
 ) -> None:
-    """Raises if a checkpoint is not of a program's model.
-
-    Raises:
-      CheckpointError: it does not fit.
-    """
+    """Raises if a checkpoint is not of a program's model."""
     known = _describe_variables(snapshot)
     wanted = {name: describe_array(spec) for name, spec in program.variables.items()}
     if allow_extra:
@@ -128,11 +117,7 @@ def check_program(
 
 
 def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: Program) -> None:
-    """Raises if a program's optimizers cannot go on from a checkpoint's.
-
-    Raises:
-      CheckpointError: the state of an optimizer has another structure.
-    """
+    """Raises if a program's optimizers cannot go on from a checkpoint's."""
     for call in program.calls:
         record = snapshot.state.pipelines.get(call.name)
         if not call.trains or record is None or record.optimizer is None:

@@ -641,12 +641,7 @@ class Session:
 
 
 def _choose_seed(seed: int | None, others: Collection[str]) -> int:
-    """Checks the arguments, and returns the seed of a session.
-
-    Raises:
-      TypeError: the seed is not an integer, or there are other arguments.
-      ValueError: the seed does not fit 64 bits.
-    """
+    """Checks the arguments, and returns the seed of a session."""
     for name in others:
         text = f"Session() got an unexpected keyword argument {name!r}"
         if name in _OF_TENSORFLOW:

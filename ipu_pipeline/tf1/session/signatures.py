@@ -15,12 +15,7 @@ __all__ = ["join_rows", "make_example", "split_rows"]
 
 
 def make_example(described: Any, what: str) -> Any:
-    """Makes arrays of zeros, with the described shapes and dtypes.
-
-    Raises:
-      TypeError: a leaf is not a description of an array.
-      ValueError: a size is not known.
-    """
+    """Makes arrays of zeros, with the described shapes and dtypes."""
 
     def make(path: Any, leaf: Any) -> np.ndarray[Any, Any]:
         where = f"{what}{jax.tree_util.keystr(path)}"
@@ -44,11 +39,7 @@ def make_example(described: Any, what: str) -> Any:
 
 
 def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any) -> list[Any]:
-    """Cuts the inputs of a loaded program into micro-batches, along the first axis.
-
-    Raises:
-      TypeError, ValueError: the inputs do not fit.
-    """
+    """Cuts the inputs of a loaded program into micro-batches, along the first axis."""
     given = _arrange(arguments, named, element)
     tree: Any
     wanted, tree = jax.tree_util.tree_flatten_with_path(element)

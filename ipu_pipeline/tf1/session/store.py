@@ -45,13 +45,7 @@ class Store:
     def __init__(
         self, seed: int, key_implementation: str | None = None, state: SessionState | None = None
     ) -> None:
-        """Makes a store, by default an empty one. It does not start JAX's backend.
-
-        Args:
-          seed: the seed.
-          key_implementation: JAX's name for the kind of random keys; None: JAX's default.
-          state: its state.
-        """
+        """Makes a store, by default an empty one. It does not start JAX's backend."""
         self.state = SessionState() if state is None else state
         self.lock = threading.RLock()
         self.seed = seed
@@ -68,12 +62,7 @@ class Store:
         self._unclaimed: set[str] = set()  # full names that were loaded, and that no known program has
 
     def agree_on_seed(self) -> None:
-        """Checks that all processes of the run, if there are several, have the same seed; all call it.
-
-        Raises:
-          ValueError: they do not.
-          ProcessError: another process has ended, or does not go on.
-        """
+        """Checks that all processes of the run, if there are several, have the same seed; all call it."""
         others = processes.current()
         if others is not None and self._agreed != self.seed:
             others.agree(
@@ -82,15 +71,7 @@ class Store:
             self._agreed = self.seed
 
     def agree_on_values(self, programs: Sequence[Program]) -> None:
-        """Checks that all processes of the run have the same initial values for programs.
-
-        Args:
-          programs: the programs that are about to run; their variables are created.
-
-        Raises:
-          ValueError: they do not.
-          ProcessError: another process has ended, or does not go on.
-        """
+        """Checks that all processes of the run have the same initial values for programs."""
         if processes.current() is None:
             return
         fault = None
@@ -134,12 +115,7 @@ class Store:
         return self.most_updates() * per_update + offset
 
     def load(self, mapping: Mapping[str, Any], programs: Sequence[Program]) -> None:
-        """Sets variables; see `Session.load`.
-
-        Args:
-          mapping: full name -> value.
-          programs: all that are known.
-        """
+        """Sets variables; see `Session.load`."""
         before = self.state
         self._set_loaded(mapping)
         known = {*mapping, *before.variables}
@@ -175,14 +151,7 @@ class Store:
         self.state = dataclasses.replace(self.state, variables=variables)
 
     def check_loaded(self, programs: Sequence[Program]) -> None:
-        """Raises if no program has a variable that was loaded, and undoes that load.
-
-        Args:
-          programs: all that are known.
-
-        Raises:
-          ValueError: there is such a variable.
-        """
+        """Raises if no program has a variable that was loaded, and undoes that load."""
         known = {name for program in programs for name in program.variables}
         wrong = sorted(self._unclaimed - known)
         self._unclaimed.clear()
@@ -201,11 +170,7 @@ class Store:
         )
 
     def variable(self, spec: VariableSpec) -> Any:
-        """Returns the value of a variable, which is created if it does not exist.
-
-        Raises:
-          ValueError: it exists with another shape or dtype.
-        """
+        """Returns the value of a variable, which is created if it does not exist."""
         value = self.state.variables.get(spec.name)
         if value is None:
             with interrupts.deferred():
@@ -289,11 +254,7 @@ class Store:
         return call.loop.place_run(self.make_pipeline_state(call), accumulators, count)
 
     def optimizer(self, name: str) -> KeptOptimizer:
-        """Returns the optimizer's state under a name.
-
-        Raises:
-          KeyError: there is none.
-        """
+        """Returns the optimizer's state under a name."""
         kept = self.record(name).optimizer
         if kept is None:
             records = self.state.pipelines.items()
@@ -306,12 +267,7 @@ class Store:
 
     @contextlib.contextmanager
     def lending(self, entry: str, values: Mapping[str, Any]) -> Iterator[None]:
-        """Puts values in the places of variables, for a `with` block.
-
-        Args:
-          entry: the entry of the optimizer's state that they are from.
-          values: the values by full name.
-        """
+        """Puts values in the places of variables, for a `with` block."""
         own = {name: self.state.variables[name] for name in values}
         try:
             with interrupts.deferred():
@@ -368,11 +324,7 @@ class Store:
         self.keep(call, counted, accumulated)
 
     def initialize(self, specs: Iterable[VariableSpec]) -> None:
-        """Starts over with the initial values of variables.
-
-        Args:
-          specs: the variables. A name of different variables is left out: the first run decides.
-        """
+        """Starts over with the initial values of variables."""
         known: dict[str, VariableSpec] = {}
         unclear = set()
         for spec in specs:

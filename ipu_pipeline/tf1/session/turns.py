@@ -63,17 +63,7 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self, changes: bool = True, together: str | None = None) -> Iterator[None]:
-        """Waits until other threads are done with the session, and makes them wait.
-
-        Args:
-          changes: whether the session's state may change. A signal's handler may call methods that only
-            read it, during a run.
-          together: a description, if all processes of a run do it; None if only this process does.
-
-        Raises:
-          RuntimeError: a data set, or a function that JAX calls back, asks for a turn while a run may be
-            waiting for it; or another thread is doing something that all processes of a run do together.
-        """
+        """Waits until other threads are done with the session, and makes them wait."""
         # threading.Condition asks in the same way; a note of our own would be wrong after Ctrl-C.
         is_within = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001
         if changes and is_within and self._running_in == threading.get_ident():

@@ -11,11 +11,7 @@ class Options(ipu_pipeline.poptorch.Options):
     """PopTorch's options, which know by themselves which process this is and how many there are."""
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
-        """Makes the options.
-
-        Args:
-          ipus_per_replica: has no effect and warns.
-        """
+        """Makes the options."""
         super().__init__()
         if ipus_per_replica is not None:
             warnings.warn(

@@ -85,11 +85,6 @@ class TracedCode:
     ) -> dict[Any, Any]:
         """Runs a weight update.
 
-        Args:
-          keys: the accumulators' keys.
-          places: those of the outputs that it reads.
-          given: finds the value of a `Binding` or `UpdateValue` before the update, or of a place.
-
         Returns:
           What is new, by `UpdateValue`, and zeros, by the accumulator's key.
         """

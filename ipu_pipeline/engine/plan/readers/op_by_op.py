@@ -64,13 +64,7 @@ class OpByOp:
     """Has the programs of a plan evaluated."""
 
     def __init__(self, layout: Layout, collected: Sequence[Source], has_nan_checks: bool) -> None:
-        """Computes nothing yet.
-
-        Args:
-          layout: where the step runs.
-          collected: what is collected of the last stage.
-          has_nan_checks: whether a nan in a result of a micro-batch or update is an error.
-        """
+        """Computes nothing yet."""
         self._layout, self._has_nan_checks = layout, has_nan_checks
         loss, group = layout.whole.traced.loss, layout.whole.groups[-1]
         self._wanted = [

@@ -23,14 +23,7 @@ def find_shapes(
     given: Callable[[Value], Any],
     launch: Callable[[Program, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> dict[Value, Any]:
-    """The shape, dtype and sharding of each value.
-
-    Args:
-      plan: the step.
-      layout: where it runs.
-      given: those of a value that is there before the step, or comes from the feed.
-      launch: those of a program's results, from those of its arguments; None: by tracing it.
-    """
+    """The shape, dtype and sharding of each value."""
     known: dict[Value, Any] = {}
     launch = launch or trace
 
