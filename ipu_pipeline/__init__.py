@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ipu_pipeline.graphcore import importing
-from ipu_pipeline.ground import first_run
-from ipu_pipeline.ground.lazy_names import import_later
+from ipu_pipeline.graphcore import sdk_names
+from ipu_pipeline.ground import lazy_initialization
+from ipu_pipeline.ground.lazy_initialization import import_later
 
 if TYPE_CHECKING:
     from ipu_pipeline import ray, reports
@@ -51,10 +51,8 @@ if TYPE_CHECKING:
     from ipu_pipeline.tf1.estimator.programs import ModeKeys
     from ipu_pipeline.tf1.estimator.summaries import SummaryWriter
     from ipu_pipeline.tf1.estimator.train_and_evaluate import EvalSpec, TrainSpec, train_and_evaluate
-    from ipu_pipeline.tf1.graph.operations import global_variables_initializer
-    from ipu_pipeline.tf1.graph.placeholders import placeholder
-    from ipu_pipeline.tf1.graph.symbols import get_global_step
-    from ipu_pipeline.tf1.layers.policies import mixed_precision
+    from ipu_pipeline.tf1.graph import get_global_step, global_variables_initializer, placeholder
+    from ipu_pipeline.tf1.layers.base import mixed_precision
     from ipu_pipeline.tf1.ops import (
         cross_replica_ops,
         embedding_ops,
@@ -67,8 +65,8 @@ if TYPE_CHECKING:
         rnn_ops,
     )
     from ipu_pipeline.tf1.ops.functional_ops import outlined_function
-    from ipu_pipeline.tf1.program.registry import global_variables, trainable_variables
-    from ipu_pipeline.tf1.session.loaded_program import load_program
+    from ipu_pipeline.tf1.program.program import global_variables, trainable_variables
+    from ipu_pipeline.tf1.session.exported_programs import load_program
     from ipu_pipeline.tf1.session.saver import Saver, latest_checkpoint
     from ipu_pipeline.tf1.session.session import Session
 
@@ -138,21 +136,20 @@ __all__ = [
 _find, _names = import_later(
     __name__,
     {
-        "engine.tracing.keys": "next_rng_key",
-        "engine.tracing.metrics": "metric",
-        "engine.tracing.variable_scopes": "AUTO_REUSE get_variable_scope variable_scope",
-        "engine.tracing.variables": "assign assign_add assign_sub get_variable",
+        "engine.tracing.stage_markers": "next_rng_key",
+        "engine.tracing.side_outputs": "metric",
+        "engine.tracing.variables": (
+            "AUTO_REUSE assign assign_add assign_sub get_variable get_variable_scope variable_scope"
+        ),
         "processes.selection": "set_num_devices",
         "tf1.estimator.programs": "ModeKeys",
         "tf1.estimator.summaries": "SummaryWriter",
         "tf1.estimator.train_and_evaluate": "EvalSpec TrainSpec train_and_evaluate",
-        "tf1.graph.operations": "global_variables_initializer",
-        "tf1.graph.placeholders": "placeholder",
-        "tf1.graph.symbols": "get_global_step",
-        "tf1.layers.policies": "mixed_precision",
+        "tf1.graph": "get_global_step global_variables_initializer placeholder",
+        "tf1.layers.base": "mixed_precision",
         "tf1.ops.functional_ops": "outlined_function",
-        "tf1.program.registry": "global_variables trainable_variables",
-        "tf1.session.loaded_program": "load_program",
+        "tf1.program.program": "global_variables trainable_variables",
+        "tf1.session.exported_programs": "load_program",
         "tf1.session.saver": "Saver latest_checkpoint",
         "tf1.session.session": "Session",
     },
@@ -161,7 +158,7 @@ _find, _names = import_later(
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        return importing.find_attribute(__name__, name)
+        return sdk_names.find_attribute(__name__, name)
     return _find(name)
 
 
@@ -172,11 +169,11 @@ def __dir__() -> list[str]:
 def _follow_environment() -> None:
     """Does what environment variables ask for, however a program calls the package."""
     from ipu_pipeline.processes.executable_cache import enable_executable_cache_of_environment
-    from ipu_pipeline.reports.capturing import start_automatic_report
+    from ipu_pipeline.reports.trace_capture import start_automatic_report
 
     enable_executable_cache_of_environment()
     start_automatic_report()
 
 
-importing.install()
-first_run.before_first_run(_follow_environment)
+sdk_names.install()
+lazy_initialization.before_first_run(_follow_environment)

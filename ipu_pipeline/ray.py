@@ -129,12 +129,12 @@ def train(
     if name in ("", "..") or name != Path(name).name:
         raise ValueError(f"ray.train: name must be a file's name; got {name!r}.")
     try:
-        from ipu_pipeline.launching import on_ray
+        from ipu_pipeline.launching import ray_job
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ImportError("ray.train needs Ray Train: pip install 'ipu_pipeline[ray]'.") from error
-    return on_ray.run(
+    return ray_job.run(
         functools.partial(_call, function),
         Path(storage).absolute() / name,
         num_processes,

@@ -12,7 +12,7 @@ import io
 import sys
 from pathlib import Path
 
-from ipu_pipeline.data import mnist_idx, mnist_tfds
+from ipu_pipeline.data import mnist
 
 
 def main() -> None:
@@ -21,20 +21,20 @@ def main() -> None:
     )
     parser.add_argument("--idx-dir", type=Path, required=True, help="Folder with the four idx .gz files.")
     parser.add_argument(
-        "--data-dir", type=Path, required=True, help=f"Folder in which {mnist_tfds.DATASET} is to be made."
+        "--data-dir", type=Path, required=True, help=f"Folder in which {mnist.TFDS_DATASET} is to be made."
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help=f"Delete a {mnist_tfds.DATASET} that is there."
+        "--overwrite", action="store_true", help=f"Delete a {mnist.TFDS_DATASET} that is there."
     )
     args = parser.parse_args()
     try:
-        with mnist_tfds.needing_the_extra():
+        with mnist.needing_the_extra():
             import tensorflow_datasets as tfds
         tfds.disable_progress_bar()
-        splits = mnist_idx.read(args.idx_dir)
+        splits = mnist.read_idx(args.idx_dir)
         # tfds announces a download, which there is not, on the standard output.
         with contextlib.redirect_stdout(io.StringIO()):
-            path = mnist_tfds.write(splits, args.data_dir, args.overwrite)
+            path = mnist.write_tfds(splits, args.data_dir, args.overwrite)
     except FileExistsError as error:
         sys.exit(f"Error: {error} Give --overwrite to replace it.")
     except (ValueError, OSError) as error:

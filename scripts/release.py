@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ipu_pipeline.ground import deprecated
+from ipu_pipeline.ground import user_warnings
 
 ROOT = Path(__file__).parents[1]
 CHANGELOG, PACKAGE, CITATION = Path("CHANGELOG.md"), Path("ipu_pipeline/__init__.py"), Path("CITATION.cff")
@@ -31,7 +31,7 @@ def cut(changelog: str, version: str, day: datetime.date) -> str:
         if numbers not in following:
             allowed = ", ".join(".".join(map(str, each)) for each in following)
             raise ValueError(f"{version} does not follow {'.'.join(map(str, last))}: one of {allowed} does")
-    for name, (_instead, until) in deprecated.NAMES.items():
+    for name, (_instead, until) in user_warnings.DEPRECATED_NAMES.items():
         if numbers >= [int(part) for part in until.split(".")]:
             raise ValueError(
                 f"{name} is still there, and said that {until} is without it: take it away first"

@@ -28,9 +28,9 @@ from jax._src.interpreters import mlir  # nor how it makes contexts of MLIR
 from jax.experimental.compilation_cache import compilation_cache
 
 import ipu_pipeline as ipu
-from ipu_pipeline.ground import warned
-from ipu_pipeline.processes import announcing, board
-from ipu_pipeline.tf1.program import registry
+from ipu_pipeline.ground import user_warnings
+from ipu_pipeline.processes import announcements, board
+from ipu_pipeline.tf1.program import program
 from tests.support import leaks, programs
 
 pytest_plugins = ["tests.support.budget"]
@@ -87,7 +87,7 @@ def pytest_configure(config):
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # Programs that tests start announce themselves, but not to the user's monitor. This process does not:
     # the thread that looks at what runs holds it for a moment, maybe when a test asks whether it is gone.
-    os.environ[announcing.SWITCH_VARIABLE] = "0"
+    os.environ[announcements.SWITCH_VARIABLE] = "0"
     if directory is not None:
         os.environ[board.DIRECTORY_VARIABLE] = str(config.cache.mkdir("announced"))
 
@@ -131,7 +131,7 @@ def no_tfds_data(tmp_path_factory):
 def programs_of_other_modules():
     """They live until they are collected, and sessions here would initialize and save their variables."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_programs", weakref.WeakValueDictionary())
+        patch.setattr(program, "_programs", weakref.WeakValueDictionary())
         yield
 
 
@@ -192,7 +192,7 @@ def no_garbage():
 @pytest.fixture
 def nothing_warned(monkeypatch):
     """What is told once in a process is told again."""
-    monkeypatch.setattr(warned, "_warned", set())
+    monkeypatch.setattr(user_warnings, "_warned", set())
 
 
 @pytest.fixture

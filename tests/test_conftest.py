@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ipu_pipeline.processes import board
-from ipu_pipeline.processes.job_history import JobHistory
+from ipu_pipeline.processes.launcher import JobHistory
 from tests.conftest import cover, name_arguments
 from tests.support import leaks
 
@@ -123,7 +123,7 @@ def leave_a_jax_option(_patch, left):
         ),
         (
             lambda patch, _: patch.setattr(JobHistory, "write", None),
-            "the package: ipu_pipeline.processes.job_history.JobHistory: write bound to something else",
+            "the package: ipu_pipeline.processes.launcher.JobHistory: write bound to something else",
         ),
         (lambda *_: sys.argv.append("one more"), "sys: argv is .*'one more'.; it was .*"),
         (lambda *_: sys.path.append("nowhere"), "sys: path is .*'nowhere'.; it was .*"),

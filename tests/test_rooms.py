@@ -45,6 +45,7 @@ SURFACE = {
     "engine.inspect.__init__",
     "engine.planning.__init__",
     "engine.processes",
+    "engine.saved_states",
     "engine.fronts",
 }
 

@@ -126,7 +126,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
 
 def make_follower(executor: Any, num_micro_batches: int) -> Callable[[], float]:
     """Follows the instructions of a step without jaxlib. Returns a function that returns the seconds."""
-    from ipu_pipeline.engine.plan.readers.run import run
+    from ipu_pipeline.engine.plan.run import run
 
     plan = executor.find_plan(num_micro_batches)
     known: dict[int, Any] = {}
@@ -171,7 +171,7 @@ def make_bare_loops(plan: Any, clocks: Clocks) -> tuple[Callable[[], None], Call
     import jax
     import jax.numpy as jnp
 
-    from ipu_pipeline.engine.devices.placing import copy_to
+    from ipu_pipeline.engine.devices.placement import copy_to
     from ipu_pipeline.engine.plan.plan import Op
 
     numbers = Counter(own.block for own in plan.blocks[: plan.num_kept])

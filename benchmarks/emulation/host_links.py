@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.emulation import stages
 from ipu_pipeline import engine
-from ipu_pipeline.engine.devices import placing
+from ipu_pipeline.engine.devices import placement
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 
 __all__ = ["linked_to_host", "time_link"]
@@ -68,11 +68,11 @@ def time_link(row: DeviceGroup, num_rounds: int = 5) -> engine.LinkSpeed:
     sizes, taken = (2**13, 2**17), []
     for size in sizes:
         times = []
-        (there,) = placing.put([np.zeros(size // 4, np.float32)], row, offloaded=True)
+        (there,) = placement.put([np.zeros(size // 4, np.float32)], row, offloaded=True)
         for _ in range(1 + num_rounds):
             jax.block_until_ready(there)
             begin = time.perf_counter()
-            jax.block_until_ready(placing.put([there], row))
+            jax.block_until_ready(placement.put([there], row))
             times.append(time.perf_counter() - begin)
         taken.append(statistics.median(times[1:]))  # the first one compiles
     per_byte = max(0.0, (taken[1] - taken[0]) / (sizes[1] - sizes[0]))
@@ -102,7 +102,7 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
         )
     ways = [(row.devices[0], kind) for row in rows for kind in ("device", "pinned_host")]
     links = {way: _HostLink(device, speed) for way, device in zip(ways, free, strict=False)}
-    plain = vars(placing)["_put_as"]
+    plain = vars(placement)["_put_as"]
 
     def put_as(arrays: Sequence[Any], row: DeviceGroup, sharding: Any, *rest: Any) -> list[Any]:
         link = links.get((row.devices[0], sharding.memory_kind))
@@ -113,11 +113,11 @@ def linked_to_host(pipeline: engine.Pipeline, speed: engine.LinkSpeed) -> Iterat
                 placed[number] = array
         return plain(placed, row, sharding, *rest)
 
-    vars(placing)["_put_as"] = put_as
+    vars(placement)["_put_as"] = put_as
     try:
         yield
     finally:
-        vars(placing)["_put_as"] = plain
+        vars(placement)["_put_as"] = plain
 
 
 def _crosses(array: Any, row: DeviceGroup, sharding: Any) -> bool:

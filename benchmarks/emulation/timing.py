@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.devices.placing import copy_to
+from ipu_pipeline.engine.devices.placement import copy_to
 from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.plan.plan import Op
 from ipu_pipeline.engine.schedules import ActionKind, Costs, LinkSpeed, Scenario, predict_step_time
-from ipu_pipeline.engine.schedules.actions import HALVES
+from ipu_pipeline.engine.schedules.timetables import HALVES
 
 __all__ = ["ProgramTimer", "Times", "ideal_seconds", "make_scenario", "time_programs"]
 

@@ -47,7 +47,7 @@ def measure_queued(batches: Any) -> float:
     import jax
 
     from ipu_pipeline.engine.devices.device_groups import make_groups
-    from ipu_pipeline.engine.devices.placing import put_host_copies
+    from ipu_pipeline.engine.devices.placement import put_host_copies
     from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 
     (row,) = make_groups(jax.devices(), [0])

@@ -56,8 +56,8 @@ class Side:
         """The seconds of each stage's program for one token of each slot, alone."""
         import jax
 
+        from ipu_pipeline.engine.generation.bound_stages import SlotGroup
         from ipu_pipeline.engine.generation.programs import SlotNumbers
-        from ipu_pipeline.engine.generation.slots import SlotGroup
 
         slots = self.generator.num_slots // self.generator.num_groups
         stages = vars(self.generator)["_builder"].bind(self.variables)

@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     num_rounds = 3 if args.short else args.rounds
     from ipu_pipeline import set_num_devices
-    from ipu_pipeline.data.buckets import Buckets
+    from ipu_pipeline.data.datasets import Buckets
 
     set_num_devices(NUM_STAGES)
     rng = np.random.default_rng(0)

@@ -27,10 +27,9 @@ from benchmarks import harness
 from benchmarks.harness import Row
 from ipu_pipeline.engine.inspect import IpuMemory, LayerFacts, PipelineFacts, StageFacts
 from ipu_pipeline.engine.schedules import Costs, Scenario, simulate
-from ipu_pipeline.reports.events import Event
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.predictions import timeline_events
-from ipu_pipeline.reports.profile import DeviceFacts, Profile
+from ipu_pipeline.reports.profile import DeviceFacts, Event, Profile
 
 QUESTION = "report_page"
 NUM_STAGES = 4

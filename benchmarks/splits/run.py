@@ -299,7 +299,7 @@ def emulate(
     """Stages that sleep as long as some take, and how long a step of them should take."""
     from benchmarks.emulation import stages, values
     from ipu_pipeline import engine
-    from ipu_pipeline.engine.planning.choosing import HOST_SECONDS
+    from ipu_pipeline.engine.planning.dispatch_plans import HOST_SECONDS
 
     times = [(1e3 * scale * own, 1e3 * scale * other) for own, other in zip(forward, backward, strict=True)]
     total = sum(times.pop())  # the last stage's programs are one

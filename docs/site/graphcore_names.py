@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ipu_pipeline.graphcore.table import Row, read_rows
+from ipu_pipeline.graphcore.sdk_names import Row, read_rows
 from ipu_pipeline.tf1 import utils
-from ipu_pipeline.tf1.config_categories import SETTINGS
+from ipu_pipeline.tf1.config import SETTINGS
 
 PAGE = "docs/api/names"
 _HERE = {"same": "The same", "no effect": "Accepted, no effect", "not there": "Not available"}

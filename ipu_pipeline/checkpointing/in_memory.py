@@ -40,16 +40,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.checkpointing.arrays import flatten
+from ipu_pipeline.checkpointing.checkpoints import flatten
+from ipu_pipeline.checkpointing.collective_calls import do_each, process_index
 from ipu_pipeline.checkpointing.snapshots import Parts, Snapshot, describe_array, from_numpy, furthest
-from ipu_pipeline.checkpointing.together import do_each, process_index
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep
-from ipu_pipeline.ground.bars import between_bars
 from ipu_pipeline.ground.errors import ProcessError
-from ipu_pipeline.ground.tables import describe_bytes
-from ipu_pipeline.processes import interrupts, launched
-from ipu_pipeline.processes.launched import (
+from ipu_pipeline.ground.host import make_own
+from ipu_pipeline.ground.tables import between_bars, describe_bytes
+from ipu_pipeline.processes import interrupts, launcher
+from ipu_pipeline.processes.launcher import (
     MEMORY_EVERY_VARIABLE,
     MEMORY_VARIABLE,
     RESTART_VARIABLE,
@@ -60,9 +60,6 @@ from ipu_pipeline.processes.launched import (
     tell_progress,
     useful_seconds,
 )
-from ipu_pipeline.processes.own_directories import make_own
-
-__all__ = ["InMemorySeries", "name_next", "parts_of", "rows_of"]
 
 T = TypeVar("T")
 _ALIGNMENT = 64  # bytes
@@ -311,7 +308,7 @@ class InMemorySeries:
     def tell_resumed(self) -> None:
         """Says how many runs are done again, after training has gone on with what was found."""
         with contextlib.suppress(OSError, ValueError):  # the node is new, or it was being written
-            launched.tell_resumed(max(0, int(self._done(self._index).read_text()) - self.runs))
+            launcher.tell_resumed(max(0, int(self._done(self._index).read_text()) - self.runs))
 
     def say_resumed(self) -> None:
         """Does what `tell_resumed` does, and logs where training goes on."""

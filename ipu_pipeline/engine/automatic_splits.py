@@ -22,29 +22,25 @@ import jax
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.offloading import Offload, parse_offload
-from ipu_pipeline.engine.devices.sharding import Shard, parse_shard
-from ipu_pipeline.engine.execution.measured_costs import Measured, why_not_timed
-from ipu_pipeline.engine.execution.program_times import time_shortest
+from ipu_pipeline.engine.devices.state_placement import Offload, Shard, parse_offload, parse_shard
+from ipu_pipeline.engine.execution.measured_costs import Measured, time_shortest, why_not_timed
 from ipu_pipeline.engine.execution.runner import PlanRunner
-from ipu_pipeline.engine.inspect.crossings import Crossing, find_crossings
+from ipu_pipeline.engine.inspect.descriptions import Crossing, find_crossings
+from ipu_pipeline.engine.inspect.pipelines import plan_memory
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, make_options
-from ipu_pipeline.engine.planning.choosing import (
+from ipu_pipeline.engine.planning.dispatch_plans import (
     HOST_SECONDS,
+    Chunking,
     choose_chunk_size,
     count_seconds,
     describe_seconds,
     nominal_speed,
     possible_chunk_sizes,
 )
-from ipu_pipeline.engine.planning.chunking import Chunking
-from ipu_pipeline.engine.planning.pipelines import plan_memory
 from ipu_pipeline.engine.programs.stage_programs import ValueKind, read_sources
-from ipu_pipeline.engine.schedules.costs import Costs, Edge
 from ipu_pipeline.engine.schedules.graph_splits import Order, find_graph_split
-from ipu_pipeline.engine.schedules.named import SearchedSchedule
-from ipu_pipeline.engine.schedules.splitting import (
+from ipu_pipeline.engine.schedules.layer_splits import (
     FusedPair,
     LayerMemory,
     SentValue,
@@ -54,23 +50,20 @@ from ipu_pipeline.engine.schedules.splitting import (
     num_simulations,
     weigh,
 )
+from ipu_pipeline.engine.schedules.scenarios import Costs, StageEdge
+from ipu_pipeline.engine.schedules.schedule_arguments import SearchedSchedule
 from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.tracing.frames import ProgramNames
+from ipu_pipeline.engine.tracing.frames import ProgramNames, Surroundings
 from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, trace_model
-from ipu_pipeline.engine.tracing.model_parts import ModelParts, number_names
-from ipu_pipeline.engine.tracing.model_stages import ModelCut, make_model_stages
+from ipu_pipeline.engine.tracing.model_stages import ModelCut, ModelParts, make_model_stages, number_names
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
-from ipu_pipeline.engine.tracing.surroundings import Surroundings
-from ipu_pipeline.engine.tracing.traced import Source
-from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.cores import count_cores
+from ipu_pipeline.engine.tracing.stages import Source
+from ipu_pipeline.ground.checks import is_integer, name_of
 from ipu_pipeline.ground.errors import without_traceback_note
-from ipu_pipeline.ground.names import name_of
-from ipu_pipeline.ground.shapes import as_shapes, num_bytes
+from ipu_pipeline.ground.host import count_cores
+from ipu_pipeline.ground.pytrees import as_shapes, num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, shorten
-
-__all__ = ["AutoStages", "ModelStages", "SplitRow", "SplitTable", "auto_stages", "split"]
 
 _WIDTH = 60  # of a stage's layers in the table
 _PARTS_PER_STAGE = 12  # of a model, on average, and at most: then stages differ by a few percent
@@ -753,7 +746,7 @@ class _Layers:
             )
         weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
         first = [count_seconds(own.backward, speed) for own in pipeline.programs]
-        sizes: dict[Edge, int] = {}
+        sizes: dict[StageEdge, int] = {}
         for crossing in self._crossings:
             edge = _edge(crossing)
             sizes[edge] = sizes.get(edge, 0) + num_bytes([crossing.aval])
@@ -872,16 +865,18 @@ class _Judged(NamedTuple):
         return dataclasses.replace(self.row, what=what)
 
 
-def _edge(crossing: Crossing) -> Edge:
+def _edge(crossing: Crossing) -> StageEdge:
     """The layers that a crossing goes from and to, where each layer has a device of its own."""
     assert crossing.stage is not None
     return crossing.stage, crossing.target
 
 
-def _find_sent(crossings: Iterable[Crossing], transfers: Mapping[Edge, float]) -> tuple[SentValue, ...]:
+def _find_sent(
+    crossings: Iterable[Crossing], transfers: Mapping[StageEdge, float]
+) -> tuple[SentValue, ...]:
     """What layers send each other: what an edge takes is divided over its values by their bytes."""
-    values: dict[tuple[Source, bool], dict[Edge, int]] = {}
-    sizes: dict[Edge, int] = {}
+    values: dict[tuple[Source, bool], dict[StageEdge, int]] = {}
+    sizes: dict[StageEdge, int] = {}
     for crossing in crossings:
         edge, size = _edge(crossing), num_bytes([crossing.aval])
         values.setdefault((crossing.value, crossing.is_backward), {})[edge] = size

@@ -1,4 +1,4 @@
-"""Traces a pipeline's functions and makes programs of them: everything that comes before devices."""
+"""Traces a pipeline's functions, makes programs of them, and describes both to other processes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine import jaxprs, peers
+from ipu_pipeline.engine.execution.agreement import agree_on, describe_programs, digest
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
+from ipu_pipeline.engine.planning.dispatch_plans import Chunking
 from ipu_pipeline.engine.programs import differentiation
-from ipu_pipeline.engine.programs.accumulation import Reduction, find_accumulator_dtype
-from ipu_pipeline.engine.programs.collecting import Collecting, make_collecting
-from ipu_pipeline.engine.programs.gradient_maps import GradientTarget, check_gradient_map
+from ipu_pipeline.engine.programs.accumulation import (
+    Collecting,
+    GradientTarget,
+    Reduction,
+    check_gradient_map,
+    find_accumulator_dtype,
+    make_collecting,
+)
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.schedules.schedule_arguments import schedule_name
+from ipu_pipeline.engine.schedules.timetables import Timetable
 from ipu_pipeline.engine.tracing import frames, stages
-from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
-from ipu_pipeline.engine.tracing.metrics import MetricReader, metric_names
+from ipu_pipeline.engine.tracing.side_outputs import MetricReader, first_leaves, metric_names
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.tensor_parallel import Partitions, TensorParallel, dividing
-from ipu_pipeline.engine.tracing.traced import TracedPipeline, send_variables
-from ipu_pipeline.engine.updates import loss_weights, optimizer_tracing
-from ipu_pipeline.engine.updates.cutting import Updates, cut_updates
+from ipu_pipeline.engine.tracing.stage_meshes import Partitions, TensorParallel, dividing
+from ipu_pipeline.engine.tracing.stages import TracedPipeline, send_variables
+from ipu_pipeline.engine.updates import optimizer_tracing, optimizer_wrappers
+from ipu_pipeline.engine.updates.update_programs import Updates, cut_updates
 from ipu_pipeline.ground.errors import without_traceback_note
 
-__all__ = ["Built", "Recipe", "build"]
+# Traces a pipeline's functions and makes programs of them: everything that comes before devices.
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +100,7 @@ def build(
         faults = Faults()
         loss = options.loss
         if loss is not None and options.loss_weight is not None:
-            loss = loss_weights.with_weight(loss, options.loss_weight)
+            loss = optimizer_wrappers.with_weight(loss, options.loss_weight)
         with dividing(parallel.size) as divided_values:
             traced = stages.trace(
                 recipe.functions,
@@ -129,7 +137,7 @@ def build(
         )
         dtypes = {
             name: spec.dtype
-            if loss_weights.is_loss_weight(name)
+            if optimizer_wrappers.is_loss_weight(name)
             else find_accumulator_dtype(
                 spec,
                 options.accumulator_dtype,
@@ -143,7 +151,7 @@ def build(
         targets = () if hooks.gradient_targets is None else hooks.gradient_targets()
         if gradient_map is not None:
             called = hooks.option_names.get("gradient_map", "map of gradient_map")
-            loss_weights.check_not_mapped(trained.values())
+            optimizer_wrappers.check_not_mapped(trained.values())
             check_gradient_map(gradient_map, trained.values(), called)
         if gradient_map is not None or targets:  # both see the whole gradient of a micro-batch
             shared = traced.shared() & trained.keys()
@@ -248,18 +256,18 @@ def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool)
     trainable = {name: spec for name, spec in known.items() if spec.trainable}
     if wanted is not None:
         for name in wanted:
-            if name not in trainable or loss_weights.is_loss_weight(name):
+            if name not in trainable or optimizer_wrappers.is_loss_weight(name):
                 fault = "is not trainable" if name in known else "does not exist"
                 raise ValueError(
                     f"The variable {name!r} to train {fault}. Trainable are: "
-                    f"{', '.join(loss_weights.without_weights(trainable)) or 'none'}."
+                    f"{', '.join(optimizer_wrappers.without_weights(trainable)) or 'none'}."
                 )
     trained = {
         name: spec
         for name, spec in trainable.items()
-        if wanted is None or name in wanted or loss_weights.is_loss_weight(name)
+        if wanted is None or name in wanted or optimizer_wrappers.is_loss_weight(name)
     }
-    if not loss_weights.without_weights(trained) and not may_be_empty:
+    if not optimizer_wrappers.without_weights(trained) and not may_be_empty:
         why = "no stage has a trainable variable" if wanted is None else "trained names none"
         raise ValueError(f"No variables to optimize: {why}.")
     return trained
@@ -279,3 +287,66 @@ def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str
                     "other. Return the variable from an earlier stage and pass it to both, or put all "
                     "stages on one device."
                 )
+
+
+# Describes a pipeline in a few texts that several processes compare before its first step.
+
+
+def agree(
+    built: Built,
+    options: PipelineOptions,
+    mapping: Sequence[int],
+    timetable: Timetable,
+    plan: Chunking | None,
+    devices: Sequence[Any],
+) -> None:
+    """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it."""
+    if peers.current() is not None:
+        told = _describe_options(built, options, mapping, timetable, plan)
+        agree_on("pipeline", built.traced, built.updates, told, devices)
+
+
+def describe(
+    built: Built,
+    options: PipelineOptions,
+    mapping: Sequence[int],
+    timetable: Timetable,
+    plan: Chunking | None,
+) -> dict[str, str]:
+    """Describes a pipeline in texts, by subject; arguments as in `agree`."""
+    told = _describe_options(built, options, mapping, timetable, plan)
+    return {**told, **describe_programs(built.traced, built.updates)}
+
+
+def _describe_options(
+    built: Built,
+    options: PipelineOptions,
+    mapping: Sequence[int],
+    timetable: Timetable,
+    plan: Chunking | None,
+) -> dict[str, str]:
+    traced = built.traced
+    return {
+        "the number of stages": str(len(traced.stages)),
+        "device_mapping": str(list(mapping)),
+        "num_replicas": str(options.num_replicas),
+        "num_micro_batches": str(options.num_micro_batches),
+        "the micro-batch": _describe_leaves(traced.element),
+        "the inputs of a step": _describe_leaves(traced.inputs),
+        "the schedule": _describe_schedule(options.schedule, timetable),
+        "micro-batches per program": str(None if plan is None else plan.chunk_size),
+        "the reduction": str(options.reduction),
+        "recompute": str(options.recompute),
+        "offload": str(options.offload),
+        "num_serialized": str(options.num_serialized),
+        "tensor_parallel": f"{options.num_devices_per_ipu} devices, {dict(built.partitions)}",
+    }
+
+
+def _describe_leaves(tree: Any) -> str:
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)) or "nothing"
+
+
+def _describe_schedule(schedule: Any, timetable: Timetable) -> str:
+    lines = [str(row) for row in timetable.rows]
+    return f"{schedule_name(schedule)} ({digest(lines)})"

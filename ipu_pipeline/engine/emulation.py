@@ -25,8 +25,6 @@ import numpy as np
 
 from ipu_pipeline.ground import jax_processes
 
-__all__ = ["emulate"]
-
 _METADATA = 1  # XLA_FFI_Extension_Metadata: the call asks for the version of the interface
 _VERSION = (0, 1)  # the oldest that has all that is read here
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE

@@ -16,15 +16,12 @@ import jax.export
 import numpy as np
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, make_groups
-from ipu_pipeline.engine.devices.placing import put
+from ipu_pipeline.engine.devices.placement import put
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.programs.bindings import Binding, BindingKind, Bindings
-from ipu_pipeline.engine.programs.stage_programs import ValueKind
-from ipu_pipeline.engine.tracing.keys import as_int32
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
-from ipu_pipeline.ground.tested import warn_of_untested
-
-__all__ = ["ExportedStages", "StageRunner", "export_stages"]
+from ipu_pipeline.engine.programs.stage_programs import Binding, BindingKind, Bindings, ValueKind
+from ipu_pipeline.engine.tracing.stage_markers import as_int32
+from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
+from ipu_pipeline.ground.user_warnings import warn_of_untested
 
 
 @dataclass(frozen=True, eq=False)

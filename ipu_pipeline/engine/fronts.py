@@ -7,18 +7,20 @@ functions that call them, has layers that ask the function being traced, keeps s
 from __future__ import annotations
 
 from ipu_pipeline.engine.devices.feeds import Take
-from ipu_pipeline.engine.devices.placing import keep
-from ipu_pipeline.engine.execution.kept import KeptPrograms
+from ipu_pipeline.engine.devices.placement import keep
+from ipu_pipeline.engine.execution.compilation import KeptPrograms
 from ipu_pipeline.engine.exporting import StageRunner, export_stages
-from ipu_pipeline.engine.initial_states import initial_values
-from ipu_pipeline.engine.jaxprs.slicing import split_results
-from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.loops.bodies import look_at_body
-from ipu_pipeline.engine.loops.recording import current_body, record_training_step
-from ipu_pipeline.engine.loops.shards import ipu_shard
+from ipu_pipeline.engine.jaxprs.flat import split_results
+from ipu_pipeline.engine.loop import Loop, look_at_body
+from ipu_pipeline.engine.loop_markers import current_body, ipu_shard, record_training_step
 from ipu_pipeline.engine.pipeline_options import Hooks
-from ipu_pipeline.engine.programs.accumulation import count_dtype
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap, GradientTarget, join_gradient_maps
+from ipu_pipeline.engine.pipeline_states import initial_values
+from ipu_pipeline.engine.programs.accumulation import (
+    GradientMap,
+    GradientTarget,
+    count_dtype,
+    join_gradient_maps,
+)
 from ipu_pipeline.engine.progress import watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
 from ipu_pipeline.engine.segments import (
@@ -27,10 +29,8 @@ from ipu_pipeline.engine.segments import (
     mark_call,
     read_count,
 )
-from ipu_pipeline.engine.state import Collected, Progress, RunState
-from ipu_pipeline.engine.state_checks import check_state
+from ipu_pipeline.engine.state import Collected, Progress, RunState, check_state
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.enqueuing import enqueue_to, find_leaves
 from ipu_pipeline.engine.tracing.faults import find_calling_line
 from ipu_pipeline.engine.tracing.frames import (
     Enqueued,
@@ -42,17 +42,22 @@ from ipu_pipeline.engine.tracing.frames import (
     tracing_again,
 )
 from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.keys import draw_key
-from ipu_pipeline.engine.tracing.metrics import NUMBERS, Reported
 from ipu_pipeline.engine.tracing.scopes import (
     absolute_scope,
 )
+from ipu_pipeline.engine.tracing.side_outputs import NUMBERS, Reported, enqueue_to, find_leaves
 from ipu_pipeline.engine.tracing.specs import make_spec
 from ipu_pipeline.engine.tracing.stage_lists import as_level, join_layers
+from ipu_pipeline.engine.tracing.stage_markers import draw_key
 from ipu_pipeline.engine.tracing.stages import check_signature
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState, scale_loss
-from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, weigh
 from ipu_pipeline.engine.updates.optimizer_tracing import describe_other_optimizer
+from ipu_pipeline.engine.updates.optimizer_wrappers import (
+    LossScaled,
+    LossScaleState,
+    is_loss_weight,
+    scale_loss,
+    weigh,
+)
 from ipu_pipeline.engine.watching import read_outfeed
 
 __all__ = [

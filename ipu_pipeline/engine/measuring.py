@@ -8,14 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ipu_pipeline.engine.inspect.pipelines import with_dispatch_plan
+from ipu_pipeline.engine.measured_choices import time_in_turns
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.choosing import describe_seconds, possible_chunk_sizes
-from ipu_pipeline.engine.planning.chunking import Chunking
-from ipu_pipeline.engine.planning.pipelines import with_dispatch_plan
-from ipu_pipeline.engine.rehearsing import time_in_turns
+from ipu_pipeline.engine.planning.dispatch_plans import Chunking, describe_seconds, possible_chunk_sizes
 from ipu_pipeline.engine.state import PipelineState
-
-__all__ = ["measure_dispatch_plan"]
 
 
 def measure_dispatch_plan(

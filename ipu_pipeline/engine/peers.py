@@ -24,19 +24,6 @@ import jax
 
 from ipu_pipeline.ground.errors import ProcessError
 
-__all__ = [
-    "Peers",
-    "Store",
-    "check_joined",
-    "current",
-    "is_of_collective",
-    "may_come_from",
-    "occupied",
-    "one_thread",
-    "set_current",
-    "waiting",
-]
-
 _PREFIX = "ipu_pipeline/told"
 _SLICE = 500  # milliseconds of waiting between checks that the others live
 _SHOWN = 120  # characters of a value that differs

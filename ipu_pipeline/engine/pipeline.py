@@ -19,13 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine import fingerprints, peers, schedules, watching
-from ipu_pipeline.engine.adopting import Adoption, adopt_optimizer_state, compare
-from ipu_pipeline.engine.apart import apart
-from ipu_pipeline.engine.between_steps import BetweenSteps
+from ipu_pipeline.engine import building, peers, schedules, watching
 from ipu_pipeline.engine.building import Built, Recipe, build
-from ipu_pipeline.engine.calling import StageCaller
-from ipu_pipeline.engine.devices.compiler_options import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, check_processes, make_groups
 from ipu_pipeline.engine.devices.feeds import (
     Element,
@@ -37,20 +32,63 @@ from ipu_pipeline.engine.devices.feeds import (
     take_nothing,
 )
 from ipu_pipeline.engine.devices.links import naming_peers
-from ipu_pipeline.engine.devices.offloading import parse_offload
-from ipu_pipeline.engine.devices.sharding import parse_shard
-from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution import kept, op_by_op
-from ipu_pipeline.engine.execution.comparing import identify_operations
+from ipu_pipeline.engine.devices.state_placement import StatePlacement, parse_offload, parse_shard
+from ipu_pipeline.engine.devices.xla_settings import CompilerOptions, check_compiles, plan_options
+from ipu_pipeline.engine.execution import compilation, op_by_op
+from ipu_pipeline.engine.execution.agreement import identify_operations
+from ipu_pipeline.engine.execution.block_runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import why_not_timed
+from ipu_pipeline.engine.execution.observation import StepOnItsWay, copy_state, rehearse, watch_step
+from ipu_pipeline.engine.execution.op_by_op import StageCaller
 from ipu_pipeline.engine.execution.runner import PlanRunner
-from ipu_pipeline.engine.execution.single_device.runner import BlockRunner
-from ipu_pipeline.engine.execution.watched import copy_state, rehearse
-from ipu_pipeline.engine.hanging import StepOnItsWay, watch
-from ipu_pipeline.engine.initial_states import make_optimizer_state, make_state, make_variables
-from ipu_pipeline.engine.micro_batch_shapes import (
+from ipu_pipeline.engine.measured_choices import (
+    SearchedTimetables,
+    Timetables,
+    check_one_process,
+    choose_by_steps,
+    measure_scenario,
+)
+from ipu_pipeline.engine.mesh_isolation import apart
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, find_unused, make_options
+from ipu_pipeline.engine.pipeline_states import (
+    Adoption,
+    BetweenSteps,
+    adopt_optimizer_state,
+    compare,
+    make_optimizer_state,
+    make_state,
+    make_variables,
+)
+from ipu_pipeline.engine.plan.memory import find_moments, plan_stages
+from ipu_pipeline.engine.plan.op_by_op import OpByOp, Visit, find_nans
+from ipu_pipeline.engine.planning.dispatch_plans import (
+    ONE_BY_ONE,
+    ChunkedStep,
+    Chunking,
+    check_dispatch_plan,
+    choose_dispatch_plan,
+)
+from ipu_pipeline.engine.planning.memory_plans import Moments, StageMemory
+from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.stage_programs import StagePrograms
+from ipu_pipeline.engine.progress import tracing
+from ipu_pipeline.engine.state import (
+    MOVES,
+    PipelineState,
+    Progress,
+    RunState,
+    StepOutputs,
+    as_plain_state,
+    check_exists,
+    check_not_traced,
+    check_state,
+    without_aliases,
+)
+from ipu_pipeline.engine.step_micro_batches import (
     MicroBatchShapes,
+    StepFeed,
     check_alike,
     check_number,
     describe_number,
@@ -58,52 +96,17 @@ from ipu_pipeline.engine.micro_batch_shapes import (
     find_key,
     trace_again,
 )
-from ipu_pipeline.engine.option_checks import find_unused
-from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, make_options
-from ipu_pipeline.engine.plan.readers.op_by_op import OpByOp, Visit, find_nans
-from ipu_pipeline.engine.planning.choosing import (
-    ChunkedStep,
-    choose_dispatch_plan,
-)
-from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking, check_dispatch_plan
-from ipu_pipeline.engine.planning.memory import find_moments, plan_stages
-from ipu_pipeline.engine.planning.memory_plans import Moments, StageMemory
-from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.progress import tracing
-from ipu_pipeline.engine.rehearsing import choose_by_steps
-from ipu_pipeline.engine.searched_timetables import (
-    SearchedTimetables,
-    Timetables,
-    check_one_process,
-    measure_scenario,
-)
-from ipu_pipeline.engine.state import PipelineState, Progress, RunState, StepOutputs
-from ipu_pipeline.engine.state_checks import (
-    MOVES,
-    as_plain_state,
-    check_exists,
-    check_not_traced,
-    check_state,
-    without_aliases,
-)
-from ipu_pipeline.engine.step_feeds import StepFeed
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.metrics import Metric
+from ipu_pipeline.engine.tracing.frames import Surroundings
+from ipu_pipeline.engine.tracing.side_outputs import Metric, UserChecks, find_failed, hands_out_checks
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
-from ipu_pipeline.engine.tracing.surroundings import Surroundings
-from ipu_pipeline.engine.tracing.traced import TracedPipeline
-from ipu_pipeline.engine.tracing.user_checks import UserChecks, find_failed, hands_out_checks
-from ipu_pipeline.engine.updates.accumulators import AccumulatorPlan, plan_accumulators
-from ipu_pipeline.engine.updates.cutting import Updates
-from ipu_pipeline.engine.updates.loss_weights import is_loss_weight, without_weights
-from ipu_pipeline.ground.enumerations import parse_member
-from ipu_pipeline.ground.first_run import begin_first_run
-from ipu_pipeline.ground.shapes import as_shapes, check_like, describe_structures
-
-__all__ = ["Pipeline"]
+from ipu_pipeline.engine.tracing.stages import TracedPipeline
+from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight, without_weights
+from ipu_pipeline.engine.updates.update_programs import AccumulatorPlan, Updates, plan_accumulators
+from ipu_pipeline.ground.checks import parse_member
+from ipu_pipeline.ground.lazy_initialization import begin_first_run
+from ipu_pipeline.ground.pytrees import as_shapes, check_like, describe_structures
 
 P = ParamSpec("P")
 # The functions and attributes that replace former methods.
@@ -250,7 +253,7 @@ class Pipeline:
         self.runner: Runner[Any] | None = None
         self._shapes = MicroBatchShapes()
         self._surroundings: Surroundings | None = None  # of the first trace
-        self._kept = kept.current()
+        self._kept = compilation.current_programs()
         self._between = BetweenSteps()
         # A timetable does not hold the pipeline: an infeed holds the runner, which has the timetable, and
         # the pipeline's program holds the infeed.
@@ -653,7 +656,7 @@ class Pipeline:
         """Sees that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
         timetable = self.timetable(self.options.num_micro_batches or 1)
-        fingerprints.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
+        building.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
 
     def _place_state(self, groups: Sequence[DeviceGroup]) -> StatePlacement:
         return StatePlacement(
@@ -864,7 +867,7 @@ class Pipeline:
         input_leaves = check_like(tuple(inputs), self.traced.inputs, "The inputs")
         supply = Supply(take, self._shapes.resolve)
         step = StepOnItsWay(self.prepare().describe_start, self.traced, supply)
-        watch(step)
+        watch_step(step)
         try:
             progress = self._progress(state, supply, inputs, input_leaves, num_micro_batches, leaves)
         except BaseException:
@@ -1238,7 +1241,7 @@ def _describe_for_choice(pipeline: Pipeline) -> Mapping[str, str]:
     """Describes everything that the choice of a dispatch plan depends on."""
     options, mapping = pipeline.options, pipeline.device_mapping
     timetable = pipeline.timetable(options.num_micro_batches or 1)
-    told = fingerprints.describe(pipeline.built, options, mapping, timetable, None)
+    told = building.describe(pipeline.built, options, mapping, timetable, None)
     programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
     told |= {program.name: identify_operations(program.equations) for program in programs}
     updates = () if pipeline.built.updates is None else pipeline.built.updates.updates

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from ipu_pipeline.engine.devices.action_log import current as current_log
-from ipu_pipeline.engine.devices.crossing import group_sharding
-from ipu_pipeline.engine.devices.gathered import (
+from ipu_pipeline.engine.devices.device_groups import group_sharding, is_here
+from ipu_pipeline.engine.devices.links import naming_peers
+from ipu_pipeline.engine.devices.process_exchange import (
+    connect_all,
+    fetch_bytes,
+    offer_bytes,
     only_if_written_here,
     parts_written_here,
     read_gathered,
@@ -12,10 +16,7 @@ from ipu_pipeline.engine.devices.gathered import (
     share_stacks,
     spread_rows,
 )
-from ipu_pipeline.engine.devices.links import naming_peers
-from ipu_pipeline.engine.devices.messages import connect_all, fetch_bytes, offer_bytes
-from ipu_pipeline.engine.devices.remote import is_here
-from ipu_pipeline.engine.devices.threads import keep_one_free, num_cpu_devices_set
+from ipu_pipeline.engine.devices.xla_settings import keep_one_free, num_cpu_devices_set
 from ipu_pipeline.engine.peers import (
     Peers,
     Store,

@@ -20,17 +20,7 @@ from typing import Any
 
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.bars import between_bars, is_shown_on
-
-__all__ = [
-    "Compilation",
-    "Initialization",
-    "compiling",
-    "initializing",
-    "is_compiling",
-    "tracing",
-    "watched_by",
-]
+from ipu_pipeline.ground.tables import between_bars, is_shown_on
 
 _DELAY = 0.3  # seconds; what compiles in less shows nothing
 _INTERVAL = 0.1  # seconds between changes of the line

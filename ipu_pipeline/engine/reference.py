@@ -19,13 +19,11 @@ import optax
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs.accumulation import Reduction, ReductionName, count_dtype
 from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
-from ipu_pipeline.engine.tracing import keys, stages
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
-from ipu_pipeline.engine.updates.loss_scaling import LossScaled, LossScaleState
+from ipu_pipeline.engine.tracing import stage_markers, stages
+from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
 from ipu_pipeline.engine.updates.optimizer_tracing import Optimizer
-from ipu_pipeline.ground.enumerations import parse_member
-
-__all__ = ["Gradients", "gradients", "step"]
+from ipu_pipeline.engine.updates.optimizer_wrappers import LossScaled, LossScaleState
+from ipu_pipeline.ground.checks import parse_member
 
 Gradients = dict[str, Any]
 
@@ -49,7 +47,7 @@ def gradients(
         variables = {**state.variables, **chosen}
         new_variables = dict(state.variables)
         count, number = jnp.int32(state.execution_count), jnp.int32(index)
-        key = keys.micro_batch_key(state.key, count, number)
+        key = stage_markers.micro_batch_key(state.key, count, number)
         values: dict[Source, Any] = {}
         for place, leaf in enumerate(jax.tree.leaves(tuple(inputs))):
             values[Source("input", place)] = jnp.asarray(leaf)
@@ -140,7 +138,9 @@ def step(
         all_outputs, losses = [], []
         for index, micro_batch in enumerate(micro_batches[replica::num_replicas]):
             differentiated = tuple(trained) if optimizer is not None else ()
-            execution_count: Any = keys.as_int32(state.execution_count)  # traced like any other value
+            execution_count: Any = stage_markers.as_int32(
+                state.execution_count
+            )  # traced like any other value
             stateless = dataclasses.replace(
                 running, optimizer_state=None, update_count=0, execution_count=execution_count
             )

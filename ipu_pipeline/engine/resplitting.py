@@ -22,16 +22,13 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.gathered import read_gathered
+from ipu_pipeline.engine.devices.process_exchange import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.state_checks import check_state
-from ipu_pipeline.engine.updates.cutting import StateLeaf
-from ipu_pipeline.engine.updates.loss_weights import without_weights
-from ipu_pipeline.ground.shapes import describe
+from ipu_pipeline.engine.state import PipelineState, check_state
+from ipu_pipeline.engine.updates.optimizer_wrappers import without_weights
+from ipu_pipeline.engine.updates.update_programs import StateLeaf
+from ipu_pipeline.ground.pytrees import describe
 from ipu_pipeline.ground.tables import shorten
-
-__all__ = ["move_state", "resplit"]
 
 _PREFIX = re.compile(r"(stage|layer)(\d+)$|model$")
 _ENDING = re.compile(r"_?(\d+)$")

@@ -15,24 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import jaxprs, peers
-from ipu_pipeline.engine.devices.device_groups import make_groups
-from ipu_pipeline.engine.devices.gathered import read_gathered
-from ipu_pipeline.engine.devices.placing import put_host_copies
-from ipu_pipeline.engine.devices.remote import is_here
+from ipu_pipeline.engine.devices.device_groups import is_here, make_groups
+from ipu_pipeline.engine.devices.placement import put_host_copies
+from ipu_pipeline.engine.devices.process_exchange import read_gathered
 from ipu_pipeline.engine.state import OfReplicas, of_replica
 from ipu_pipeline.engine.tracing import frames, hoisting
-from ipu_pipeline.engine.tracing.computed_initializers import resolve
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.variables import resolve
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.errors import without_traceback_note
-
-__all__ = [
-    "SegmentedFunction",
-    "fit_replicas",
-    "in_every_process",
-    "mark_call",
-    "read_count",
-]
 
 _PLACE = "the compiled function"  # what errors call it
 _MEND_REPLICAS = (

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import jax
 
-__all__ = ["Launch", "LaunchKind", "Watcher", "current", "read_outfeed", "spanning", "watching"]
-
 
 class LaunchKind:
     """The kinds of programs."""

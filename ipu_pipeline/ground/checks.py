@@ -1,11 +1,16 @@
-"""Checks of a user's values. Booleans, which Python counts as integers, are not integers here."""
+"""Checks of users' values and names: numbers, members of enumerations, names that may be meant."""
 
 from __future__ import annotations
 
+import difflib
+import enum
+import functools
+import hashlib
 import numbers
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any, TypeGuard, TypeVar
 
-__all__ = ["is_int", "is_integer", "is_number", "is_real"]
+# Checks of a user's values. Booleans, which Python counts as integers, are not integers here.
 
 
 def is_int(value: Any, least: int | None = None) -> TypeGuard[int]:
@@ -27,3 +32,49 @@ def is_real(value: Any) -> TypeGuard[int | float]:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether a value is a number of Python or NumPy, and not complex."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+# Members of enumerations that users name, and errors that list the members.
+
+Member = TypeVar("Member", bound=enum.Enum)
+
+
+def list_members(kind: type[enum.Enum]) -> str:
+    """The members of an enumeration for errors, for example "OverlapMode.NoOverlap, ..."."""
+    return ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+
+
+def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
+    """The member that a member or its value stands for."""
+    try:
+        return kind(value)
+    except ValueError:
+        are_texts = all(isinstance(member.value, str) for member in kind)
+        known = ", ".join(repr(member.value) for member in kind) if are_texts else list_members(kind)
+        raise ValueError(f"{argument} must be one of {known}; got {value!r}.") from None
+
+
+# Joins and hashes names, and finds near ones.
+
+
+def find_near(name: str, known: list[str], prefix: str = "") -> str:
+    """A hint at a name that may have been meant; an empty text if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+
+
+def hash_name(name: str) -> int:
+    """The first 32 bits of the SHA-256 of a name, as an unsigned integer."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+def join(scope: str, name: str) -> str:
+    """The full name of `name` within `scope`."""
+    return f"{scope}/{name}" if scope else name
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What errors call a function; a `functools.partial` has the name of the function that it wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -29,47 +29,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.ground import jax_core
-from ipu_pipeline.ground.tested import warn_of_untested
-
-__all__ = [
-    "NAMES",
-    "WrittenExecutable",
-    "array_without_mesh",
-    "as_operand",
-    "as_weak",
-    "can_move_executables",
-    "context_without_mesh",
-    "dce_rules",
-    "discharge",
-    "end_derivatives",
-    "explain_compilation",
-    "find",
-    "find_persistent_cache",
-    "fresh_trace",
-    "functions_of",
-    "has_checks",
-    "is_device_array",
-    "is_outside_of_traces",
-    "is_traced",
-    "kept_arguments",
-    "lines_of",
-    "lower_by_axis",
-    "make_array",
-    "make_check_error",
-    "make_copy",
-    "make_own_transpose",
-    "make_send",
-    "notify_of_cache_hits",
-    "read_executable",
-    "reduce",
-    "reset_persistent_cache",
-    "scope_names",
-    "shaped_array",
-    "with_errors_of_checks",
-    "within_scopes",
-    "without_mesh",
-    "write_executable",
-]
+from ipu_pipeline.ground.user_warnings import warn_of_untested
 
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
 

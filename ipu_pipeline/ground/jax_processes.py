@@ -16,16 +16,6 @@ import jax
 
 from ipu_pipeline.ground.jax_compat import find
 
-__all__ = [
-    "backends_run",
-    "coordinated_elsewhere",
-    "coordination_service",
-    "detect_cluster",
-    "key_value_store",
-    "listen_for_collectives",
-    "start_transfers",
-]
-
 # What a pipeline over several processes needs.
 
 _distributed_state = find("jax._src.distributed:global_state")

@@ -1,10 +1,15 @@
-"""Plain tables for terminals: columns, sizes and names."""
+"""Text for people: tables, sizes, times and shares, and where bars of progress are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-__all__ = ["align", "describe_bytes", "describe_flop", "printable", "shorten"]
+# Plain tables for terminals: columns, sizes and names.
 
 
 def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = (), indent: str = "  ") -> list[str]:
@@ -51,3 +56,67 @@ def shorten(text: str, width: int) -> str:
         return text
     left = width - 3
     return f"{text[: left - left // 2]}...{text[len(text) - left // 2 :]}"
+
+
+# Times, speeds and shares as people read them.
+
+
+def describe_time(microseconds: float | None) -> str:
+    """A time in three digits: `1.25 ms`; "not seen" for None."""
+    if microseconds is None:
+        return "not seen"
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= 0.9995 * size:
+            return f"{_format_three_digits(microseconds / size)} {unit}"
+    return f"{_format_three_digits(microseconds)} µs"
+
+
+def describe_speed(per_second: float) -> str:
+    """A number per second, in three digits, or in all digits before the point: `1,250`."""
+    return _format_three_digits(per_second)
+
+
+def describe_share(share: float) -> str:
+    """A share, in percent."""
+    return f"{100 * share:.1f}%"
+
+
+def say_device(text: str, word: str) -> str:
+    """Replaces "IPU" in words of reports by the word that a pipeline's interface has for it."""
+    if word == "IPU":
+        return text
+    text = re.sub(r"\b([Aa])n IPU\b", rf"\1 {word}", text)
+    text = re.sub(r"(?<=\. )IPU(?=s?\b)", word.capitalize(), text)
+    return re.sub(r"\bIPU(?=s?\b)", word, text)
+
+
+def _format_three_digits(number: float) -> str:
+    num_decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:,.{num_decimals}f}"
+
+
+# Bars of progress: where they are shown, and what is printed beside them.
+
+
+def is_shown_on(stream: Any) -> bool:
+    """Whether bars are shown on a stream: on terminals and in Jupyter, unless TQDM_DISABLE is set."""
+    if os.environ.get("TQDM_DISABLE"):
+        return False
+    try:
+        return bool(stream.isatty() or type(stream).__module__ == "ipykernel.iostream")
+    except (AttributeError, ValueError):  # there is no stream, or it is closed
+        return False
+
+
+@contextlib.contextmanager
+def between_bars() -> Iterator[None]:
+    """Wraps printing or logging while there may be bars of tqdm: these are drawn again below the text.
+
+    Without bars tqdm is not asked, as its lock would fix the start method of the user's multiprocessing.
+    """
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if not getattr(bars, "_instances", None):
+        yield
+        return
+    with bars.external_write_mode():  # type: ignore[union-attr]  # it has instances
+        yield

@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ipu_pipeline.ground.lazy_names import import_later
-from ipu_pipeline.ground.tested import warn_of_untested
+from ipu_pipeline.ground.lazy_initialization import import_later
+from ipu_pipeline.ground.user_warnings import warn_of_untested
 
 try:
     import safetensors  # noqa: F401  # checked to name what is missing
@@ -56,18 +56,23 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
     from ipu_pipeline.poptorch.execution.executor import PoplarExecutor
-    from ipu_pipeline.poptorch.execution.hooks import registerPostCompileHook, registerPreCompileHook
-    from ipu_pipeline.poptorch.execution.loading import load
-    from ipu_pipeline.poptorch.execution.wrapping import inferenceModel, trainingModel
+    from ipu_pipeline.poptorch.execution.instrumentation import (
+        registerPostCompileHook,
+        registerPreCompileHook,
+    )
+    from ipu_pipeline.poptorch.execution.wrappers import inferenceModel, load, trainingModel
     from ipu_pipeline.poptorch.logs import setLogLevel
     from ipu_pipeline.poptorch.lowering.registry import register_lowering
-    from ipu_pipeline.poptorch.operations.control_flow import cond, for_loop
+    from ipu_pipeline.poptorch.operations.control_flow import cond, dynamic_slice, dynamic_update, for_loop
     from ipu_pipeline.poptorch.operations.ctc_decoding import ctc_beam_search_decoder
-    from ipu_pipeline.poptorch.operations.custom_ops import custom_op
-    from ipu_pipeline.poptorch.operations.custom_registry import register_custom_op
+    from ipu_pipeline.poptorch.operations.custom_ops import custom_op, register_custom_op
     from ipu_pipeline.poptorch.operations.hints import (
         Attribute,
         NameScope,
+        identity_loss,
+        ipuHardwareIsAvailable,
+        ipuHardwareVersion,
+        isRunningOnIpu,
         nop,
         recomputationCheckpoint,
         set_available_memory,
@@ -75,20 +80,17 @@ if TYPE_CHECKING:
         set_overlap_for_output,
     )
     from ipu_pipeline.poptorch.operations.host_calls import CPU
-    from ipu_pipeline.poptorch.operations.losses import identity_loss
-    from ipu_pipeline.poptorch.operations.multi_conv import MultiConv
     from ipu_pipeline.poptorch.operations.printing import ipu_print_tensor
-    from ipu_pipeline.poptorch.operations.products import SerializedLinear, serializedMatMul
-    from ipu_pipeline.poptorch.operations.running import (
-        ipuHardwareIsAvailable,
-        ipuHardwareVersion,
-        isRunningOnIpu,
-    )
-    from ipu_pipeline.poptorch.operations.slicing import dynamic_slice, dynamic_update
+    from ipu_pipeline.poptorch.operations.products import MultiConv, SerializedLinear, serializedMatMul
     from ipu_pipeline.poptorch.options import ConfigFileError, Options, TensorLocationSettings
-    from ipu_pipeline.poptorch.options.phased import ParallelPhasedExecution, SerialPhasedExecution
-    from ipu_pipeline.poptorch.options.stages import Phase, Stage
-    from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+    from ipu_pipeline.poptorch.options.strategies import (
+        ParallelPhasedExecution,
+        Phase,
+        PipelinedExecution,
+        SerialPhasedExecution,
+        ShardedExecution,
+        Stage,
+    )
     from ipu_pipeline.poptorch.structures import ICustomArgParser, registerCustomArgParser
 
 __all__ = [
@@ -181,30 +183,25 @@ _find, _names = import_later(
         ),
         "poptorch.errors": "Error RecoverableError UnrecoverableError",
         "poptorch.execution.executor": "PoplarExecutor",
-        "poptorch.execution.hooks": "registerPostCompileHook registerPreCompileHook",
-        "poptorch.execution.loading": "load",
-        "poptorch.execution.wrapping": "inferenceModel trainingModel",
+        "poptorch.execution.instrumentation": "registerPostCompileHook registerPreCompileHook",
+        "poptorch.execution.wrappers": "inferenceModel load trainingModel",
         "poptorch.logs": "setLogLevel",
         "poptorch.lowering.registry": "register_lowering",
-        "poptorch.operations.control_flow": "cond for_loop",
+        "poptorch.operations.control_flow": "cond dynamic_slice dynamic_update for_loop",
         "poptorch.operations.ctc_decoding": "ctc_beam_search_decoder",
-        "poptorch.operations.custom_ops": "custom_op",
-        "poptorch.operations.custom_registry": "register_custom_op",
+        "poptorch.operations.custom_ops": "custom_op register_custom_op",
         "poptorch.operations.hints": (
-            "Attribute NameScope nop recomputationCheckpoint set_available_memory set_overlap_for_input "
+            "Attribute NameScope identity_loss ipuHardwareIsAvailable ipuHardwareVersion isRunningOnIpu "
+            "nop recomputationCheckpoint set_available_memory set_overlap_for_input "
             "set_overlap_for_output"
         ),
         "poptorch.operations.host_calls": "CPU",
-        "poptorch.operations.losses": "identity_loss",
-        "poptorch.operations.multi_conv": "MultiConv",
+        "poptorch.operations.products": "MultiConv SerializedLinear serializedMatMul",
         "poptorch.operations.printing": "ipu_print_tensor",
-        "poptorch.operations.products": "SerializedLinear serializedMatMul",
-        "poptorch.operations.running": "ipuHardwareIsAvailable ipuHardwareVersion isRunningOnIpu",
-        "poptorch.operations.slicing": "dynamic_slice dynamic_update",
         "poptorch.options": "ConfigFileError Options TensorLocationSettings",
-        "poptorch.options.phased": "ParallelPhasedExecution SerialPhasedExecution",
-        "poptorch.options.stages": "Phase Stage",
-        "poptorch.options.strategies": "PipelinedExecution ShardedExecution",
+        "poptorch.options.strategies": (
+            "ParallelPhasedExecution Phase PipelinedExecution SerialPhasedExecution ShardedExecution Stage"
+        ),
         "poptorch.structures": "ICustomArgParser registerCustomArgParser",
     },
 )

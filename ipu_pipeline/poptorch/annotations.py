@@ -16,8 +16,6 @@ from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 
-__all__ = ["BeginBlock", "Block", "BlockFunction", "module_repr", "removeBlocks"]
-
 CallableT = TypeVar("CallableT", bound="Callable[..., Any]")
 
 _HOOK = "_ipu_pipeline_block"

@@ -12,8 +12,6 @@ import ml_dtypes
 import numpy as np
 import torch
 
-__all__ = ["jax_dtype", "to_numpy", "to_torch"]
-
 _DTYPES: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
     torch.float32: np.float32,

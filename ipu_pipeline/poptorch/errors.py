@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Error", "RecoverableError", "UnrecoverableError"]
-
 
 class Error(Exception):
     """An error in a model, or in how it is used.

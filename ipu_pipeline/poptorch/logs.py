@@ -6,8 +6,6 @@ import logging
 import os
 from typing import Literal, TypeAlias, cast
 
-__all__ = ["logger", "setLogLevel", "warn_once"]
-
 LEVEL_VARIABLE = "POPTORCH_LOG_LEVEL"
 LogLevel: TypeAlias = Literal["TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF"]
 _LEVELS: dict[LogLevel, int] = {

@@ -14,34 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "NAMESPACE",
-    "Capturing",
-    "MultiConvPart",
-    "begin_block",
-    "begin_multi_conv",
-    "begin_scope",
-    "capturing",
-    "copy_opaquely",
-    "current_capture",
-    "end_multi_conv",
-    "end_scope",
-    "is_block",
-    "is_captured",
-    "is_checkpoint",
-    "is_keep_inputs",
-    "is_marker",
-    "is_traced",
-    "keep_for_backward",
-    "keep_inputs",
-    "keep_operation",
-    "mark_final_loss",
-    "mark_found_loss",
-    "read_multi_conv",
-    "read_scope",
-    "reduce_loss",
-]
-
 NAMESPACE = "ipu_poptorch"
 
 

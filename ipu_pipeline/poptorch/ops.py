@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ipu_pipeline.poptorch.annotations import BeginBlock, Block, BlockFunction, removeBlocks
-from ipu_pipeline.poptorch.operations.control_flow import cond, for_loop
+from ipu_pipeline.poptorch.operations.control_flow import cond, dynamic_slice, dynamic_update, for_loop
 from ipu_pipeline.poptorch.operations.ctc_decoding import ctc_beam_search_decoder
 from ipu_pipeline.poptorch.operations.custom_ops import custom_op
 from ipu_pipeline.poptorch.operations.hints import (
     Attribute,
     NameScope,
+    identity_loss,
     nop,
     recomputationCheckpoint,
     set_available_memory,
@@ -16,11 +17,8 @@ from ipu_pipeline.poptorch.operations.hints import (
     set_overlap_for_output,
 )
 from ipu_pipeline.poptorch.operations.host_calls import CPU
-from ipu_pipeline.poptorch.operations.losses import identity_loss
-from ipu_pipeline.poptorch.operations.multi_conv import MultiConv
 from ipu_pipeline.poptorch.operations.printing import ipu_print_tensor
-from ipu_pipeline.poptorch.operations.products import SerializedLinear, serializedMatMul
-from ipu_pipeline.poptorch.operations.slicing import dynamic_slice, dynamic_update
+from ipu_pipeline.poptorch.operations.products import MultiConv, SerializedLinear, serializedMatMul
 
 __all__ = [
     "CPU",

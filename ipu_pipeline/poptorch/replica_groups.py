@@ -12,8 +12,6 @@ from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations import checks
 
-__all__ = ["GroupRows", "ReplicaGrouping", "find_groups"]
-
 
 def find_groups(kind: CommGroupType, size: int, num_replicas: int) -> tuple[int, ...]:
     """Returns the number of each replica's group, from 0."""

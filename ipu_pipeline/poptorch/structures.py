@@ -15,15 +15,6 @@ import torch
 
 from ipu_pipeline.poptorch.errors import Error
 
-__all__ = [
-    "ICustomArgParser",
-    "Structure",
-    "compare",
-    "flatten",
-    "in_order_of",
-    "registerCustomArgParser",
-]
-
 
 class ICustomArgParser:
     """Finds tensors in objects of a user's class, and puts them back."""

@@ -17,8 +17,6 @@ import torch
 
 from ipu_pipeline.processes import interrupts
 
-__all__ = ["changed_for_this_thread_alone", "seeing_as_here"]
-
 _KINDS = ("_parameters", "_buffers", "_modules")
 _lock = threading.RLock()  # models may have modules in common
 _numbers = itertools.count(1)

@@ -20,21 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ipu_pipeline.processes.own_directories import others_can_write
-
-__all__ = [
-    "DIRECTORY_VARIABLE",
-    "Found",
-    "Process",
-    "directories",
-    "find_process",
-    "opened",
-    "read_all",
-    "remove",
-    "resident_bytes",
-    "this_process",
-    "write",
-]
+from ipu_pipeline.ground.host import others_can_write
 
 DIRECTORY_VARIABLE = "IPU_PIPELINE_ANNOUNCE_DIR"
 _PROC = Path("/proc")

@@ -23,8 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _ESTABLISHED = "01"  # in /proc/net/tcp
 _LOOK_EVERY = 0.5  # seconds
 _MOST_SECONDS = 900.0  # after the end of process 0; a machine that is gone leaves its connections open

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.processes.launched import CACHE_DIR_VARIABLE
-from ipu_pipeline.processes.own_directories import check_files, make_own
+from ipu_pipeline.ground.host import check_files, make_own
+from ipu_pipeline.processes.launcher import CACHE_DIR_VARIABLE
 
 __all__ = ["CACHE_DIR_VARIABLE", "enable_executable_cache", "enable_executable_cache_of_environment"]
 

@@ -1,9 +1,10 @@
-"""Signals: sections that defer them, none that is lost, and training that ends after an update."""
+"""Signals and the end of the process: sections that neither breaks off, stops after an update."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -13,14 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "StopRequest",
-    "StoppedAtOnce",
-    "deferred",
-    "raised_if_wrapped",
-    "sent_again_if_ignored",
-    "stopping_on_signals",
-]
+# Signals: sections that defer them, none that is lost, and training that ends after an update.
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Signals that people handle in Python: to save, to stop, to give up waiting. Some systems lack some.
@@ -179,3 +173,51 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     finally:
         for stopping, handler in before.items():
             signal.signal(stopping, signal.SIG_DFL if handler is None else handler)
+
+
+# Ends a process whose main thread may be stuck, but leaves nothing half written.
+
+EXIT_STATUS = 1  # the same as after an exception
+_FLUSHING_SECONDS = 1.0
+_MOST_WRITING_SECONDS = 600.0  # that something may take to be written
+_writing: dict[int, str] = {}
+
+
+@contextlib.contextmanager
+def written_whole(what: str) -> Iterator[None]:
+    """Wraps writing something that `end_process` must not break off."""
+    key = threading.get_ident()
+    before = _writing.get(key)
+    _writing[key] = what
+    try:
+        yield
+    finally:
+        if before is None:
+            del _writing[key]
+        else:
+            _writing[key] = before
+
+
+def end_process(message: str) -> None:
+    """Ends this process, from any thread: no Python code runs any more."""
+    waited_for = sorted(set(_writing.values()))
+    _write_message(message + (f"First {', '.join(waited_for)} is written.\n" if waited_for else ""))
+    deadline = time.monotonic() + _MOST_WRITING_SECONDS
+    while _writing and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for stream in (sys.stdout, sys.stderr):
+        # A stuck thread may hold the lock of the stream.
+        flushing = threading.Thread(target=_flush, args=(stream,), daemon=True)
+        flushing.start()
+        flushing.join(_FLUSHING_SECONDS)
+    os._exit(EXIT_STATUS)
+
+
+def _write_message(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+
+
+def _flush(stream: Any) -> None:
+    with contextlib.suppress(Exception):  # it is closed, or a pipe without a reader
+        stream.flush()

@@ -30,10 +30,8 @@ import jax
 
 from ipu_pipeline.engine.processes import Peers, current_log, may_come_from
 from ipu_pipeline.processes import board
-from ipu_pipeline.processes.ending import end_process
-from ipu_pipeline.processes.launched import hear_failures
-
-__all__ = ["Judge", "PeerWatch", "Status"]
+from ipu_pipeline.processes.interrupts import end_process
+from ipu_pipeline.processes.launcher import hear_failures
 
 _STATUSES = "ipu_pipeline/status"
 _INTERVAL = 0.5  # the most seconds between two looks

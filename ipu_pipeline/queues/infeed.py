@@ -11,12 +11,9 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import Take, find_calling_line
 from ipu_pipeline.ground.checks import is_int
-from ipu_pipeline.ground.shapes import as_shape, describe
-from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
-from ipu_pipeline.queues.feeder import Feeder, Place, as_array
-from ipu_pipeline.queues.positions import DataPass, Position, is_factory, is_sequence
-
-__all__ = ["IPUInfeedQueue", "InfeedOperation"]
+from ipu_pipeline.ground.pytrees import as_shape, describe
+from ipu_pipeline.queues.feeder import DataPass, Feeder, Place, Position, as_array, is_factory, is_sequence
+from ipu_pipeline.queues.queue_arguments import check_replication_factor, join_arguments, warn_of_arguments
 
 _MAX_COLUMNS = 4  # arrays of a data set that are taken for samples' features and labels
 _POSITIONS = ("device_ordinal", "prefetch_depth", "optimise_latency")

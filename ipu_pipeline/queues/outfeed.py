@@ -14,15 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.fronts import enqueue_to
-from ipu_pipeline.ground.checks import is_int
-from ipu_pipeline.ground.enumerations import list_members
-from ipu_pipeline.ground.shapes import describe, describe_structure
-from ipu_pipeline.ground.values import as_objects, is_readable
-from ipu_pipeline.queues.arguments import check_replication_factor, join_arguments, warn_of_arguments
-from ipu_pipeline.queues.operations import Operation
-from ipu_pipeline.queues.synthetic import uses_synthetic_data
+from ipu_pipeline.ground.checks import is_int, list_members
+from ipu_pipeline.ground.pytrees import as_objects, describe, describe_structure, is_readable
+from ipu_pipeline.queues.queue_arguments import check_replication_factor, join_arguments, warn_of_arguments
+from ipu_pipeline.queues.synthetic_data import uses_synthetic_data
 
-__all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]
+# Operations: what recorded actions return, and what a session runs.
+
+
+class Operation:
+    """The result of `pipeline`, `minimize` and `enqueue`: it can be run, and has no value."""
+
+    def __init__(self, name: str) -> None:
+        """Names the operation."""
+        self.name = name
+
+
+# The outfeed: copies enqueued values to the host, and keeps them until they are dequeued.
 
 _POSITIONS = ("outfeed_mode", "device_ordinal", "buffer_depth", "optimise_latency")
 _OLDER_POSITIONS = (

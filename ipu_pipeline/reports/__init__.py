@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ipu_pipeline.ground.lazy_names import import_later
+from ipu_pipeline.ground.lazy_initialization import import_later
 
 if TYPE_CHECKING:
-    from ipu_pipeline.reports.capturing import Capture, capture
+    from ipu_pipeline.reports.trace_capture import Capture, capture
 
 __all__ = ["Capture", "capture"]
 
-__getattr__, __dir__ = import_later(__name__, {"reports.capturing": "Capture capture"})
+__getattr__, __dir__ = import_later(__name__, {"reports.trace_capture": "Capture capture"})

@@ -28,15 +28,6 @@ import numpy.typing as npt
 from ipu_pipeline.engine.inspect import Flow, IpuMemory, StageMemory
 from ipu_pipeline.reports.profile import Profile
 
-__all__ = [
-    "CATEGORIES",
-    "MemoryOverTime",
-    "Peak",
-    "TimedAction",
-    "lay_out_memory",
-    "profile_memory_over_time",
-]
-
 CATEGORIES = (
     "variables",
     "optimizer state",

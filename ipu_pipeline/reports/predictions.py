@@ -1,10 +1,4 @@
-"""Simulates a pipeline that was measured: the same step, and other settings.
-
-The costs are what programs, transfers and weight updates take alone, as splits and dispatch plans are
-chosen by. Where that was not measured, they are the trace's, in which the time that the host takes to start
-programs is not known, and taken to be 0. A layer that moves to another stage takes a
-part of its stage's time along, equal to its part of the stage's operations, which is an estimate.
-"""
+"""Predictions for a pipeline that was measured, and studies of what was measured and predicted."""
 
 from __future__ import annotations
 
@@ -32,21 +26,16 @@ from ipu_pipeline.engine.schedules import (
     simulate,
     what_if,
 )
-from ipu_pipeline.reports.analysis import PipelineAnalysis
-from ipu_pipeline.reports.events import Event, EventKind
-from ipu_pipeline.reports.profile import Profile
-from ipu_pipeline.reports.wording import describe_time
+from ipu_pipeline.ground.tables import describe_share, describe_time, say_device
+from ipu_pipeline.reports.analysis import HostTime, PipelineAnalysis, analyse, find_host_time
+from ipu_pipeline.reports.profile import Event, EventKind, Profile
 
-__all__ = [
-    "Predictions",
-    "find_shared_cores",
-    "make_scenario",
-    "predict",
-    "predict_scenario",
-    "say_seconds",
-    "scenario_of",
-    "timeline_events",
-]
+# Simulates a pipeline that was measured: the same step, and other settings.
+#
+# The costs are what programs, transfers and weight updates take alone, as splits and dispatch plans are
+# chosen by. Where that was not measured, they are the trace's, in which the time that the host takes to
+# start programs is not known, and taken to be 0. A layer that moves to another stage takes a part of its
+# stage's time along, equal to its part of the stage's operations, which is an estimate.
 
 _MAX_ACTIONS = 200_000  # in a step that is simulated
 _MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: this takes some seconds
@@ -299,3 +288,105 @@ def timeline_events(
             )
         )
     return events
+
+
+# Studies of the pipelines of a profile, for people to read: what was measured and simulated of each.
+
+_LEAST_GAIN = 0.02  # of all the time: less of what the pipeline gains is not told beside the host
+
+
+def say_advice(advice: Advice, host: HostTime | None) -> tuple[str, ...]:
+    """What to change, in sentences, beginning with what IPUs wait for most.
+
+    If that is the host, the pipeline's stages do not hold each other back, and a better pipeline gains in
+    the rest of the time only.
+    """
+    if host is None or not host.is_told:
+        return (advice.sentence,)
+    if not host.is_first:
+        return advice.sentence, host.sentence
+    rest = 1.0 - host.share
+    gain = 1.0 / (host.share + rest / (1.0 + advice.gain)) - 1.0
+    if gain < _LEAST_GAIN:
+        return (host.sentence,)
+    sentence = advice.sentence[0].lower() + advice.sentence[1:]
+    of_all = f"Of all the time, that is {describe_share(gain)} more samples per second."
+    return host.sentence, f"In the other {describe_share(rest)} of the time, {sentence} {of_all}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A pipeline or loop.
+
+    Attributes:
+      facts: its description.
+      analysis: its measurements.
+      predictions: its simulations; None if it cannot be simulated.
+      host: how long it waited for the host; None if nothing was measured.
+    """
+
+    facts: PipelineFacts
+    analysis: PipelineAnalysis
+    predictions: Predictions | None
+    host: HostTime | None = None
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Advice on what to change, in sentences, beginning with what IPUs wait for most."""
+        sentences: tuple[str, ...] = ()
+        if self.predictions is not None:
+            sentences = say_advice(self.predictions.advice, self.host)
+        elif self.host is not None and self.host.is_told:
+            sentences = (self.host.sentence,)
+        return tuple(say_device(sentence, self.facts.device_word) for sentence in sentences)
+
+    @property
+    def is_held_back_by_host(self) -> bool:
+        """Whether IPUs wait for the host more than for each other."""
+        return self.host is not None and self.host.is_first
+
+
+def study(profile: Profile) -> tuple[Study, ...]:
+    """Analyses and simulates the pipelines of a profile, in their order."""
+    analyses = analyse(profile)
+    return tuple(
+        Study(facts, analysis, predict(profile, facts, analysis), host)
+        for facts, analysis, host in zip(
+            profile.pipelines, analyses, find_host_time(profile, analyses), strict=True
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A pipeline that was measured, to simulate it, also with other settings.
+
+    Attributes:
+      scenario: the pipeline as it was.
+      shared_cores: the number of cores that its IPUs share; None if they do not, or that is not known.
+      is_measured: whether the costs are what programs take alone.
+      host: how long it waited for the host; None if that is not known.
+      is_profile: whether all this is from a profile, with costs in seconds.
+    """
+
+    scenario: Scenario
+    shared_cores: int | None = None
+    is_measured: bool = False
+    host: HostTime | None = None
+    is_profile: bool = False
+
+
+def find_measured(profile: Profile) -> Measured:
+    """Finds the pipeline of a profile that has most actions, of those that can be simulated."""
+    found = analyse(profile)
+    hosts = find_host_time(profile, found)
+    for analysis in sorted(found, key=lambda analysis: -analysis.num_actions):
+        facts = profile.pipelines[analysis.pipeline]
+        scenario = make_scenario(facts, analysis)
+        if scenario is not None:
+            cores = find_shared_cores(profile, facts)
+            return Measured(scenario, cores, facts.costs is not None, hosts[analysis.pipeline], True)
+    raise ValueError(
+        "the profile has no pipeline that can be simulated: one with a named schedule, of which a step and "
+        "all stages were recorded."
+    )

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ipu_pipeline.graphcore.importing import explain_missing
-from ipu_pipeline.processes import joining
+from ipu_pipeline.graphcore.sdk_names import explain_missing
+from ipu_pipeline.processes import rendezvous
 
 __all__ = ["initialize", "is_initialized"]
 
@@ -67,7 +67,7 @@ def initialize(
         `jax.distributed.initialize`; JAX's backend is running; or the coordinator cannot listen.
       TimeoutError: the others did not join in time.
     """
-    joining.join(
+    rendezvous.join(
         coordinator_address,
         num_processes,
         process_id,
@@ -87,7 +87,7 @@ def is_initialized() -> bool:
       >>> ipu.distributed.is_initialized()
       False
     """
-    return joining.is_joined()
+    return rendezvous.is_joined()
 
 
 explain_missing(__name__)

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from ipu_pipeline.engine.fronts import InsideOfBodyError, OutsideOfBodyError
-from ipu_pipeline.graphcore.importing import explain_missing
-from ipu_pipeline.ground.values import as_own
-from ipu_pipeline.tf1.graph.placeholders import Placeholder
+from ipu_pipeline.graphcore.sdk_names import explain_missing
+from ipu_pipeline.ground.pytrees import as_own
+from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.loops import run_once
-from ipu_pipeline.tf1.program.program import Program, build_program
-from ipu_pipeline.tf1.program.registry import register, reserve_ipus
+from ipu_pipeline.tf1.program.program import Program, build_program, register, reserve_ipus
 from ipu_pipeline.tf1.scopes import current_ipu_device
 
 __all__ = ["Program", "compile"]

@@ -2,18 +2,452 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from ipu_pipeline.graphcore.importing import explain_missing
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ipu_pipeline.engine.fronts import find_frame
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_int
+from ipu_pipeline.ground.pytrees import as_loss
+from ipu_pipeline.queues.outfeed import Operation
 from ipu_pipeline.tf1.estimator.base import Estimator
-from ipu_pipeline.tf1.estimator.models import IPUEstimatorSpec, build_model_program, check_model_function
-from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys
+from ipu_pipeline.tf1.estimator.programs import (
+    EstimatorProgram,
+    IPUPipelineEstimatorSpec,
+    ModeKeys,
+    apply_to,
+    argument_names,
+    call_with,
+    check_known,
+    compile_spec,
+    make_infeed,
+)
+from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.ipu_run_config import RunConfig
+from ipu_pipeline.tf1.ipu_session_run_hooks import (
+    IPULoggingTensorHook,
+    SessionRunHook,
+    check_hooks,
+    collecting_logs,
+    dropping_logs,
+)
+from ipu_pipeline.tf1.metrics import Update, mean
+from ipu_pipeline.tf1.ops.pipelining_ops import OptimizerFunctionOutput
+from ipu_pipeline.tf1.optimizers.wrappers import (
+    Accumulation,
+    Minimized,
+    Optimizer,
+    Unwrapped,
+    collecting_minimized,
+    unwrap,
+)
 
-__all__ = ["IPUEstimator", "IPUEstimatorSpec"]
+__all__ = [
+    "IPUEstimator",
+    "IPUEstimatorSpec",
+    "build_model_program",
+    "check_model_function",
+]
+
+
+# The model of an `IPUEstimator` as a pipeline, whose only stage is the `model_fn`.
+#
+# The `model_fn` is traced as that stage, and in training once more in the weight update, for its optimizer.
+# So the values that a learning rate depends on are known there. Everything else it computes there is
+# dropped.
+
+_ARGUMENTS = ("features", "labels", "mode", "params", "config")
+
+
+class IPUEstimatorSpec:
+    """The result of the `model_fn` of an `IPUEstimator`.
+
+    Attributes are the arguments, with hooks as tuples.
+    """
+
+    def __init__(
+        self,
+        mode: ModeKeys | str,
+        predictions: Any = None,
+        loss: Any = None,
+        train_op: Any = None,
+        eval_metric_ops: Mapping[str, Any] | None = None,
+        eval_metrics: tuple[Callable[..., Mapping[str, Any]], Any] | None = None,
+        host_call: None = None,
+        training_hooks: Sequence[SessionRunHook] | None = None,
+        evaluation_hooks: Sequence[SessionRunHook] | None = None,
+        prediction_hooks: Sequence[SessionRunHook] | None = None,
+    ) -> None:
+        """Checks the arguments. A mode needs its own; those of other modes may be given, and are not used.
+
+        Args:
+          mode: the mode that the `model_fn` was called with.
+          predictions: to predict: an array [examples, ...], or a dict of such arrays.
+          loss: to train and evaluate: a scalar. Its means are logged.
+          train_op: to train: the result of an optimizer's `minimize`, of `ipu.optimizers` or its `tf1`.
+            With a `GradientAccumulationOptimizerV2` a weight update takes its `num_mini_batches`
+            micro-batches, by which `iterations_per_loop` must be divisible.
+          eval_metric_ops: to evaluate: results of functions of `ipu.metrics` for traced arrays, by name.
+            Their sums are computed on the IPU.
+          eval_metrics: to evaluate, instead: a function and its arguments, arrays in a list or a dict. It
+            is called on the host, with NumPy arrays stacked over micro-batches on a new first axis. It
+            returns the same as an `eval_metrics_fn` (see `IPUPipelineEstimatorSpec`), without "loss".
+          host_call: only None.
+          training_hooks: called when training.
+          evaluation_hooks: called when evaluating.
+          prediction_hooks: called when predicting.
+
+        Raises:
+          NotImplementedError: there is a `host_call`.
+          TypeError, ValueError: an argument is not usable.
+        """
+        try:
+            self.mode = ModeKeys(mode)
+        except ValueError:
+            raise ValueError(
+                f"IPUEstimatorSpec: mode must be one of {', '.join(ModeKeys)}; got {mode!r}."
+            ) from None
+        if host_call is not None:
+            raise NotImplementedError(
+                "IPUEstimatorSpec: host_call is not there, since the weight update is part of the program. "
+                "An optimizer of ipu.optimizers changes gradients, a CrossReplicaOptimizer averages them, "
+                "and IPULoggingTensorHook or ipu.metric gives values to the host. Leave it out."
+            )
+        if eval_metrics is not None:
+            is_pair = isinstance(eval_metrics, tuple) and len(eval_metrics) == 2
+            if (
+                not is_pair
+                or not callable(eval_metrics[0])
+                or not isinstance(eval_metrics[1], (list, dict))
+            ):
+                raise TypeError(
+                    "IPUEstimatorSpec: `eval_metrics` must be a tuple of a function and a list or dict of "
+                    f"arrays; got {eval_metrics!r}."
+                )
+        if eval_metric_ops is not None and not isinstance(eval_metric_ops, dict):
+            raise TypeError(
+                "IPUEstimatorSpec: `eval_metric_ops` must be a dict of what functions of ipu.metrics "
+                f"return; got {eval_metric_ops!r}."
+            )
+        for name, pair in (eval_metric_ops or {}).items():
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Update)):
+                raise TypeError(
+                    f"IPUEstimatorSpec: `eval_metric_ops` must have pairs (value, update) of ipu.metrics; "
+                    f"{name!r} is {pair!r}. Other metrics are computed by the function of `eval_metrics`."
+                )
+        self.predictions = predictions
+        self.loss = loss
+        self.train_op = train_op
+        self.eval_metric_ops = eval_metric_ops
+        self.eval_metrics = eval_metrics
+        self.training_hooks = check_hooks(training_hooks, "training_hooks")
+        self.evaluation_hooks = check_hooks(evaluation_hooks, "evaluation_hooks")
+        self.prediction_hooks = check_hooks(prediction_hooks, "prediction_hooks")
+
+    @property
+    def hooks(self) -> dict[str, tuple[SessionRunHook, ...]]:
+        """The hooks, by argument."""
+        names = ("training_hooks", "evaluation_hooks", "prediction_hooks")
+        return {name: getattr(self, name) for name in names}
+
+
+def check_model_function(model_fn: Any) -> None:
+    """Raises if a function cannot be the `model_fn` of an `IPUEstimator`."""
+    if not callable(model_fn):
+        raise TypeError(f"IPUEstimator: model_fn must be a function; got {model_fn!r}.")
+    if "features" not in argument_names(model_fn):
+        raise ValueError(
+            f"model_fn ({getattr(model_fn, '__name__', model_fn)!r}) must include features argument. An "
+            "IPUPipelineEstimator takes functions without it, which return stages."
+        )
+    check_known(model_fn, "model_fn", _ARGUMENTS)
+
+
+class _AccumulationError(Exception):
+    """The optimizer accumulates in another way than the pipeline that is being traced."""
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        super().__init__(accumulation)
+        self.accumulation = accumulation
+
+
+class _WithoutAccumulation(Optimizer):
+    """An optimizer whose accumulation is the pipeline's."""
+
+    def __init__(self, opt: Optimizer) -> None:
+        super().__init__(opt, opt.name)
+
+    def wrap(self, inner: Unwrapped) -> Unwrapped:
+        """Applies everything of it but the accumulation."""
+        return dataclasses.replace(inner, accumulation=None)
+
+
+class _Model:
+    """A `model_fn` as the functions that a pipeline takes, and its results from when it was traced."""
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        mode: ModeKeys,
+        params: Mapping[str, Any],
+        config: RunConfig,
+        accumulation: Accumulation,
+    ) -> None:
+        self._model_fn = model_fn
+        self._mode = mode
+        self._params = params
+        self._config = config
+        self._accumulation = accumulation
+        self._step: Minimized | None = None
+        self._updates: dict[str, Update] = {}  # the updates of eval_metric_ops, without their sums
+        self._metrics_function: Callable[..., Any] | None = None
+        self.hooks: tuple[SessionRunHook, ...] = ()
+        self.logged: list[int] = []  # the `id`s of the hooks
+
+    def stage(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """The only stage."""
+        features, labels = _unpack(arguments, named)
+        with collecting_logs(None) as logs:
+            spec, self._step = self._call(features, labels)
+        self.hooks = spec.hooks[_HOOKS[self._mode]]
+        self.logged = self._check_logs(logs)
+        returned: dict[str, Any] = {"logs": logs}
+        if self._mode is ModeKeys.PREDICT:
+            return {**returned, "outputs": spec.predictions}
+        loss = _as_scalar(spec.loss)
+        if self._mode is ModeKeys.EVAL:
+            return {**returned, "outputs": {"loss": loss, "values": self._find_values(spec)}}
+        assert self._step is not None
+        own = {"features": features, "labels": labels, "minimized": self._step.loss}
+        return {**returned, **own, "loss": loss}
+
+    def predict(self, *arguments: Any, **named: Any) -> Any:
+        """The only stage of an exported program."""
+        spec, _step = self._call(*_unpack(arguments, named))
+        return spec.predictions
+
+    def optimizer_function(
+        self, features: Any, labels: Any, minimized: Any, **_others: Any
+    ) -> OptimizerFunctionOutput:
+        """Returns the optimizer; in the weight update, with the values that its rate depends on there."""
+        step = self._step
+        frame = find_frame()
+        if frame is not None and frame.is_traced_again:
+            with dropping_logs():
+                _spec, step = self._call(features, labels)
+        assert step is not None
+        by_name = None if step.var_list is None else {"var_list": step.var_list}
+        return OptimizerFunctionOutput(
+            _WithoutAccumulation(step.optimizer), minimized, compute_gradients_kwargs=by_name
+        )
+
+    def metrics(self, loss: Any, values: Any) -> dict[str, Any]:
+        """Computes the metrics, as an `eval_metrics_fn` does, from what the stage enqueued."""
+        found: dict[str, Any] = {"loss": mean(loss)}
+        if self._metrics_function is None:
+            for name, known in self._updates.items():
+                sums = {key: stack.sum(0, dtype=np.float64) for key, stack in values[name].items()}
+                update = dataclasses.replace(known, sums=sums)
+                found[name] = (update.result(), update)
+            return found
+        own = apply_to(self._metrics_function, values)
+        if not isinstance(own, Mapping):
+            raise TypeError(f"The function of `eval_metrics` must return a dict, but got {type(own)}.")
+        if "loss" in own:
+            raise ValueError(
+                "The function of `eval_metrics` must not return 'loss': that is the mean of the "
+                "specification's loss. Give the metric another name."
+            )
+        return {**found, **own}
+
+    def _call(self, features: Any, labels: Any) -> tuple[IPUEstimatorSpec, Minimized | None]:
+        given = {"features": features, "mode": self._mode, "config": self._config}
+        takes_labels = "labels" in argument_names(self._model_fn)
+        if labels is not None and not takes_labels and self._mode is not ModeKeys.PREDICT:
+            raise ValueError("model_fn does not take labels, but input_fn returns labels.")
+        given["labels"] = None if self._mode is ModeKeys.PREDICT else labels
+        with collecting_minimized() as steps:
+            spec = call_with(self._model_fn, **given, params=dict(self._params))
+        if not isinstance(spec, IPUEstimatorSpec):
+            raise TypeError(f"`model_fn` must return IPUEstimatorSpec; got {type(spec).__name__}.")
+        if spec.mode is not self._mode:
+            raise ValueError(
+                f"The `model_fn` was called with mode {self._mode}, and returned a specification for "
+                f"{spec.mode}."
+            )
+        if self._mode is ModeKeys.PREDICT:
+            if spec.predictions is None:
+                _lacks("predictions", "predicting")
+            return spec, None
+        if spec.loss is None:
+            _lacks("loss", "training" if self._mode is ModeKeys.TRAIN else "evaluating")
+        if self._mode is ModeKeys.EVAL:
+            self._check_metrics(spec)
+            return spec, None
+        return spec, self._find_step(spec, steps)
+
+    def _find_step(self, spec: IPUEstimatorSpec, steps: Sequence[Minimized]) -> Minimized:
+        if spec.train_op is None:
+            _lacks("train_op", "training")
+        found = [step for step in steps if step.operation is spec.train_op]
+        if not found:
+            kind = "another operation" if isinstance(spec.train_op, Operation) else repr(spec.train_op)
+            raise TypeError(
+                "IPUEstimatorSpec: train_op must be what the `minimize` of an optimizer of ipu.optimizers "
+                f"returned in this call of the model_fn; got {kind}."
+            )
+        if len(steps) > 1:
+            raise NotImplementedError(
+                f"The `model_fn` called `minimize` {len(steps)} times; it may train with one optimizer, of "
+                "one loss. optax.multi_transform makes one optimizer of several. With several losses, "
+                "train in a Session: the body of ipu.loops.repeat may call minimize for each loss."
+            )
+        accumulation = unwrap(found[0].optimizer).accumulation or Accumulation()
+        mine, wanted = dataclasses.astuple(self._accumulation), dataclasses.astuple(accumulation)
+        # A dtype that is a function may be another one in each call.
+        if [value for value in mine if not callable(value)] != [v for v in wanted if not callable(v)]:
+            raise _AccumulationError(accumulation)
+        return found[0]
+
+    def _check_metrics(self, spec: IPUEstimatorSpec) -> None:
+        if not spec.eval_metric_ops and spec.eval_metrics is None:
+            raise ValueError(
+                "IPUEstimatorSpec must contain either eval_metric_ops or eval_metrics when evaluating."
+            )
+        if spec.eval_metric_ops and spec.eval_metrics is not None:
+            raise ValueError("IPUEstimatorSpec cannot contain both eval_metric_ops and eval_metrics.")
+        if "loss" in (spec.eval_metric_ops or {}):
+            raise ValueError(
+                "IPUEstimatorSpec: eval_metric_ops must not have 'loss': that is the mean of the "
+                "specification's loss. Give the metric another name."
+            )
+
+    def _find_values(self, spec: IPUEstimatorSpec) -> Any:
+        """Returns the values that evaluation needs on the host, and notes what it computes from them."""
+        if spec.eval_metrics is not None:
+            self._metrics_function, values = spec.eval_metrics
+            return values
+        updates = {name: update for name, (_value, update) in (spec.eval_metric_ops or {}).items()}
+        self._updates = {name: dataclasses.replace(known, sums={}) for name, known in updates.items()}
+        return {name: dict(update.sums) for name, update in updates.items()}
+
+    def _check_logs(self, logs: Mapping[int, Any]) -> list[int]:
+        if logs.keys() - {id(hook) for hook in self.hooks}:
+            raise RuntimeError(
+                "IPULoggingTensorHook.log was called, but the hook is not among the specification's "
+                f"{_HOOKS[self._mode]}."
+            )
+        return list(logs)
+
+
+_HOOKS = {
+    ModeKeys.TRAIN: "training_hooks",
+    ModeKeys.EVAL: "evaluation_hooks",
+    ModeKeys.PREDICT: "prediction_hooks",
+}
+
+
+def _lacks(name: str, doing: str) -> NoReturn:
+    raise ValueError(f"IPUEstimatorSpec must contain {name} when {doing}.")
+
+
+def _unpack(arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Features and labels of an element of the data set."""
+    if named:
+        return dict(named), None
+    if len(arguments) not in (1, 2):
+        raise ValueError(
+            "An element of the data set must be features, or a tuple of features and labels: expected 1 or "
+            f"2 elements, got {len(arguments)}."
+        )
+    features, *labels = arguments
+    return features, labels[0] if labels else None
+
+
+def _as_scalar(loss: Any) -> jax.Array:
+    loss = as_loss(loss, "IPUEstimatorSpec: loss", "Other values may be eval_metric_ops.")
+    if loss.size != 1 or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"IPUEstimatorSpec: loss must be a floating-point scalar; got {loss.dtype.name}"
+            f"{list(loss.shape)}. Reduce it, for example with jnp.mean."
+        )
+    return loss.reshape(())
+
+
+def build_model_program(
+    model_fn: Callable[..., Any],
+    mode: ModeKeys,
+    params: Mapping[str, Any],
+    config: RunConfig,
+    dataset: Any,
+    is_exported: bool = False,
+) -> EstimatorProgram:
+    """Traces the `model_fn` of an `IPUEstimator` and compiles it. It does not start JAX's backend."""
+    if config.ipu_run_config.num_shards != 1:
+        raise ValueError(
+            "IPUEstimator: `IPURunConfig.num_shards` must be 1, since the model is one stage on one IPU; "
+            f"got {config.ipu_run_config.num_shards}. An IPUPipelineEstimator spreads a model over several."
+        )
+    infeed = make_infeed(dataset, config)
+    accumulation = Accumulation()
+    if is_exported:
+        model = _Model(model_fn, mode, params, config, accumulation)
+        spec = _as_pipeline_spec(model, mode, accumulation, {})
+        return compile_spec(spec, config, infeed, {"computational_stages": [model.predict]}, True)
+    while True:
+        model = _Model(model_fn, mode, params, config, accumulation)
+        try:
+            made = _compile(model, mode, accumulation, config, infeed)
+        except _AccumulationError as found:  # it is traced again, with that
+            accumulation = found.accumulation
+            continue
+        that_log = []
+        for hook in model.hooks:
+            if isinstance(hook, IPULoggingTensorHook):
+                if id(hook) in model.logged:
+                    that_log.append(hook)
+                else:
+                    hook.forget_record()
+        spec = _as_pipeline_spec(model, mode, accumulation, {_HOOKS[mode]: model.hooks})
+        return dataclasses.replace(made, spec=spec, hooks_that_log=tuple(that_log), has_logs=True)
+
+
+def _as_pipeline_spec(
+    model: _Model, mode: ModeKeys, accumulation: Accumulation, hooks: Mapping[str, Any]
+) -> IPUPipelineEstimatorSpec:
+    return IPUPipelineEstimatorSpec(
+        mode,
+        [model.stage],
+        gradient_accumulation_count=accumulation.num_mini_batches,
+        eval_metrics_fn=model.metrics,
+        optimizer_function=model.optimizer_function,
+        device_mapping=[0],
+        **hooks,
+    )
+
+
+def _compile(
+    model: _Model, mode: ModeKeys, accumulation: Accumulation, config: RunConfig, infeed: Any
+) -> EstimatorProgram:
+    options: dict[str, Any] = {"computational_stages": [model.stage]}
+    if mode is ModeKeys.TRAIN:
+        options["optimizer_function"] = model.optimizer_function
+        masked = dict.fromkeys(("features", "labels", "minimized"), True)
+        options["outfeed_mask"] = {**masked, "loss": False, "logs": False}
+        options["gradient_accumulation_dtype"] = accumulation.dtype
+        options["offload_weight_update_variables"] = accumulation.offloads_state or None
+        if accumulation.reduction_method is not GradientAccumulationReductionMethod.SUM:
+            options["reduction_method"] = accumulation.reduction_method
+    return compile_spec(_as_pipeline_spec(model, mode, accumulation, {}), config, infeed, options, False)
+
+
+# `IPUEstimator`: training, evaluation and prediction of a model on one IPU, or on a replica per IPU.
 
 _BATCH_SIZE = "batch_size"
 

@@ -1,6 +1,6 @@
 """Outfeeds: `IPUOutfeedQueue` and its modes."""
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode, IPUOutfeedQueue, OutfeedOperation
 
 __all__ = ["IPUOutfeedMode", "IPUOutfeedQueue", "OutfeedOperation"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.tf1.estimator.base import Estimator
 from ipu_pipeline.tf1.estimator.programs import (
     EstimatorProgram,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import KW_ONLY, dataclass, field
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_int, is_real
 from ipu_pipeline.tf1.config import IPUConfig
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.graphcore.importing import explain_missing
-from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.graphcore.sdk_names import explain_missing
+from ipu_pipeline.ground.checks import list_members
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [

@@ -9,16 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine.fronts import InsideOfBodyError, Loop, find_frame, look_at_body
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.names import name_of
+from ipu_pipeline.ground.checks import is_integer, name_of
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
-from ipu_pipeline.queues.operations import Operation
-from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs
-from ipu_pipeline.tf1.program.calls import LoopCall, current_builder
+from ipu_pipeline.queues.outfeed import Operation
+from ipu_pipeline.tf1.graph import Placeholder, as_traced_inputs
+from ipu_pipeline.tf1.program.calls import LoopCall, current_builder, make_replication
 from ipu_pipeline.tf1.program.program import returned_values
-from ipu_pipeline.tf1.program.replication import make_replication
 
 __all__ = ["repeat", "while_loop"]
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground import jax_compat
 
 __all__ = ["Metric", "Update", "accuracy", "auc", "mean", "precision", "recall"]

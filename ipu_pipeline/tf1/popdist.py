@@ -9,11 +9,11 @@ from __future__ import annotations
 import jax
 
 from ipu_pipeline.engine import processes
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.processes import selection
-from ipu_pipeline.processes.joining import join_by_environment
+from ipu_pipeline.processes.rendezvous import join_by_environment
 from ipu_pipeline.tf1.program.calls import Call
-from ipu_pipeline.tf1.program.registry import compiled_programs
+from ipu_pipeline.tf1.program.program import compiled_programs
 
 __all__ = [
     "checkNumIpusPerReplica",

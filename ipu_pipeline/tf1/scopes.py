@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ipu_pipeline.engine.fronts import ipu_shard
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 
 __all__ = ["current_ipu_device", "ipu_scope", "ipu_shard"]
 

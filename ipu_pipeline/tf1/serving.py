@@ -14,19 +14,17 @@ from typing import Any
 import jax
 
 from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1 import ipu_compiler, scopes
-from ipu_pipeline.tf1.estimator.restoring import take_weights
 from ipu_pipeline.tf1.ops import pipelining_ops
 from ipu_pipeline.tf1.program.pipeline_arguments import check_integer
 from ipu_pipeline.tf1.program.program import Program
-from ipu_pipeline.tf1.session.loaded_program import LoadedProgram, load_program
-from ipu_pipeline.tf1.session.saver import latest_checkpoint
+from ipu_pipeline.tf1.session.exported_programs import LoadedProgram, load_program, make_example
+from ipu_pipeline.tf1.session.saver import latest_checkpoint, take_weights
 from ipu_pipeline.tf1.session.session import Session
-from ipu_pipeline.tf1.session.signatures import make_example
 
 __all__ = ["LoadedProgram", "export_pipeline", "export_single_step"]
 

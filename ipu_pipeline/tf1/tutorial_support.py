@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 
 from ipu_pipeline import engine
 from ipu_pipeline.data import datasets
-from ipu_pipeline.ground.bars import between_bars, is_shown_on
+from ipu_pipeline.ground.tables import between_bars, is_shown_on
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
-from ipu_pipeline.queues.synthetic import uses_synthetic_data
+from ipu_pipeline.queues.synthetic_data import uses_synthetic_data
 from ipu_pipeline.tf1.ops import pipelining_ops
 from ipu_pipeline.tf1.session.session import Session
 

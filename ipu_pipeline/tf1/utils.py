@@ -10,21 +10,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ipu_pipeline.graphcore.importing import explain_missing, find_attribute
-from ipu_pipeline.ground.warned import warn_once
+from ipu_pipeline.graphcore.sdk_names import explain_missing, find_attribute
+from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.processes import selection
 from ipu_pipeline.tf1.config import (
-    IPUConfig,
-    configure_ipu_system,
-    reset_ipu_configuration,
-    running_on_ipu_model,
-)
-from ipu_pipeline.tf1.config_categories import (
     DeviceConnectionType,
     ExecutionProfileType,
+    IPUConfig,
     MergeRemoteBuffersBehaviour,
     SchedulingAlgorithm,
     SelectionOrder,
+    configure_ipu_system,
+    reset_ipu_configuration,
+    running_on_ipu_model,
 )
 
 __all__ = [

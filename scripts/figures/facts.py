@@ -23,8 +23,8 @@ from ipu_pipeline import engine
 from ipu_pipeline.data import datasets
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
-from ipu_pipeline.engine.schedules import staircases
-from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.engine.schedules import timetables
+from ipu_pipeline.engine.tracing.stages import Source
 
 __all__ = [
     "Layer",
@@ -165,5 +165,5 @@ def percent_idle(table: schedules.Timetable) -> int:
 
 def find_ramps(table: schedules.Timetable) -> list[tuple[str, int, int]]:
     """The phases as (name, first time-step, last one), each stage on an IPU of its own."""
-    phases = staircases.find_ramps(table, range(len(table.rows)))
+    phases = timetables.find_ramps(table, range(len(table.rows)))
     return [(phase.name.replace("-", " "), phase.first, phase.last) for phase in phases]

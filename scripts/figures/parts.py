@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from figures import facts
 from figures.svg import Figure
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.pytrees import num_bytes
 
 __all__ = [
     "FRAME_HEIGHT",

@@ -41,7 +41,7 @@ FLOORS = (
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.apart engine.state engine.state_checks engine.progress engine.watching engine.peers "
+        "engine.mesh_isolation engine.state engine.state engine.progress engine.watching engine.peers "
         "engine.emulation",
         "State, progress, who watches, other processes",
     ),
@@ -54,16 +54,12 @@ FLOORS = (
     _folder("engine/planning"),
     _folder("engine/plan"),
     _folder("engine/execution"),
-    _folder("engine/loops"),
     _folder("engine/inspect"),
     _beside(
         "engine: roof",
-        "engine.option_checks engine.pipeline_options engine.building engine.fingerprints "
-        "engine.hanging engine.calling "
-        "engine.between_steps engine.initial_states engine.step_feeds "
-        "engine.micro_batch_shapes engine.rehearsing engine.pipeline engine.loop "
-        "engine.segments engine.measuring engine.searched_timetables engine.automatic_splits "
-        "engine.adopting engine.resplitting engine.inspect.pipelines engine.planning.pipelines "
+        "engine.pipeline_options engine.building engine.pipeline_states engine.step_micro_batches "
+        "engine.measured_choices engine.pipeline engine.loop_markers engine.loop engine.segments "
+        "engine.automatic_splits engine.resplitting engine.inspect.pipelines engine.measuring "
         "engine.reference engine.exporting engine.processes engine.fronts engine",
         "Pipeline, Loop, the plain loop that all is compared with, and what others may import",
     ),
@@ -74,12 +70,14 @@ FLOORS = (
     _folder("queues"),
     _folder("checkpointing"),
     _beside(
+        "engine: saved states", "engine.saved_states", "engine.save, engine.restore and states in memory"
+    ),
+    _beside(
         "tf1: ground",
-        "tf1.config_categories tf1.config tf1.distributed tf1.utils tf1.gradient_accumulation tf1.scopes "
-        "tf1.ipu_run_config",
+        "tf1.config tf1.distributed tf1.utils tf1.gradient_accumulation tf1.scopes tf1.ipu_run_config",
         "What is configured, and where operations go",
     ),
-    _folder("tf1/graph"),
+    _beside("tf1: graph", "tf1.graph", "Symbols, placeholders and operations of a graph"),
     _folder("tf1/optimizers"),
     _beside("tf1: hooks", "tf1.ipu_session_run_hooks", "What is called around an estimator's runs"),
     _folder("tf1/program"),
@@ -111,7 +109,6 @@ FLOORS = (
     _folder("poptorch/optim"),
     _folder("poptorch/data"),
     _folder("poptorch/files"),
-    _folder("poptorch/generation"),
     _folder("poptorch/execution"),
     _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
     _folder("launching"),
@@ -123,14 +120,12 @@ FLOORS = (
 NAMED_LATER = {
     "__init__": {"ray"},
     "engine.__init__": {
-        "checkpointing.engine_memory",
-        "checkpointing.engine_states",
+        "engine.saved_states",
         "engine.generation.generator",
         "engine.generation.requests",
-        "engine.generation.sampling",
     },
     "engine.inspect.__init__": {"engine.inspect.pipelines"},
-    "engine.planning.__init__": {"engine.planning.pipelines"},
+    "engine.planning.__init__": {"engine.inspect.pipelines"},
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

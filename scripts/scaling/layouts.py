@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ipu_pipeline.engine.schedules import Cluster, Costs, Scenario, predict_step_time
-from ipu_pipeline.engine.schedules.bubbles import find_bubble
-from ipu_pipeline.engine.schedules.task_times import run_step
+from ipu_pipeline.engine.schedules.simulator import find_bubble
+from ipu_pipeline.engine.schedules.tasks import run_step
 from scaling.gpt import Device, Gpt, Stage, split
 
 __all__ = ["Found", "Layout", "Shares", "find_layouts", "search", "shares"]

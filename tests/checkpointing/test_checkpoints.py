@@ -16,7 +16,7 @@ import orbax.checkpoint
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import arrays, checkpoints
+from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
@@ -685,14 +685,14 @@ def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_o
         snapshot = session.take_snapshot()
         expected = session.variables
         may_write = threading.Event()
-        original = arrays._storable
+        original = checkpoints._storable
 
         def wait(snapshot):
             may_write.wait(400)
             return original(snapshot)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arrays, "_storable", wait)
+            patch.setattr(checkpoints, "_storable", wait)
             series = CheckpointSeries(tmp_path)
             series.start_saving(8, snapshot)
             training.run(session, 2)

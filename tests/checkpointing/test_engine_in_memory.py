@@ -11,8 +11,8 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.checkpointing import in_memory
-from ipu_pipeline.processes import launched
-from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE
+from ipu_pipeline.processes import launcher
+from ipu_pipeline.processes.launcher import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE
 from tests.support.engine_resumer import make_pipeline, train
 from tests.support.launched import KilledError
 from tests.support.resumable import MICRO_BATCHES, Batches
@@ -198,16 +198,16 @@ def test_progress_and_goodput(pipeline, restart, monkeypatch):
     """A step counts when the next one begins; the first one, which compiles, as long as the second."""
     now, told = [0.0], []
     monkeypatch.setattr(in_memory.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(launched, "_useful", 0.0)
-    monkeypatch.setattr(launched, "_tell", told.append)
-    monkeypatch.setattr(launched, "_told_at", -1.0)
+    monkeypatch.setattr(launcher, "_useful", 0.0)
+    monkeypatch.setattr(launcher, "_tell", told.append)
+    monkeypatch.setattr(launcher, "_told_at", -1.0)
     restart(0)
     checkpoints = engine.InMemoryCheckpoints(pipeline)
     state = checkpoints.restore(initial(pipeline))
     useful = []
     for seconds in (9.0, 1.0, 2.0, 4.0):
         checkpoints.save(state)
-        useful.append(launched.useful_seconds())
+        useful.append(launcher.useful_seconds())
         state, _outputs = pipeline.step(state, BATCHES)
         now[0] += seconds
     assert useful == [0, 0, 2, 4]

@@ -20,15 +20,18 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import in_memory, together
+from ipu_pipeline.checkpointing import collective_calls, in_memory
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, parts_of
-from ipu_pipeline.checkpointing.session_state import KeptOptimizer, Record, SessionState
-from ipu_pipeline.checkpointing.snapshots import FeedPosition, Snapshot
-from ipu_pipeline.processes import launched
-from ipu_pipeline.processes.job_history import JobHistory
-from ipu_pipeline.processes.launched import MEMORY_EVERY_VARIABLE, MEMORY_VARIABLE, RESTART_VARIABLE
-from ipu_pipeline.queues.positions import Position
-from ipu_pipeline.tf1.estimator.scalars import FILE
+from ipu_pipeline.checkpointing.snapshots import FeedPosition, KeptOptimizer, Record, SessionState, Snapshot
+from ipu_pipeline.processes import launcher
+from ipu_pipeline.processes.launcher import (
+    MEMORY_EVERY_VARIABLE,
+    MEMORY_VARIABLE,
+    RESTART_VARIABLE,
+    JobHistory,
+)
+from ipu_pipeline.queues.feeder import Position
+from ipu_pipeline.tf1.estimator.summaries import FILE
 from tests.support import joined
 from tests.support.estimating import assert_same_variables, input_fn, make_small
 from tests.support.front import session_of
@@ -261,8 +264,8 @@ def test_what_counts_of_a_jobs_time_is_each_run_once(directory, monkeypatch, aga
     """The first run of a program, which compiles, counts as long as the second one, if that is less."""
     now, told = [0.0], []
     monkeypatch.setattr(in_memory.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(launched, "_useful", 0.0)
-    monkeypatch.setattr(launched, "_tell", told.append)
+    monkeypatch.setattr(launcher, "_useful", 0.0)
+    monkeypatch.setattr(launcher, "_tell", told.append)
 
     def run(series, seconds, program=0):
         series.hear([series.tell()])
@@ -270,18 +273,18 @@ def test_what_counts_of_a_jobs_time_is_each_run_once(directory, monkeypatch, aga
         series.wait()
         now[0] += seconds
         series.note_run(7, program)
-        return launched.useful_seconds()
+        return launcher.useful_seconds()
 
     series = InMemorySeries(directory, "a")
     assert [run(series, seconds) for seconds in (9.0, 1.0, 2.0)] == [0, 2, 4]
     assert [run(series, seconds, program=1) for seconds in (8.0, 0.5)] == [4, 5]
     assert run(series, 2.5) == 7.5
-    launched._useful = 0.0  # of another process
+    launcher._useful = 0.0  # of another process
     del told[:]
     series = again()
     series.find()  # what is known is of before the last run, which is done again
     series.tell_resumed()
-    assert (series.runs, launched.useful_seconds()) == (5, 5.0)
+    assert (series.runs, launcher.useful_seconds()) == (5, 5.0)
     assert told == ["resumed 1"]
     assert [run(series, seconds) for seconds in (5.0, 2.0)] == [5.0, 9.0]
     series.drop()
@@ -354,7 +357,7 @@ def lose_a_memory(directories):
         series.take(lambda state=state: Snapshot(state, 7, "threefry2x32"))
         series.wait()
         series.note_run(count)
-    together.do_each(lambda: None)  # both have written
+    collective_calls.do_each(lambda: None)  # both have written
     if index == 1:
         shutil.rmtree(directories[1])
     in_memory._begun.clear()
@@ -592,7 +595,7 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     reference.train(input_fn, max_steps=48)
     monkeypatch.setenv(MEMORY_VARIABLE, str(directory))
     JobHistory(time.time()).write(directory)
-    monkeypatch.setattr(launched, "_useful", 0.0)
+    monkeypatch.setattr(launcher, "_useful", 0.0)
     estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch, pytest.raises(KilledError):  # it drops nothing by itself
         patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)

@@ -8,7 +8,7 @@ import jax
 import jaxlib
 import pytest
 
-from ipu_pipeline.command_line import doctor, main
+from ipu_pipeline.command_line import main, setup_commands
 from ipu_pipeline.processes import executable_cache
 from tests.support.programs import ROOT, start
 
@@ -43,7 +43,7 @@ def test_what_is_missing_has_its_mend(capsys, monkeypatch, tmp_path):
     found = importlib.metadata.packages_distributions()
     del found["plotly"], found["torch"], found["safetensors"]
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: found)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(setup_commands.shutil, "which", lambda name: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plotly").mkdir()
     monkeypatch.syspath_prepend(tmp_path)

@@ -21,10 +21,10 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, loops
-from ipu_pipeline.command_line import main, monitoring
+from ipu_pipeline.command_line import main, monitor_command
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.processes import announcing, board, launched
-from ipu_pipeline.processes.job_history import Failure, JobHistory
+from ipu_pipeline.processes import announcements, board, launcher
+from ipu_pipeline.processes.launcher import Failure, JobHistory
 from tests.support import front
 from tests.support.programs import begin, run, wait_for
 
@@ -36,16 +36,16 @@ def announced(tmp_path, monkeypatch):
     """A directory of the test's own, and the file of this process there."""
     path = tmp_path / "announced"
     monkeypatch.setenv(board.DIRECTORY_VARIABLE, str(path))
-    monkeypatch.delenv(announcing.SWITCH_VARIABLE, raising=False)
+    monkeypatch.delenv(announcements.SWITCH_VARIABLE, raising=False)
     return path
 
 
 @pytest.fixture
 def announcer(announced, monkeypatch):
     """Announces as in a process that has just begun, every 20 ms."""
-    made = announcing._Announcer()
-    monkeypatch.setattr(announcing, "_announcer", made)
-    monkeypatch.setattr(announcing, "_INTERVAL", 0.02)
+    made = announcements._Announcer()
+    monkeypatch.setattr(announcements, "_announcer", made)
+    monkeypatch.setattr(announcements, "_INTERVAL", 0.02)
     yield made
     made._end()
     if made._thread is not None:
@@ -170,7 +170,7 @@ def test_nothing_is_kept_alive_by_it(announcer, capsys):
 
 
 def test_it_can_be_turned_off(announcer, announced, monkeypatch):
-    monkeypatch.setenv(announcing.SWITCH_VARIABLE, "0")
+    monkeypatch.setenv(announcements.SWITCH_VARIABLE, "0")
     model = front.Model()
     with front.session_of(model) as session:
         model.run(session)
@@ -180,7 +180,7 @@ def test_it_can_be_turned_off(announcer, announced, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["no room", "a file in its place", "no rights"])
 def test_training_goes_on_where_nothing_can_be_announced(fault, announcer, announced, monkeypatch):
-    monkeypatch.setattr(announcing, "_AFTER_ERROR", 0.02)
+    monkeypatch.setattr(announcements, "_AFTER_ERROR", 0.02)
     tried = []
 
     def put_nowhere(*arguments):
@@ -410,8 +410,8 @@ def test_processes_of_pids(tmp_path):
 
 
 def test_the_table(announced, capsys, monkeypatch):
-    monkeypatch.setattr(monitoring.board, "resident_bytes", lambda _pid: 3 * 2**20)
-    monkeypatch.setattr(monitoring, "_describe_time", lambda _seconds: "12:00:00")
+    monkeypatch.setattr(monitor_command.board, "resident_bytes", lambda _pid: 3 * 2**20)
+    monkeypatch.setattr(monitor_command, "_describe_time", lambda _seconds: "12:00:00")
     four = [make_ipu(number, planned_bytes=1024 * number) for number in range(4)]
     put(
         board.this_process(),
@@ -447,8 +447,8 @@ def test_the_table_of_several_processes(announced, capsys):
 
 def test_a_job_that_was_started_again(announcer, announced, tmp_path, capsys, monkeypatch):
     """As its launcher writes it, with what the runs of this process took."""
-    monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(launched, "_useful", 36_000.0)
+    monkeypatch.setenv(launcher.MEMORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(launcher, "_useful", 36_000.0)
     begun = time.time() - 40_000
     what = "process {} was ended by SIGKILL".format
     failures = [Failure(what(n), begun + n, 5 * n, 7 * n, 2, 4.25) for n in (1, 2)]
@@ -486,7 +486,7 @@ def test_watching(announced, capsys, monkeypatch):
         if len(slept) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(monitoring, "time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(monitor_command, "time", types.SimpleNamespace(sleep=sleep))
     assert main.main(["monitor", "--watch", "0.5"]) == 130
     assert capsys.readouterr().out == "No pipelines are running.\n" * 3
     assert slept == [0.5] * 3
@@ -503,10 +503,10 @@ def test_watching(announced, capsys, monkeypatch):
 def test_speed_is_of_the_last_seconds(monkeypatch):
     now = [100.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1000.0 + now[0])
-    monkeypatch.setattr(announcing, "time", clock)
+    monkeypatch.setattr(announcements, "time", clock)
     model = front.Model()
     pipeline = model.program.calls[0].pipeline
-    run = announcing.Run("x", pipeline, jax.devices(), 3)
+    run = announcements.Run("x", pipeline, jax.devices(), 3)
 
     def rate():
         return run.describe()["rate"]

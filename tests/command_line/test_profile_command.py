@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.reports.events import EventKind
-from ipu_pipeline.reports.profile import read_profile
+from ipu_pipeline.reports.profile import EventKind, read_profile
 from tests.reports.test_capture import COUNT
 from tests.support.programs import ROOT, environment
 
@@ -87,7 +86,7 @@ def test_its_report_is_opened(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     written = "write_reports(Path('profile_hello'), {'report.html': '', 'profile.json': ''})"
     (tmp_path / "hello.py").write_text(
-        f"from pathlib import Path\nfrom ipu_pipeline.reports.files import write_reports\n{written}"
+        f"from pathlib import Path\nfrom ipu_pipeline.reports.report_files import write_reports\n{written}"
     )
     assert main(["profile", "--open", "hello.py"]) == 0
     assert opened == [(tmp_path / "profile_hello" / "report.html").as_uri()]

@@ -13,7 +13,7 @@ import pytest
 from ipu_pipeline.command_line.main import main
 from ipu_pipeline.engine import schedules
 from ipu_pipeline.engine.schedules import Cluster, Costs, LinkSpeed, Memory, Scenario, simulate
-from ipu_pipeline.reports.studies import study
+from ipu_pipeline.reports.predictions import study
 from tests.support import traces
 
 
@@ -157,7 +157,7 @@ def test_inference_chunks_and_a_device_mapping(capsys):
 
 
 def test_what_if_of_many_actions_is_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr("ipu_pipeline.command_line.simulating._MOST_ACTIONS", 4)
+    monkeypatch.setattr("ipu_pipeline.command_line.simulate_command._MOST_ACTIONS", 4)
     text = run(capsys, *SMALL)
     assert text.endswith("More than 4 actions: --what-if simulates other schedules as well.\n")
     assert "interleaved" in run(capsys, *SMALL, "--what-if")

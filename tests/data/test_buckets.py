@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from ipu_pipeline.data.buckets import Buckets
+from ipu_pipeline.data.datasets import Buckets
 
 
 def texts(*lengths):

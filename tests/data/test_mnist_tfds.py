@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import datasets
-from ipu_pipeline.data import mnist_idx, mnist_tfds
+from ipu_pipeline.data import mnist
 from tests.support.idx_files import write_mnist
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_mnist.py"
@@ -46,7 +46,7 @@ def idx_folder(tmp_path, rng):
 
 @pytest.fixture
 def tfds_folder(tmp_path, idx_folder):
-    mnist_tfds.write(mnist_idx.read(idx_folder), tmp_path / "tfds")
+    mnist.write_tfds(mnist.read_idx(idx_folder), tmp_path / "tfds")
     return tmp_path / "tfds"
 
 
@@ -63,9 +63,9 @@ def test_real_mnist(tmp_path, given_folder):
     if given_folder is None:
         pytest.skip(f"{datasets.DATA_DIR_VARIABLE} is not set")
     folder = Path(given_folder)
-    if mnist_idx.missing_files(folder):
+    if mnist.missing_files(folder):
         pytest.skip(f"{datasets.DATA_DIR_VARIABLE} has no idx files")
-    mnist_tfds.write(mnist_idx.read(folder), tmp_path)
+    mnist.write_tfds(mnist.read_idx(folder), tmp_path)
     assert_same(datasets.load_mnist(tmp_path), datasets.load_mnist(folder))
 
 
@@ -73,7 +73,7 @@ def test_as_any_reader_of_tfds_finds_it(tfds_folder, idx_folder):
     import tensorflow_datasets as tfds
 
     source = tfds.data_source("mnist:3.0.1", split="train", data_dir=tfds_folder, download=False)
-    images, labels = mnist_idx.read(idx_folder)["train"]
+    images, labels = mnist.read_idx(idx_folder)["train"]
     assert len(source) == len(labels)
     np.testing.assert_array_equal(source[3]["image"][:, :, 0], images[3])
     assert source[3]["label"] == labels[3]
@@ -101,7 +101,7 @@ def test_where_tfds_keeps_data(tfds_folder, monkeypatch):
     assert datasets.load("digits")[0].name == "digits"
     monkeypatch.delenv("TFDS_DATA_DIR")
     monkeypatch.setenv("HOME", str(tfds_folder.parent))
-    assert mnist_tfds.default_folder() == tfds_folder.parent / "tensorflow_datasets"
+    assert mnist.default_folder() == tfds_folder.parent / "tensorflow_datasets"
     assert datasets.load("auto")[0].name == "digits"
     tfds_folder.rename(tfds_folder.parent / "tensorflow_datasets")
     assert datasets.load("auto")[0].name == "MNIST"
@@ -192,7 +192,7 @@ def test_what_its_own_builder_prepared(tmp_path, idx_folder):
     from PIL import Image
     from tensorflow_datasets.image_classification import mnist as official
 
-    splits = mnist_idx.read(idx_folder)
+    splits = mnist.read_idx(idx_folder)
 
     class Mnist(official.MNIST, skip_registration=True):
         name = "mnist"
@@ -247,7 +247,7 @@ def test_script(idx_folder, tmp_path, rng, monkeypatch, capsys):
     assert_same(datasets.load_mnist(target), before)
     assert run_script(monkeypatch, capsys, *options, "--overwrite") == wrote
     assert_same(datasets.load_mnist(target), datasets.load_mnist(idx_folder))
-    (idx_folder / mnist_idx.FILES[0]).write_bytes(b"nothing")
+    (idx_folder / mnist.IDX_FILES[0]).write_bytes(b"nothing")
     assert "is not a complete gzip file" in run_script(monkeypatch, capsys, *options, "--overwrite")
     assert len(datasets.load_mnist(target).train_images) == 12  # what was there is still there
 
@@ -261,10 +261,10 @@ def test_script_without_files(tmp_path, monkeypatch, capsys):
 
 def test_a_failure_while_writing_leaves_what_was_there(tfds_folder, idx_folder):
     """Which is the examples of the idx files, in their order."""
-    splits = mnist_idx.read(idx_folder)
+    splits = mnist.read_idx(idx_folder)
     images, labels = splits["train"]
     with pytest.raises(ValueError, match="zip"):
-        mnist_tfds.write({**splits, "train": (images, labels[:-1])}, tfds_folder, overwrite=True)
+        mnist.write_tfds({**splits, "train": (images, labels[:-1])}, tfds_folder, overwrite=True)
     assert_same(datasets.load_mnist(tfds_folder), datasets.load_mnist(idx_folder))
     assert sorted(path.name for path in tfds_folder.iterdir()) == ["mnist"]
 
@@ -276,15 +276,15 @@ def test_with_a_part_of_the_extra(name, tmp_path, monkeypatch):
     def without(*_arguments):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(mnist_tfds, "_read_split", without)
+    monkeypatch.setattr(mnist, "_read_split", without)
     split = np.zeros((2, 28, 28), np.uint8), np.zeros(2, np.uint8)
-    mnist_tfds.write({"train": split, "test": split}, tmp_path)
+    mnist.write_tfds({"train": split, "test": split}, tmp_path)
     with pytest.raises(ValueError, match=rf"by {name}, which is not installed; .*\[datasets\]"):
-        mnist_tfds.read(tmp_path)
+        mnist.read_tfds(tmp_path)
 
 
 def test_without_the_extra(tmp_path, monkeypatch):
-    folder = tmp_path / mnist_tfds.DATASET
+    folder = tmp_path / mnist.TFDS_DATASET
     folder.mkdir(parents=True)
     for name in ("dataset_info.json", "features.json"):
         (folder / name).write_text("{}")

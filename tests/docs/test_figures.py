@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.history import Measured
-from ipu_pipeline.engine.schedules.named import timetable
+from ipu_pipeline.engine.schedules.schedule_arguments import timetable
 from tests.support import forked
 from tests.support.programs import environment
 

@@ -12,14 +12,14 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import pipelining_ops
-from ipu_pipeline.graphcore import table
+from ipu_pipeline.graphcore import sdk_names
 from tests.support import front
 from tests.support.programs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 import graphcore_names  # it belongs to the site's configuration
 
-ROWS = [*table.read_rows().values(), *graphcore_names.read_settings()]
+ROWS = [*sdk_names.read_rows().values(), *graphcore_names.read_settings()]
 STATUSES = ("same", "renamed", "no effect", "not there")
 
 

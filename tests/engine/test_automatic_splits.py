@@ -13,13 +13,13 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import automatic_splits
-from ipu_pipeline.engine.execution import measured_costs, program_times
-from ipu_pipeline.engine.execution.program_times import ProgramTime
+from ipu_pipeline.engine.execution import measured_costs
+from ipu_pipeline.engine.execution.measured_costs import ProgramTime
 from ipu_pipeline.engine.planning import plan_ipu_memory
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split
-from ipu_pipeline.engine.schedules.splitting import weigh
+from ipu_pipeline.engine.schedules.layer_splits import weigh
 from ipu_pipeline.engine.tracing.stage_lists import join_layers
-from ipu_pipeline.ground.cores import count_cores
+from ipu_pipeline.ground.host import count_cores
 from tests.support import beside, models
 
 COUNT = 4
@@ -65,9 +65,9 @@ def counted():
 @pytest.fixture
 def by_size(monkeypatch):
     """Programs take as long as they have bytes of arguments, in nanoseconds; nothing is run or kept."""
-    monkeypatch.setattr(program_times, "_known", {})
-    monkeypatch.setattr(program_times, "find_directory", lambda: None)
-    monkeypatch.setattr(program_times, "_PASSES", 1)
+    monkeypatch.setattr(measured_costs, "_known", {})
+    monkeypatch.setattr(measured_costs, "find_directory", lambda: None)
+    monkeypatch.setattr(measured_costs, "_PASSES", 1)
     timed = []
 
     def time(program, _compiled, _num_copies):
@@ -75,7 +75,7 @@ def by_size(monkeypatch):
         size = sum(np.prod(struct.shape) * 4 for struct in program.arguments)
         return ProgramTime(1e-9 * float(size), 1.0, 0)
 
-    monkeypatch.setattr(program_times, "_time", time)
+    monkeypatch.setattr(measured_costs, "_time", time)
     monkeypatch.setattr(automatic_splits, "time_shortest", lambda _group: 0.0)
     monkeypatch.setattr(measured_costs, "time_copy", lambda _avals, _source, _target: 1e-6)
     return timed
@@ -195,7 +195,7 @@ def test_pairs_that_took_longer_save_nothing(by_size, problems, monkeypatch):
     def time(program, _compiled, _num_copies):
         return ProgramTime(1e-15 * float(sum(np.prod(s.shape) * 4 for s in program.arguments)) ** 2, 1.0, 0)
 
-    monkeypatch.setattr(program_times, "_time", time)
+    monkeypatch.setattr(measured_costs, "_time", time)
     split(make_layers([8] * 4), 2)
     fused = {pair.layers: (pair.forward, pair.backward) for pair in problems[0].fused}
     assert fused.keys() == {(0, 1), (1, 2), (2, 3)}

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import checkify
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine import hanging
+from ipu_pipeline.engine.execution import observation
 from tests.support import beside, models, programs
 
 W, V = np.full((3, 4), 0.5, "float32"), np.full((4, 1), 0.1, "float32")
@@ -273,25 +273,25 @@ class Hang(logging.Handler):
 
     def wait(self):
         self.is_begun = True
-        hanging._woken.set()  # it looks again and again
+        observation._woken.set()  # it looks again and again
         self.is_told.wait(300)  # the hang
         self.is_begun = False
 
 
 def end_watch():
     """Has the thread look at once whether there are steps, and end."""
-    hanging._woken.set()
-    if (thread := hanging._thread) is not None:
+    observation._woken.set()
+    if (thread := observation._thread) is not None:
         thread.join(300)
-    hanging._woken.clear()
-    assert hanging._thread is None
+    observation._woken.clear()
+    assert observation._thread is None
 
 
 @pytest.fixture
 def hang(monkeypatch):
     end_watch()
     handler, logger = Hang(), logging.getLogger("ipu_pipeline")
-    monkeypatch.setattr(hanging, "time", types.SimpleNamespace(monotonic=handler.monotonic))
+    monkeypatch.setattr(observation, "time", types.SimpleNamespace(monotonic=handler.monotonic))
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)

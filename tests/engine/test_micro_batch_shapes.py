@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine, reports
-from ipu_pipeline.data.buckets import Buckets
+from ipu_pipeline.data.datasets import Buckets
 from ipu_pipeline.engine import schedules, watching
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan

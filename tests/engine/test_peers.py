@@ -17,16 +17,16 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import distributed
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
-from ipu_pipeline.checkpointing.together import beside, do_each
+from ipu_pipeline.checkpointing.collective_calls import beside, do_each
 from ipu_pipeline.engine import Pipeline, get_variable, peers, processes
+from ipu_pipeline.engine.building import describe
 from ipu_pipeline.engine.devices import action_log
-from ipu_pipeline.engine.fingerprints import describe
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.ground.errors import ProcessError
-from ipu_pipeline.processes import addresses, ending, joining, peer_watch
-from ipu_pipeline.processes.devices import spread
+from ipu_pipeline.processes import interrupts, peer_watch, rendezvous
 from ipu_pipeline.processes.peer_watch import Judge, PeerWatch, Status
-from ipu_pipeline.tf1.session.fetches import concerns_devices
+from ipu_pipeline.processes.selection import spread
+from ipu_pipeline.tf1.session.program_runs import concerns_devices
 
 
 class Store:
@@ -476,7 +476,7 @@ def test_the_process_ends_after_what_it_writes(monkeypatch, capfd):
     begun, release = threading.Event(), threading.Event()
 
     def write():
-        with ending.written_whole("the checkpoint x"):
+        with interrupts.written_whole("the checkpoint x"):
             begun.set()
             assert release.wait(300)
             ended.append("written")
@@ -489,11 +489,11 @@ def test_the_process_ends_after_what_it_writes(monkeypatch, capfd):
         writer.join(300)
 
     clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=let_it_write)
-    monkeypatch.setattr(ending, "time", clock)
-    monkeypatch.setattr(ending.os, "_exit", ended.append)
+    monkeypatch.setattr(interrupts, "time", clock)
+    monkeypatch.setattr(interrupts.os, "_exit", ended.append)
     writer.start()
     assert begun.wait(300)
-    ending.end_process("why\n")
+    interrupts.end_process("why\n")
     assert ended == ["written", 1]
     assert capfd.readouterr().err == "why\nFirst the checkpoint x is written.\n"
 
@@ -510,17 +510,17 @@ def environment(monkeypatch):
 
 
 def find(address=None, count=None, index=None):
-    return addresses.find_place(address, count, index, None, 1)
+    return rendezvous.find_place(address, count, index, None, 1)
 
 
 def test_the_place_of_a_process(environment):
-    assert find("a:1", 2, 1) == addresses.Place("a:1", 2, 1, None)
+    assert find("a:1", 2, 1) == rendezvous.Place("a:1", 2, 1, None)
     environment.setenv("IPU_PIPELINE_COORDINATOR_ADDRESS", "b:2")
     environment.setenv("IPU_PIPELINE_NUM_PROCESSES", "4")
     environment.setenv("IPU_PIPELINE_PROCESS_ID", "3")
-    assert addresses.is_in_environment()
-    assert find() == addresses.Place("b:2", 4, 3, None)
-    assert find("a:1", index=0) == addresses.Place("a:1", 4, 0, None)
+    assert rendezvous.is_in_environment()
+    assert find() == rendezvous.Place("b:2", 4, 3, None)
+    assert find("a:1", index=0) == rendezvous.Place("a:1", 4, 0, None)
     environment.setenv("IPU_PIPELINE_PROCESS_ID", "x")
     with pytest.raises(ValueError, match="IPU_PIPELINE_PROCESS_ID must be an integer; it is 'x'"):
         find()
@@ -567,10 +567,10 @@ def test_wrong_arguments(environment, given, message):
 
 
 def test_addresses():
-    assert addresses.split_address("[fd00::1]:80") == ("fd00::1", 80)
-    assert addresses.address_towards("localhost", 80) in ("127.0.0.1", "::1")
+    assert rendezvous.split_address("[fd00::1]:80") == ("fd00::1", 80)
+    assert rendezvous.address_towards("localhost", 80) in ("127.0.0.1", "::1")
     with pytest.raises(ValueError, match=r"host 'nowhere\.invalid' cannot be reached"):
-        addresses.address_towards("nowhere.invalid", 80)
+        rendezvous.address_towards("nowhere.invalid", 80)
 
 
 def test_a_host_that_is_not_known_yet(environment, caplog):
@@ -582,9 +582,9 @@ def test_a_host_that_is_not_known_yet(environment, caplog):
             raise ValueError("not yet")
         return "10.0.0.3"
 
-    environment.setattr(joining, "address_towards", find)
-    environment.setattr(joining.time, "sleep", lambda seconds: None)
-    assert joining._find_own_address("pod", 80, 5) == "10.0.0.3"
+    environment.setattr(rendezvous, "address_towards", find)
+    environment.setattr(rendezvous.time, "sleep", lambda seconds: None)
+    assert rendezvous._find_own_address("pod", 80, 5) == "10.0.0.3"
     assert asked == [("pod", 80)] * 3
     assert [record.getMessage()[:10] for record in caplog.records] == ["not yet It"]
 
@@ -594,7 +594,7 @@ def test_processes_join_once_and_before_the_backend_runs(environment):
     with pytest.raises(RuntimeError, match="must be called before JAX's backend starts"):
         distributed.initialize("127.0.0.1:1", 2, 0)
     assert not distributed.is_initialized()
-    environment.setattr(joining, "_is_joined", True)
+    environment.setattr(rendezvous, "_is_joined", True)
     assert distributed.is_initialized()
     distributed.initialize()  # after set_num_devices, say, which has joined them
     with pytest.raises(RuntimeError, match="num_processes, process_id cannot have an effect any more"):
@@ -602,7 +602,7 @@ def test_processes_join_once_and_before_the_backend_runs(environment):
 
 
 def test_times(environment):
-    environment.setattr(joining.jax_processes, "backends_run", lambda: False)
+    environment.setattr(rendezvous.jax_processes, "backends_run", lambda: False)
     with pytest.raises(ValueError, match="death_timeout must be a number of seconds from 2; it is 1"):
         distributed.initialize("127.0.0.1:1", 2, 0, death_timeout=1)
     environment.setenv("IPU_PIPELINE_STALL_TIMEOUT", "soon")

@@ -12,7 +12,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import Action, ActionKind, OutOfRangeError
 from ipu_pipeline.engine.state import Collected
-from ipu_pipeline.engine.step_feeds import StepFeed
+from ipu_pipeline.engine.step_micro_batches import StepFeed
 from tests.support import beside, models
 from tests.support.compilations import compilations
 

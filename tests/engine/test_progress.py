@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import progress
-from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.instrumentation import CompileProgress
 from tests.support.front import Model, session_of
 from tests.support.terminals import Screen, shown
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipu_pipeline.engine import rehearsing
+from ipu_pipeline.engine import measured_choices
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_long_steps_are_timed_in_fewer_rounds(monkeypatch, seconds, given, round
 
         return step
 
-    monkeypatch.setattr(rehearsing.time, "perf_counter", lambda: now[0])
-    found = rehearsing.time_in_turns({size: make_step(size) for size in seconds}, **given)
+    monkeypatch.setattr(measured_choices.time, "perf_counter", lambda: now[0])
+    found = measured_choices.time_in_turns({size: make_step(size) for size in seconds}, **given)
     assert found == pytest.approx(seconds)
     assert calls == dict.fromkeys(seconds, 2 * rounds)

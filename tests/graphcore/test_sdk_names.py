@@ -14,22 +14,22 @@ import sys
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.graphcore import importing, table
+from ipu_pipeline.graphcore import sdk_names
 from tests.docs.test_porting import ROWS, find
 
 BY_NAME = {row.name: row for row in ROWS}
-MODULES = table.read_sdk_names()
+MODULES = sdk_names.read_sdk_names()
 NAMES = [(module, name) for module, names in MODULES.items() for name in names]
 IDS = [f"{module}.{name}".strip(".") for module, name in NAMES]
 
 
 def row_of(module, name):
-    return table.find_row(module, name) or BY_NAME.get(f"{table.shorten(module)}.{name}")
+    return sdk_names.find_row(module, name) or BY_NAME.get(f"{sdk_names.shorten(module)}.{name}")
 
 
 def paths_of(module):
     """In full and short; also through `ops` for what is short."""
-    return list(dict.fromkeys([module, table.shorten(module)]))
+    return list(dict.fromkeys([module, sdk_names.shorten(module)]))
 
 
 def full_name(*parts):
@@ -114,16 +114,16 @@ def is_about(row, path):
 
 
 def test_every_row_is_about_a_name_of_the_sdk():
-    known = [f"{table.shorten(module)}.{name}".strip(".") for module, name in NAMES]
+    known = [f"{sdk_names.shorten(module)}.{name}".strip(".") for module, name in NAMES]
     known += IDS
     known += [f"optimizers.{name}" for module, name in NAMES if module.startswith("optimizers.")]
-    known += [f"{table.shorten(module)}." for module in MODULES if not MODULES[module]]
+    known += [f"{sdk_names.shorten(module)}." for module in MODULES if not MODULES[module]]
     ours = [row for row in ROWS if not row.name.startswith("tf.") and " " not in row.name]
     assert [row.name for row in ours if not any(is_about(row, path) for path in known)] == []
 
 
 def test_paths_that_are_not_those_of_files():
-    for path, own in importing.PATHS.items():
+    for path, own in sdk_names.PATHS.items():
         module = importlib.import_module(f"ipu_pipeline.{own}")
         parent, _dot, child = f"ipu_pipeline.{path}".rpartition(".")
         for way in (f"import {parent}.{child} as m", f"from {parent} import {child} as m"):

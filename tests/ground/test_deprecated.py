@@ -6,17 +6,17 @@ import pytest
 
 import ipu_pipeline
 from ipu_pipeline import engine
-from ipu_pipeline.ground import deprecated, warned
+from ipu_pipeline.ground import user_warnings
 
 
 def as_numbers(version):
     return [int(part) for part in version.split(".")]
 
 
-@pytest.mark.parametrize("name", deprecated.NAMES)
+@pytest.mark.parametrize("name", user_warnings.DEPRECATED_NAMES)
 def test_a_name_works_and_warns_once(name, monkeypatch):
-    monkeypatch.setattr(warned, "_warned", set())
-    instead, until = deprecated.NAMES[name]
+    monkeypatch.setattr(user_warnings, "_warned", set())
+    instead, until = user_warnings.DEPRECATED_NAMES[name]
     package, _, attribute = name.rpartition(".")
     assert package == "engine"
     with pytest.warns(
@@ -31,5 +31,5 @@ def test_a_name_works_and_warns_once(name, monkeypatch):
 
 
 def test_none_is_there_longer_than_it_says():
-    for name, (_instead, until) in deprecated.NAMES.items():
+    for name, (_instead, until) in user_warnings.DEPRECATED_NAMES.items():
         assert as_numbers(ipu_pipeline.__version__) < as_numbers(until), f"take {name} away"

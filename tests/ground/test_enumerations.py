@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.ground.enumerations import list_members, parse_member
+from ipu_pipeline.ground.checks import list_members, parse_member
 
 
 class Number(enum.IntEnum):

@@ -4,16 +4,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline import engine
-from ipu_pipeline.ground import first_run
+from ipu_pipeline.ground import lazy_initialization
 from ipu_pipeline.processes import executable_cache
-from ipu_pipeline.reports import capturing
+from ipu_pipeline.reports import trace_capture
 
 
 def test_pipelines_of_the_engine_begin_what_waits_once(monkeypatch):
     """Only sessions and PyTorch models did: a program of the engine's left no report."""
     begun = []
-    monkeypatch.setattr(first_run, "_waiting", [])
-    first_run.before_first_run(lambda: begun.append("here"))
+    monkeypatch.setattr(lazy_initialization, "_waiting", [])
+    lazy_initialization.before_first_run(lambda: begun.append("here"))
     for _pipeline in range(2):
         pipeline = engine.Pipeline([lambda x: jnp.sin(x)], num_micro_batches=1)
         pipeline.trace(np.ones(2, np.float32))
@@ -28,8 +28,8 @@ def test_the_package_has_what_the_environment_asks_for_wait(monkeypatch):
     called = []
     cache = lambda: called.append("cache")  # noqa: E731  # beside the report
     monkeypatch.setattr(executable_cache, "enable_executable_cache_of_environment", cache)
-    monkeypatch.setattr(capturing, "start_automatic_report", lambda: called.append("report"))
-    monkeypatch.setattr(first_run, "_waiting", [ipu._follow_environment])
-    first_run.begin_first_run()
+    monkeypatch.setattr(trace_capture, "start_automatic_report", lambda: called.append("report"))
+    monkeypatch.setattr(lazy_initialization, "_waiting", [ipu._follow_environment])
+    lazy_initialization.begin_first_run()
     assert called == ["cache", "report"]
-    assert not first_run._waiting
+    assert not lazy_initialization._waiting

@@ -232,7 +232,7 @@ def test_arrays_that_are_written_in_place_are_refused_without():
 @pytest.mark.parametrize("name", ["", *MOVING])
 def test_executables_are_moved_to_other_devices_only_with(name, no_cache):
     with without(*filter(None, [name])) as import_module:
-        executables = import_module("ipu_pipeline.engine.execution.executables")
+        executables = import_module("ipu_pipeline.engine.execution.compilation")
         assert executables.is_portable(jax.devices("cpu")[:1]) == (not name)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import enums, logs
-from ipu_pipeline.poptorch.execution.progress import CompileProgress
+from ipu_pipeline.poptorch.execution.instrumentation import CompileProgress
 
 
 @pytest.fixture

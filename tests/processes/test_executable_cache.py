@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.processes.own_directories import check_files, make_own
+from ipu_pipeline.ground.host import check_files, make_own
 from tests.support import forked
 
 _COUNT = """

@@ -15,7 +15,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.checkpointing import in_memory
-from ipu_pipeline.processes.launched import MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.processes.launcher import MEMORY_VARIABLE, RESTART_VARIABLE
 from ipu_pipeline.tf1.session import session as session_module
 from tests.support import engine_resumer, front, joined
 from tests.support.killing import Job

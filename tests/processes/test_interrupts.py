@@ -17,7 +17,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.processes import interrupts
-from ipu_pipeline.tf1.session import turns
+from ipu_pipeline.tf1.session import program_runs
 from tests.support import front
 from tests.support.programs import begin
 from tests.support.resumable import Training
@@ -194,15 +194,15 @@ def test_ctrl_c_before_a_run_has_its_turn(monkeypatch):
     model = front.Model(repeat_count=2, gradient_accumulation_count=8)
     with front.session_of(model) as session:
         session.run(model.program, {model.rate: 0.01})
-        alone = turns.Turns.alone
+        alone = program_runs.Turns.alone
 
         def interrupting(*arguments, **options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(turns.Turns, "alone", interrupting)
+        monkeypatch.setattr(program_runs.Turns, "alone", interrupting)
         with pytest.raises(KeyboardInterrupt):
             session.run([model.initializer, {"program": model.program}], {model.rate: 0.01})
-        monkeypatch.setattr(turns.Turns, "alone", alone)
+        monkeypatch.setattr(program_runs.Turns, "alone", alone)
         assert front.no_infeed_runs()
         assert session.update_count() == 2
         session.run(model.initializer)

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.launching.causes import Cause, Restarts
-from ipu_pipeline.launching.memory import Memory
-from ipu_pipeline.launching.shown import Output
-from ipu_pipeline.launching.variables import Start, hold_port
-from ipu_pipeline.processes import joining, launched
-from ipu_pipeline.processes.addresses import address_towards
+from ipu_pipeline.launching.local_job import Cause, Output, Restarts
+from ipu_pipeline.processes import launcher, rendezvous
+from ipu_pipeline.processes.launcher import Memory, Start, hold_port
+from ipu_pipeline.processes.rendezvous import address_towards
 from tests.support.programs import Started, begin
 from tests.test_rooms import rooms
 
@@ -315,12 +313,12 @@ def test_the_line_that_says_why_is_not_one_that_only_adds_to_it(capfd):
 def test_a_launcher_that_reads_nothing_holds_up_no_process(monkeypatch):
     """As when its terminal is stopped. What it reads later are whole lines."""
     own, other = socket.socketpair()
-    monkeypatch.setenv(launched.LAUNCHER_VARIABLE, launched.describe_socket(other))
-    monkeypatch.setattr(launched, "_TELL_EVERY", -1.0)
+    monkeypatch.setenv(launcher.LAUNCHER_VARIABLE, launcher.describe_socket(other))
+    monkeypatch.setattr(launcher, "_TELL_EVERY", -1.0)
 
     def tell():
         for run_number in range(20_000):
-            launched.tell_progress("a", run_number, 2 * run_number)
+            launcher.tell_progress("a", run_number, 2 * run_number)
 
     telling = threading.Thread(target=tell, daemon=True)
     telling.start()
@@ -328,11 +326,11 @@ def test_a_launcher_that_reads_nothing_holds_up_no_process(monkeypatch):
     assert not telling.is_alive()
     lines = own.recv(2**22).decode().splitlines()
     assert len(lines) > 100
-    seconds = f"{launched.useful_seconds():.6g}"
+    seconds = f"{launcher.useful_seconds():.6g}"
     assert all(line == f"progress a {n} {2 * n} {seconds}" for n, line in enumerate(lines))
     other.detach()
-    launched._launcher().close()
-    launched._open.cache_clear()
+    launcher._launcher().close()
+    launcher._open.cache_clear()
     own.close()
 
 
@@ -352,7 +350,7 @@ def test_the_coordinator_is_no_child_of_process_0():
     """Ray kills the children of process 0 before the other processes, which JAX would then abort."""
     with hold_port() as held:
         host, port = held.getsockname()
-        coordinator = joining._Coordinator(f"{host}:{port}", 1, 10)
+        coordinator = rendezvous._Coordinator(f"{host}:{port}", 1, 10)
         assert coordinator._process.returncode == 0
         socket.create_connection((host, port)).close()
         coordinator.shutdown()

@@ -15,7 +15,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices import links
-from ipu_pipeline.engine.updates.loss_scaling import scale_loss
+from ipu_pipeline.engine.updates.optimizer_wrappers import scale_loss
 from tests.engine.tracing import test_shared_variables as shared
 from tests.engine.updates import test_updates_joined as updates
 from tests.support import forked, joined, models

@@ -21,7 +21,7 @@ import ray
 
 from ipu_pipeline import engine
 from ipu_pipeline.errors import ProcessError
-from ipu_pipeline.launching import on_ray as launching
+from ipu_pipeline.launching import ray_job as launching
 from tests.support import engine_resumer, on_ray
 from tests.support.programs import ESTIMATOR, ROOT, Started, environment, run, wait_for
 

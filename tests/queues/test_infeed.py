@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.errors import OutOfRangeError
-from ipu_pipeline.ground.values import as_own
+from ipu_pipeline.ground.pytrees import as_own
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import Chunking
@@ -543,7 +543,7 @@ def test_numbers_that_float32_does_not_have():
 
 
 def test_arrays_of_the_right_dtype_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr("ipu_pipeline.ground.values.cast_exactly", None)
+    monkeypatch.setattr("ipu_pipeline.ground.pytrees.cast_exactly", None)
     array = np.array([1.0, np.inf], "f4")
     assert as_own(array, "It") is array
     assert as_own(jax.numpy.asarray(array), "It").dtype == np.float32

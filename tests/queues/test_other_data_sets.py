@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ipu_pipeline as ipu
-from ipu_pipeline.data import mnist_tfds
+from ipu_pipeline.data import mnist
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from tests.support import front
 
@@ -129,8 +129,8 @@ def test_tfds_data_source(tmp_path):
 
     images = np.random.default_rng(0).integers(0, 256, (8, 28, 28), dtype=np.uint8)
     split = (images, LABELS.astype(np.uint8))
-    mnist_tfds.write({"train": split, "test": split}, tmp_path)
-    source = tfds.builder_from_directory(tmp_path / mnist_tfds.DATASET).as_data_source("train")
+    mnist.write_tfds({"train": split, "test": split}, tmp_path)
+    source = tfds.builder_from_directory(tmp_path / mnist.TFDS_DATASET).as_data_source("train")
     found = through_a_pipeline(source)
     assert [array.dtype for array in found] == [np.uint8, np.int32]
     np.testing.assert_array_equal(found[0][..., 0], images[:4])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.queues.positions import DataPass, Position
+from ipu_pipeline.queues.feeder import DataPass, Position
 
 
 class Sequence:

@@ -10,11 +10,11 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.ground import warned
+from ipu_pipeline.ground import user_warnings
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.optimizers import CrossReplicaOptimizer
-from ipu_pipeline.queues.synthetic import make_values, uses_synthetic_data
+from ipu_pipeline.queues.synthetic_data import make_values, uses_synthetic_data
 from tests.support import front
 from tests.support.estimating import finite_of, input_fn, make_estimator
 
@@ -26,7 +26,7 @@ USE = "--use_synthetic_data"
 def environment(monkeypatch):
     monkeypatch.delenv(OWN, raising=False)
     monkeypatch.delenv(FLAGS, raising=False)
-    monkeypatch.setattr(warned, "_warned", set())
+    monkeypatch.setattr(user_warnings, "_warned", set())
     return monkeypatch
 
 

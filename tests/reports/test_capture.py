@@ -17,13 +17,12 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
-from ipu_pipeline.engine.execution import watched
-from ipu_pipeline.processes import job_history, launched
-from ipu_pipeline.processes.job_history import Failure, JobHistory
-from ipu_pipeline.reports import capturing, device_profile
-from ipu_pipeline.reports.events import ACTIONS, Event, EventKind, busy_time
-from ipu_pipeline.reports.files import check_directory, read_manifest, remove_reports, write_reports
-from ipu_pipeline.reports.profile import read_profile
+from ipu_pipeline.engine.execution import observation
+from ipu_pipeline.processes import launcher
+from ipu_pipeline.processes.launcher import Failure, JobHistory
+from ipu_pipeline.reports import device_events, trace_capture
+from ipu_pipeline.reports.profile import ACTIONS, Event, EventKind, busy_time, read_profile
+from ipu_pipeline.reports.report_files import check_directory, read_manifest, remove_reports, write_reports
 from tests.support import front
 from tests.support.programs import start
 
@@ -340,10 +339,10 @@ def test_a_report_says_that_the_job_was_started_again(made, tmp_path, monkeypatc
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr("ipu_pipeline.reports.recorder.measure_costs", fail)
-    monkeypatch.setattr(capturing, "count_cores", lambda: 7)
-    monkeypatch.setenv(launched.MEMORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(launched, "_useful", 75.0)
-    monkeypatch.setattr(job_history, "time", SimpleNamespace(time=lambda: 100.0))
+    monkeypatch.setattr(trace_capture, "count_cores", lambda: 7)
+    monkeypatch.setenv(launcher.MEMORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(launcher, "_useful", 75.0)
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(time=lambda: 100.0))
     failure = Failure("process 1 was ended by SIGKILL", 50.0, 5, 6, 1, 4.25)
     JobHistory(0.0, 1, (failure,)).write(tmp_path)
     pipeline, data = made
@@ -364,7 +363,7 @@ def test_a_report_says_that_the_job_was_started_again(made, tmp_path, monkeypatc
 def test_first_runs_are_rehearsed(tmp_path, monkeypatch):
     """Also those of a pipeline that begins in the midst; and not where Python would see it."""
     rehearsed = []
-    original = watched.rehearse
+    original = observation.rehearse
 
     def rehearse(watcher, runner, state, request):
         before = len(watcher.launched), runner.has_run
@@ -582,10 +581,10 @@ def test_busy_time_counts_what_overlaps_once():
 
 def test_programs_of_one_name_are_told_apart():
     def made(number, device=0):
-        return device_profile.ProgramRun("jit_stage", device, number, number, number + 1)
+        return device_events.ProgramRun("jit_stage", device, number, number, number + 1)
 
     runs = [made(5), made(-2_000_000_000), made(4), made(-1_999_999_990), made(7_000_000), made(6, 1)]
-    groups = device_profile.group_runs(runs)
+    groups = device_events.group_runs(runs)
     numbers = sorted([run.number for run in group] for group in groups)
     assert numbers == [[-2_000_000_000, -1_999_999_990], [4, 5], [6], [7_000_000]]
 
@@ -623,14 +622,14 @@ def test_a_whole_program_is_traced_by_the_environment(tmp_path):
     ],
 )
 def test_engine_options_are_checked(monkeypatch, options, message):
-    monkeypatch.setattr("ipu_pipeline.reports.capturing._has_read_environment", False)
+    monkeypatch.setattr("ipu_pipeline.reports.trace_capture._has_read_environment", False)
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", options)
     with pytest.raises(ValueError, match=message):
         ipu.Session()
 
 
 def test_engine_options_without_effect_are_told(monkeypatch):
-    monkeypatch.setattr("ipu_pipeline.reports.capturing._has_read_environment", False)
+    monkeypatch.setattr("ipu_pipeline.reports.trace_capture._has_read_environment", False)
     monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"target.workerStackSizeInBytes": "0x1000"}')
     with pytest.warns(UserWarning, match="'target.workerStackSizeInBytes' has no effect"), ipu.Session():
         assert watching.current() is None

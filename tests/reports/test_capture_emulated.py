@@ -9,7 +9,7 @@ import pytest
 import ipu_pipeline as ipu
 from benchmarks.emulation import stages as emulation
 from ipu_pipeline import engine
-from ipu_pipeline.reports.events import EventKind, busy_time
+from ipu_pipeline.reports.profile import EventKind, busy_time
 
 pytestmark = pytest.mark.soak
 

@@ -11,12 +11,10 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.engine import ProcessError, peers
 from ipu_pipeline.ground.jax_processes import key_value_store
-from ipu_pipeline.reports.chrome_trace import to_chrome_trace
-from ipu_pipeline.reports.events import Event, EventKind
-from ipu_pipeline.reports.page.tables import table_of_ipus
-from ipu_pipeline.reports.profile import DeviceFacts, read_profile
-from ipu_pipeline.reports.several_processes import Part, exchange, merge
-from ipu_pipeline.reports.studies import study
+from ipu_pipeline.reports.page.sections import table_of_ipus
+from ipu_pipeline.reports.predictions import study
+from ipu_pipeline.reports.profile import DeviceFacts, Event, EventKind, read_profile, to_chrome_trace
+from ipu_pipeline.reports.trace_capture import Part, exchange, merge
 from tests.reports.test_capture import COMPUTED, COUNT, actions_of, check_order, make_pipeline, run
 from tests.support import joined
 from tests.support.traces import make_facts, make_profile

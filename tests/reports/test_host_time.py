@@ -8,9 +8,9 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.reports.events import COMPILING, Event, EventKind
-from ipu_pipeline.reports.page.figures import make_tables, summarise
-from ipu_pipeline.reports.studies import study
+from ipu_pipeline.reports.page.sections import make_tables, summarise
+from ipu_pipeline.reports.predictions import study
+from ipu_pipeline.reports.profile import COMPILING, Event, EventKind
 from tests.support import front
 from tests.support.traces import make_events, make_facts, make_profile
 

@@ -10,8 +10,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.inspect import Flow, IpuMemory, StageMemory
-from ipu_pipeline.engine.schedules.costs import Costs
-from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.reports.memory_over_time import CATEGORIES, lay_out_memory
 from tests.support.memory import pipeline_memory_over_time

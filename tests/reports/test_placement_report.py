@@ -10,9 +10,9 @@ import optax
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect import Edge, Part, Sent
+from ipu_pipeline.ground.tables import describe_time
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
-from ipu_pipeline.reports import programs
-from ipu_pipeline.reports.wording import describe_time
+from ipu_pipeline.reports import program_summary
 from ipu_pipeline.scopes import ipu_shard
 from tests.support import front
 
@@ -180,11 +180,15 @@ def test_it_has_the_advice_of_the_page_and_of_the_engine():
         optimizer=optax.sgd(0.1),
     )
     pipeline.trace(np.ones((64, 64), np.float32))
-    counted = str(programs.Placement((engine.inspect.find_facts(pipeline),), (), ((),))).splitlines()[-1]
+    counted = str(
+        program_summary.Placement((engine.inspect.find_facts(pipeline),), (), ((),))
+    ).splitlines()[-1]
     assert counted.startswith("advice (by counted operations): Stage 0 is the bottleneck: ")
     assert "Moving stage0/block_3 from stage 0 to 1 would give " in counted
     scenario = dataclasses.replace(engine.planning.measure_scenario(pipeline), cores=None)
-    measured = str(programs.Placement((engine.inspect.find_facts(pipeline),), (), ((),))).splitlines()[-1]
+    measured = str(
+        program_summary.Placement((engine.inspect.find_facts(pipeline),), (), ((),))
+    ).splitlines()[-1]
     present, *others = engine.what_if(scenario, counts=[])
     assert "stage0/block_3 from stage 0 to 1" in {row.split for row in others}
     told = engine.advise(scenario).sentence.partition(" (a step takes")[0]

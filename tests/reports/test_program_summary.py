@@ -14,10 +14,9 @@ from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect import summarize
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
 from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
-from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
-from ipu_pipeline.engine.schedules.costs import Costs
+from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.schedules.rows import interleaved
-from ipu_pipeline.engine.schedules.scenarios import Scenario
+from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue
@@ -313,7 +312,7 @@ def test_a_number_of_micro_batches_that_is_known_at_run_only():
 def test_long_steps_are_estimated_from_shorter_ones(monkeypatch):
     made = trace_gpt((2, 1, 3), "interleaved", count=100)
     whole = summarize(made).bubble.share
-    monkeypatch.setattr("ipu_pipeline.engine.inspect.waiting._MAX_SIMULATED", 200)
+    monkeypatch.setattr("ipu_pipeline.engine.inspect.estimates._MAX_SIMULATED", 200)
     assert summarize(made).bubble.share == pytest.approx(whole, abs=1e-3)
     assert 0 < whole < 1
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from ipu_pipeline.engine.schedules import Costs, Scenario
-from ipu_pipeline.reports.events import Event, EventKind
 from ipu_pipeline.reports.page import write_page, write_simulation
-from ipu_pipeline.reports.page.writing import COLOURS
+from ipu_pipeline.reports.page.report_page import COLOURS
+from ipu_pipeline.reports.profile import Event, EventKind
 from tests.reports.test_report_page import IDLES, NASTY, make_replicas, moved, nasty_profile
 from tests.support import browsers
 from tests.support.traces import ACTION, SLOT, UPDATE, make_events, make_facts, make_profile

@@ -18,21 +18,23 @@ from ipu_pipeline.command_line import main
 from ipu_pipeline.engine import Cluster, Costs
 from ipu_pipeline.engine.inspect import LayerFacts
 from ipu_pipeline.engine.schedules import predict_step_time
+from ipu_pipeline.ground.tables import describe_time, say_device
 from ipu_pipeline.reports.analysis import analyse, balanced_utilisation
-from ipu_pipeline.reports.capturing import Capture
-from ipu_pipeline.reports.chrome_trace import to_chrome_trace
-from ipu_pipeline.reports.events import ACTIONS, Event, EventKind
-from ipu_pipeline.reports.files import write_reports
 from ipu_pipeline.reports.memory_over_time import profile_memory_over_time
 from ipu_pipeline.reports.page import write_page
-from ipu_pipeline.reports.page.columns import pack, pack_column
-from ipu_pipeline.reports.page.escaping import as_html, as_script
-from ipu_pipeline.reports.page.tables import find_best, table_of_ipus
-from ipu_pipeline.reports.page.writing import COLOURS, INKS, pack_measured
-from ipu_pipeline.reports.predictions import make_scenario, timeline_events
-from ipu_pipeline.reports.profile import DeviceFacts, read_profile
-from ipu_pipeline.reports.studies import study
-from ipu_pipeline.reports.wording import describe_time, say_device
+from ipu_pipeline.reports.page.report_page import COLOURS, INKS, pack, pack_column, pack_measured
+from ipu_pipeline.reports.page.sections import as_html, as_script, find_best, table_of_ipus
+from ipu_pipeline.reports.predictions import make_scenario, study, timeline_events
+from ipu_pipeline.reports.profile import (
+    ACTIONS,
+    DeviceFacts,
+    Event,
+    EventKind,
+    read_profile,
+    to_chrome_trace,
+)
+from ipu_pipeline.reports.report_files import write_reports
+from ipu_pipeline.reports.trace_capture import Capture
 from tests.support.traces import ACTION, SENT, SLOT, TRANSFER, UPDATE, make_events, make_facts, make_profile
 
 STYLE = resources.files("ipu_pipeline.reports.page").joinpath("page.css").read_text()

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ipu_pipeline.launching.variables import hold_port
+from ipu_pipeline.processes.launcher import hold_port
 
 ROOT = Path(__file__).parents[2]
 

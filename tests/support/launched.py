@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from ipu_pipeline.checkpointing import in_memory
-from ipu_pipeline.processes.launched import MEMORY_VARIABLE, RESTART_VARIABLE
+from ipu_pipeline.processes.launcher import MEMORY_VARIABLE, RESTART_VARIABLE
 
 
 class KilledError(Exception):

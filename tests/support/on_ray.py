@@ -19,7 +19,7 @@ import ray
 
 from ipu_pipeline import engine
 from ipu_pipeline import ray as ipu_ray
-from ipu_pipeline.processes.job_history import JobHistory
+from ipu_pipeline.processes.launcher import JobHistory
 from tests.support import engine_resumer
 from tests.support.resumable import MICRO_BATCHES, Batches
 

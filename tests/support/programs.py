@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import datasets
-from ipu_pipeline.processes import announcing, board
+from ipu_pipeline.processes import announcements, board
 from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def environment(as_tests=False):
     """
     found = {key: value for key, value in os.environ.items() if key != datasets.DATA_DIR_VARIABLE}
     if board.DIRECTORY_VARIABLE in found:  # see conftest
-        found.pop(announcing.SWITCH_VARIABLE, None)
+        found.pop(announcements.SWITCH_VARIABLE, None)
     if not as_tests:
         found = {key: value for key, value in found.items() if key not in QUICK_COMPILATION}
     if jax.config.jax_compilation_cache_dir is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import ipu_pipeline as ipu
-from ipu_pipeline.processes.launched import RESTART_VARIABLE
+from ipu_pipeline.processes.launcher import RESTART_VARIABLE
 from tests.support import front
 from tests.support.resumable import Training
 

@@ -1,10 +1,9 @@
 """Profiles of pipelines that never ran: every action takes a time-step of its schedule."""
 
 from ipu_pipeline.engine.inspect import Edge, IpuMemory, LayerFacts, PipelineFacts, StageFacts
-from ipu_pipeline.engine.schedules.actions import ActionKind
-from ipu_pipeline.engine.schedules.named import timetable
-from ipu_pipeline.reports.events import Event, EventKind
-from ipu_pipeline.reports.profile import DeviceFacts, Profile
+from ipu_pipeline.engine.schedules.schedule_arguments import timetable
+from ipu_pipeline.engine.schedules.timetables import ActionKind
+from ipu_pipeline.reports.profile import DeviceFacts, Event, EventKind, Profile
 
 SLOT = 1000.0  # microseconds from one time-step to the next
 ACTION, TRANSFER, UPDATE = 900.0, 60.0, 300.0  # what is taken of them

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.timetables import ActionKind
 
 F, B, I, W = ActionKind  # noqa: E741
 

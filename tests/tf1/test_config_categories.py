@@ -9,7 +9,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.config import IPUConfig, StochasticRoundingBehaviour
-from ipu_pipeline.tf1 import config_categories
+from ipu_pipeline.tf1 import config
 from tests.support import front
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
@@ -37,12 +37,12 @@ def find(config, name):
 
 
 def test_a_setting_is_known_and_warns_once():
-    for name in config_categories.SETTINGS:
+    for name in config.SETTINGS:
         check_setting(name)
 
 
 def check_setting(name):
-    setting = config_categories.SETTINGS[name]
+    setting = config.SETTINGS[name]
     owner, last = find(IPUConfig(), name)
     assert getattr(owner, last) == setting.default
     setattr(owner, last, setting.default)  # silently

@@ -14,7 +14,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import optimizers
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from ipu_pipeline.tf1.program import registry
+from ipu_pipeline.tf1.program import program
 from tests.support import front, models
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
@@ -558,7 +558,7 @@ def test_random_numbers_differ_between_replicas_or_are_identical(monkeypatch):
 
 def test_popdist(monkeypatch):
     popdist = ipu.popdist
-    monkeypatch.setattr(registry, "_programs", weakref.WeakValueDictionary())  # programs of other tests
+    monkeypatch.setattr(program, "_programs", weakref.WeakValueDictionary())  # programs of other tests
     assert not popdist.isPopdistEnvSet()
     assert (popdist.getNumInstances(), popdist.getInstanceIndex()) == (1, 0)
     plain = Model(elements_of(1), 2, optax.sgd(0.1), name="plain")

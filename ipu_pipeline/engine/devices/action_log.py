@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from ipu_pipeline.engine import peers
 
-__all__ = ["ActionLog", "Standing", "Started", "current"]
-
 _MAX_HELD_BYTES = 16 * 2**20  # held by the log alone
 _LITTLE = 4096  # bytes; an array this small is held in any case
 _LOOK_EVERY = 64  # actions

@@ -1,13 +1,4 @@
-"""Where stages live.
-
-A stage lives on a group of devices, a mesh with the axes `replica` and `model`: along `model` are the
-devices that compute a stage together, mostly one. State is `replicated` over the replicas of a group, and
-whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose groups
-have the devices of that replica.
-
-Groups may be on devices of other processes: what is put there has no content here (`remote`), and what
-goes from process to process is sent (`crossing`).
-"""
+"""Device groups, on which stages live, and what is in other processes or comes from there."""
 
 from __future__ import annotations
 
@@ -21,28 +12,190 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ipu_pipeline.engine.devices.crossing import (
-    group_sharding,
-)
-from ipu_pipeline.engine.devices.remote import NotRun, absent, is_here
-from ipu_pipeline.engine.tracing.replicas import REPLICA
-from ipu_pipeline.engine.tracing.tensor_parallel import MODEL, normal_partition
+from ipu_pipeline.engine.devices.links import Tag, links
+from ipu_pipeline.engine.tracing.stage_meshes import MODEL, REPLICA, normal_partition
 from ipu_pipeline.ground import jax_compat
 
-__all__ = [
-    "HOST_MEMORY",
-    "WHOLE",
-    "DeviceGroup",
-    "check_processes",
-    "divided_in_replica",
-    "join",
-    "make_groups",
-    "names_of",
-    "over_replicas",
-    "partition_of",
-    "split",
-    "stack_replicas",
-]
+# What is in other processes: arrays without content, and programs that are not run here.
+#
+# Every process runs the same Python. What lies only on devices of other processes is a JAX array here, too,
+# with shape, dtype and sharding, but without a shard. A program whose devices are all elsewhere gives such
+# arrays.
+
+
+def is_here(device: Any) -> bool:
+    """Whether a device belongs to this process."""
+    return bool(device.process_index == device.client.process_index())
+
+
+@functools.lru_cache(maxsize=4096)
+def absent(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    """The array that stands in for one on devices of other processes."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+class NotRun:
+    """Stands in for a function that other processes run: returns stand-ins for its results."""
+
+    def __init__(self, function: Callable[..., Any], sharding: Any, results: Any = None) -> None:
+        """Traces nothing yet."""
+        self._function = function
+        self._sharding = sharding
+        self._known: dict[Any, Any] = {}
+        self._results = None if results is None else self._make(results)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Returns stand-ins for the results, found from the shapes and dtypes of the arguments."""
+        if self._results is not None:
+            return self._results
+        leaves, tree = jax.tree.flatten(arguments)
+        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._known:
+            self._known[key] = self._make(jax.eval_shape(self._function, *arguments))
+        return self._known[key]
+
+    def _make(self, results: Any) -> Any:
+        shardings = jax.tree.broadcast(self._sharding, results)
+        return jax.tree.map(lambda result, own: absent(result.shape, result.dtype, own), results, shardings)
+
+
+def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:
+    """Stand-ins for arrays, or for structs with shapes and dtypes."""
+    return [absent(tuple(array.shape), array.dtype, sharding) for array in arrays]
+
+
+# Arrays from group to group in several processes: which one sends, receives, copies, or does nothing.
+#
+# All processes make the same calls. An array that lies on a group is moved by the processes that have its
+# devices and by the processes that have the target's. Any other array is one that every process has, such
+# as a user's, and each process puts it on its own devices.
+
+
+def group_sharding(array: Any) -> NamedSharding | None:
+    """The sharding of an array that lies on a group; None for an array that every process has."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA, MODEL):
+        return sharding
+    return None
+
+
+def is_all_here(sharding: NamedSharding) -> bool:
+    """Whether all devices of a sharding belong to this process."""
+    return all(map(is_here, sharding.mesh.devices.flat))
+
+
+def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
+    """Puts arrays that every process has on this process's devices of a group."""
+    own = [device for device in target.mesh.devices.flat if is_here(device)]
+    parts = [
+        jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
+        for device in own
+    ]
+    return (
+        [join_parts(some, target) for some in zip(*parts, strict=True)]
+        if own
+        else absent_like(arrays, target)
+    )
+
+
+def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
+    """Whether two groups divide arrays alike, so that each device sends its part to its counterpart."""
+    return source.spec == target.spec and source.mesh.devices.shape == target.mesh.devices.shape
+
+
+def move(
+    arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
+) -> list[Any]:
+    """Moves arrays of one group to another; each device gets them from one device of the first group."""
+    pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
+    crosses = any(one.process_index != other.process_index for one, other in pairs)
+    is_possible = source.is_fully_replicated or can_move_parts(source, target)
+    if not is_possible or (crosses and tag is None):
+        devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
+        raise ValueError(
+            f"An array on the devices {devices} is needed in another process. Only what belongs to a "
+            "pipeline is sent from process to process: read it where it is, and give it to all processes "
+            "as an array of NumPy."
+        )
+    parts = []
+    for from_device, to_device in pairs:
+        own = SingleDeviceSharding(to_device)
+        if is_here(from_device):
+            found = [_part_on(array, from_device) for array in arrays]
+            if is_here(to_device):
+                parts.append(jax.device_put(found, own, may_alias=is_kept))
+                continue
+            if not is_kept or source.memory_kind != target.memory_kind:
+                found = jax.device_put(found, SingleDeviceSharding(from_device), may_alias=False)
+            assert tag is not None
+            links().send([_as_numbers(array) for array in found], tag, from_device, to_device)
+        elif is_here(to_device):
+            structs = [_struct_of_numbers(array, source.shard_shape(array.shape), own) for array in arrays]
+            assert tag is not None
+            received = links().receive(structs, tag, from_device, to_device)
+            parts.append([_like(one, array) for one, array in zip(received, arrays, strict=True)])
+    if not parts:
+        return absent_like(arrays, target)
+    return [
+        jax_compat.make_array(array.shape, target, some)
+        for array, some in zip(arrays, zip(*parts, strict=True), strict=True)
+    ]
+
+
+def join_parts(parts: Sequence[Any], sharding: Any) -> Any:
+    """Makes an array with a replicated sharding from this process's parts, without copying."""
+    return jax_compat.make_array(parts[0].shape, sharding, parts)
+
+
+def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
+    """The device that each target gets its arrays from: one of its replica, else one of its process."""
+    if len(sources) == len(targets):
+        return list(zip(sources, targets, strict=True))
+
+    def find(number: int, target: Any) -> Any:
+        same = [source for source in sources if source.process_index == target.process_index]
+        return same[0] if same else sources[number % len(sources)]
+
+    return [(find(number, target), target) for number, target in enumerate(targets)]
+
+
+def _part_on(array: Any, device: Any) -> Any:
+    """The part of an array that a device has."""
+    if len(array.sharding.device_set) == 1:
+        return array
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+# Random keys are arrays of arrays, which are sent as the numbers that they are made of.
+
+
+def _as_numbers(array: Any) -> Any:
+    return array if jax_compat.is_device_array(array) else jax.random.key_data(array)
+
+
+def _struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
+    struct = jax.ShapeDtypeStruct(shape, array.dtype)
+    if not jax_compat.is_device_array(array):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def _like(received: Any, array: Any) -> Any:
+    """Gives a received array the form of the one that was sent: random keys where that has random keys."""
+    if jax_compat.is_device_array(array):
+        return received
+    return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))
+
+
+# Where stages live.
+#
+# A stage lives on a group of devices, a mesh with the axes `replica` and `model`: along `model` are the
+# devices that compute a stage together, mostly one. State is `replicated` over the replicas of a group, and
+# whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose groups
+# have the devices of that replica.
+#
+# Groups may be on devices of other processes: what is put there has no content here (`remote`), and what
+# goes from process to process is sent (`crossing`).
 
 HOST_MEMORY = "pinned_host"
 

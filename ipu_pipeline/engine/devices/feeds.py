@@ -22,22 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.ground.values import is_key
-
-__all__ = [
-    "NEW_SHAPES",
-    "Element",
-    "Feed",
-    "OtherShapes",
-    "PlacedMicroBatches",
-    "Supply",
-    "Take",
-    "copy_leaves",
-    "gather",
-    "shapes_of",
-    "take_from",
-    "take_nothing",
-]
+from ipu_pipeline.ground.pytrees import is_key
 
 Take: TypeAlias = "Callable[[int], Sequence[Any]]"
 Place: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"

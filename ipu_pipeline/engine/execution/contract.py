@@ -20,17 +20,15 @@ import jax
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.devices.feeds import Take
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.execution.kept import KeptPrograms
-from ipu_pipeline.engine.plan.first_state import FirstState
+from ipu_pipeline.engine.execution.compilation import KeptPrograms
 from ipu_pipeline.engine.plan.lowering import Layout
-from ipu_pipeline.engine.planning.memory import find_fed, plan_ipus
+from ipu_pipeline.engine.plan.maker import FirstState
+from ipu_pipeline.engine.plan.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, of_replica
-from ipu_pipeline.engine.tracing.traced import Source
-from ipu_pipeline.ground.shapes import num_bytes
-
-__all__ = ["Iterated", "Pending", "Request", "Runner"]
+from ipu_pipeline.engine.tracing.stages import Source
+from ipu_pipeline.ground.pytrees import num_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,17 +25,13 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import watching
-from ipu_pipeline.engine.devices.compiler_options import CompilerOptions
 from ipu_pipeline.engine.devices.device_groups import split
 from ipu_pipeline.engine.devices.feeds import OtherShapes, Supply, Take, gather, shapes_of
-from ipu_pipeline.engine.devices.placing import put, put_host_copies
+from ipu_pipeline.engine.devices.placement import put, put_host_copies
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
-from ipu_pipeline.engine.devices.threads import warn_unless_one_is_free
-from ipu_pipeline.engine.execution.compiling import compile_ahead
+from ipu_pipeline.engine.devices.xla_settings import CompilerOptions, warn_unless_one_is_free
+from ipu_pipeline.engine.execution.compilation import compile_ahead, jit_zeros
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
-from ipu_pipeline.engine.execution.feeding import Dealer, FeedSlot, ReplicaFeed
-from ipu_pipeline.engine.execution.held import Held, observed
-from ipu_pipeline.engine.execution.kept import jit_zeros
 from ipu_pipeline.engine.execution.measured_costs import (
     Measured,
     make_measured,
@@ -43,35 +39,38 @@ from ipu_pipeline.engine.execution.measured_costs import (
     time_transfers,
     time_updates,
 )
-from ipu_pipeline.engine.execution.outputs import Left, gather_outputs, join_collected, join_handed
-from ipu_pipeline.engine.execution.watched import watched_take
-from ipu_pipeline.engine.plan.lowering import Layout
-from ipu_pipeline.engine.plan.making import FEED, NUMBERS, Maker, Recipe
+from ipu_pipeline.engine.execution.observation import Held, observed, watched_take
+from ipu_pipeline.engine.execution.replica_data import (
+    Dealer,
+    FeedSlot,
+    Left,
+    ReplicaFeed,
+    gather_outputs,
+    join_collected,
+    join_handed,
+)
+from ipu_pipeline.engine.plan.lowering import Layout, Programs
+from ipu_pipeline.engine.plan.maker import FEED, NUMBERS, Maker, Recipe
+from ipu_pipeline.engine.plan.memory import Sizes, Step, find_brought, find_host_memory, find_shapes
 from ipu_pipeline.engine.plan.passes import UNDERWAY
-from ipu_pipeline.engine.plan.plan import ALL, Plan, Value
-from ipu_pipeline.engine.plan.programs import Programs
-from ipu_pipeline.engine.plan.readers.memory import Sizes, Step, find_brought, find_host_memory
-from ipu_pipeline.engine.plan.readers.run import Cursor, Linked, Linker, Numbers, Underway, run
-from ipu_pipeline.engine.plan.readers.shapes import find_shapes
-from ipu_pipeline.engine.plan.readers.watched import watched
-from ipu_pipeline.engine.plan.registers import Registers
-from ipu_pipeline.engine.planning.chunking import ONE_BY_ONE, Chunking
+from ipu_pipeline.engine.plan.plan import ALL, Plan, Registers, Value
+from ipu_pipeline.engine.plan.run import Cursor, Linked, Linker, Numbers, Underway, run, watched
+from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning.memory_plans import Brought
-from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
-from ipu_pipeline.engine.programs.chunks import ChunkForm
-from ipu_pipeline.engine.programs.collecting import Collecting
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
-from ipu_pipeline.engine.schedules.actions import Action
-from ipu_pipeline.engine.schedules.checking import Timetable
-from ipu_pipeline.engine.schedules.clusters import LinkSpeed
-from ipu_pipeline.engine.schedules.execution_phases import ExecutionPhases
-from ipu_pipeline.engine.schedules.host_memory import HostMemory
+from ipu_pipeline.engine.programs.accumulation import Collecting
+from ipu_pipeline.engine.programs.stage_programs import (
+    Binding,
+    BindingKind,
+    ChunkForm,
+    StagePrograms,
+    ValueKind,
+)
+from ipu_pipeline.engine.schedules.clusters import ExecutionPhases, HostMemory, LinkSpeed
+from ipu_pipeline.engine.schedules.timetables import Action, Timetable
 from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
-from ipu_pipeline.engine.tracing.keys import as_int32, key_aval
-from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.engine.tracing.stage_markers import as_int32, key_aval
+from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
-
-__all__ = ["PendingPlan", "PlanRunner", "Ready", "check_alike"]
 
 _MAX_PLANS = 8  # that are kept, where the number of micro-batches is only known when the pipeline runs
 

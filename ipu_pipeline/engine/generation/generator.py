@@ -1,38 +1,132 @@
-"""The public class: a generator made of stages, which answers prompts with the weights of a state."""
+"""The public class: a generator made of stages, which answers prompts by a loop over requests."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.apart import apart
-from ipu_pipeline.engine.generation.building import Needed, StageBuilder, make_element
-from ipu_pipeline.engine.generation.loop import RequestQueue, run
-from ipu_pipeline.engine.generation.requests import Limits, Request, make_request
-from ipu_pipeline.engine.generation.sampling import Sampling
-from ipu_pipeline.engine.generation.slots import BoundStages
+from ipu_pipeline.engine.generation.bound_stages import (
+    BoundStages,
+    Needed,
+    SlotGroup,
+    StageBuilder,
+    make_element,
+)
+from ipu_pipeline.engine.generation.requests import Limits, Request, Sampling, make_request
+from ipu_pipeline.engine.mesh_isolation import apart
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import check_positive
 from ipu_pipeline.engine.resplitting import resplit
-from ipu_pipeline.engine.state import PipelineState
-from ipu_pipeline.engine.state_checks import check_not_traced, check_state
-from ipu_pipeline.engine.tracing.frames import ProgramNames
+from ipu_pipeline.engine.state import PipelineState, check_not_traced, check_state
+from ipu_pipeline.engine.tracing.frames import ProgramNames, Surroundings
 from ipu_pipeline.engine.tracing.stage_lists import Mapping as DeviceMapping
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry
-from ipu_pipeline.engine.tracing.surroundings import Surroundings
-from ipu_pipeline.engine.tracing.tensor_parallel import TensorParallel
+from ipu_pipeline.engine.tracing.stage_meshes import TensorParallel
 from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.shapes import describe
+from ipu_pipeline.ground.pytrees import describe
 
-__all__ = ["Generator"]
+# The loop that takes requests from a queue, and keeps all stages at work until none is left.
+#
+# In each turn all groups of slots take in requests. Then each starts a token of each slot, and the tokens
+# of its turn before are read. So the host is at most a turn behind, and a stage never waits for it, if
+# there are as many groups as devices. A request that ends by a stop token has one more token computed,
+# which is dropped.
+
+
+class RequestQueue:
+    """Requests that wait for a slot, and those in flight; safe to use from several threads."""
+
+    def __init__(self, requests: Iterable[Request] = (), *, is_open: bool = False) -> None:
+        """Takes the first requests."""
+        self._waiting = collections.deque(requests)
+        self._all = list(self._waiting)
+        self._changed = threading.Condition()
+        self._is_open = is_open
+        self.error: BaseException | None = None  # what ended all requests
+
+    def submit(self, request: Request) -> bool:
+        """Adds a request. Returns whether that was still possible."""
+        with self._changed:
+            if self._is_open:
+                self._all = [one for one in self._all if not one.is_done]
+                self._all.append(request)
+                self._waiting.append(request)
+                self._changed.notify_all()
+            return self._is_open
+
+    def close(self) -> None:
+        """Says that no more requests will come."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Closes, and ends all requests that are not done; see `Request.end`."""
+        with self._changed:
+            self._is_open, self.error = False, error
+            self._waiting.clear()
+            self._changed.notify_all()
+        for request in self._all:
+            request.end(error)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait for a slot."""
+        return len(self._waiting)
+
+    def take(self) -> Request | None:
+        """The next request that is not done; None if none waits."""
+        with self._changed:
+            while self._waiting:
+                request = self._waiting.popleft()
+                if not request.is_done:
+                    return request
+            return None
+
+    def wait(self) -> bool:
+        """Waits until a request waits for a slot. Returns False if none will."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or not self._is_open)
+            return bool(self._waiting)
+
+
+def answer_requests(
+    stages: BoundStages,
+    queue: RequestQueue,
+    num_groups: int,
+    num_slots: int,
+    prepare: Callable[[Request], Sequence[int]],
+) -> None:
+    """Answers the requests of a queue, until it is closed and empty."""
+    groups: list[SlotGroup] = []
+    while queue.wait():
+        groups = groups or [SlotGroup(stages, num_slots) for _group in range(num_groups)]
+        while queue.num_waiting or any(group.num_taken or group.num_unread for group in groups):
+            for group in groups:  # before any token, so that no stage waits for a prompt that just came
+                # As many requests in each group, so that all stages have work.
+                num_all = queue.num_waiting + sum(one.num_taken for one in groups)
+                room = min(num_slots, -(-num_all // num_groups)) - group.num_taken
+                for _slot in range(room):
+                    request = queue.take()
+                    if request is not None:
+                        group.join(request, prepare(request))
+            for group in groups:
+                is_started = group.num_taken > 0
+                if is_started:
+                    group.decode()
+                group.read(1 if is_started else 0)
+
+
+# The public class: a generator made of stages, which answers prompts with the weights of a state.
 
 GREEDY = Sampling()
 _CHUNK_LENGTHS = (1, 4, 16, 64, 256)
@@ -343,7 +437,7 @@ class Generator:
 
         try:
             each = self._num_slots // self._num_groups
-            self._surroundings.run(run, stages, queue, self._num_groups, each, prepare)
+            self._surroundings.run(answer_requests, stages, queue, self._num_groups, each, prepare)
         except BaseException as error:
             queue.end(error)
             raise

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ipu_pipeline.ground.lazy_names import import_later
+from ipu_pipeline.ground.lazy_initialization import import_later
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine import watching
     from ipu_pipeline.engine.execution.contract import Runner
-    from ipu_pipeline.engine.execution.held import LiveBytes
-    from ipu_pipeline.engine.inspect.counting import Work, count_costs, count_work
+    from ipu_pipeline.engine.execution.observation import LiveBytes
+    from ipu_pipeline.engine.inspect.descriptions import Work, count_costs, count_work
+    from ipu_pipeline.engine.inspect.estimates import find_layer_costs
     from ipu_pipeline.engine.inspect.facts import (
         Edge,
         LayerFacts,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         StageFacts,
         select_fields,
     )
-    from ipu_pipeline.engine.inspect.layer_costs import find_layer_costs
     from ipu_pipeline.engine.inspect.layers import fold_names
     from ipu_pipeline.engine.inspect.pipelines import (
         find_facts,
@@ -75,12 +75,12 @@ __getattr__, __dir__ = import_later(
     {
         "engine": "watching",
         "engine.execution.contract": "Runner",
-        "engine.execution.held": "LiveBytes",
-        "engine.inspect.counting": "Work count_costs count_work",
+        "engine.execution.observation": "LiveBytes",
+        "engine.inspect.descriptions": "Work count_costs count_work",
         "engine.inspect.facts": (
             "Edge LayerFacts Part PipelineDetails PipelineFacts Sent StageDetails StageFacts select_fields"
         ),
-        "engine.inspect.layer_costs": "find_layer_costs",
+        "engine.inspect.estimates": "find_layer_costs",
         "engine.inspect.layers": "fold_names",
         "engine.inspect.pipelines": "find_facts find_searched find_separate_variables introduce summarize",
         "engine.inspect.summary": "PipelineSummary describe_numbers",

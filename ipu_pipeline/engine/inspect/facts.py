@@ -14,22 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory
 
 if TYPE_CHECKING:
-    from ipu_pipeline.engine.schedules.costs import Costs
+    from ipu_pipeline.engine.schedules.scenarios import Costs
     from ipu_pipeline.engine.tracing.specs import VariableSpec
-
-__all__ = [
-    "Edge",
-    "Layer",
-    "LayerFacts",
-    "Part",
-    "PipelineDetails",
-    "PipelineFacts",
-    "Sent",
-    "SharedVariables",
-    "StageDetails",
-    "StageFacts",
-    "select_fields",
-]
 
 FactsT = TypeVar("FactsT")
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ipu_pipeline.engine.inspect.estimates import Bubble
 from ipu_pipeline.engine.inspect.facts import Layer, PipelineDetails, StageDetails
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
-from ipu_pipeline.engine.inspect.waiting import Bubble
-from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.pytrees import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
-
-__all__ = ["PipelineSummary", "describe_numbers"]
 
 _MAX_LINES = 40
 _MAX_LAYERS = 6  # lines per stage

@@ -3,6 +3,7 @@
 `flat` says which functions rewrite equations and which trace them again.
 """
 
+from ipu_pipeline.engine.jaxprs.cpu_forms import turn_products
 from ipu_pipeline.engine.jaxprs.flat import (
     CHECKPOINTS,
     Atom,
@@ -10,19 +11,25 @@ from ipu_pipeline.engine.jaxprs.flat import (
     ExtractedJaxpr,
     FlatJaxpr,
     InlineFunction,
+    any_equation,
     aval_struct,
     calls_back,
+    can_reduce,
     close,
+    dependents,
+    extract,
+    find_uniform,
     flatten,
     has_callbacks,
     has_primitive,
     is_inlined,
     lift_captures,
     map_atoms,
+    reduce,
     substitute,
     take_out_constants,
 )
-from ipu_pipeline.engine.jaxprs.halving import find_computed, find_kept, take_apart
+from ipu_pipeline.engine.jaxprs.halves import find_computed, find_kept, take_apart
 from ipu_pipeline.engine.jaxprs.meshes import (
     find_collectives,
     find_other_devices,
@@ -30,17 +37,7 @@ from ipu_pipeline.engine.jaxprs.meshes import (
     uses_mesh,
     without_mesh,
 )
-from ipu_pipeline.engine.jaxprs.several_losses import join_losses
-from ipu_pipeline.engine.jaxprs.slicing import (
-    any_equation,
-    can_reduce,
-    dependents,
-    extract,
-    find_uniform,
-    reduce,
-)
-from ipu_pipeline.engine.jaxprs.turning import turn_products
-from ipu_pipeline.engine.jaxprs.unrolling import Unrolled, unroll_layers
+from ipu_pipeline.engine.jaxprs.rewrites import Unrolled, join_losses, unroll_layers
 
 __all__ = [
     "CHECKPOINTS",

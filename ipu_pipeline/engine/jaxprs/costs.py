@@ -17,8 +17,6 @@ from typing import Any
 
 from ipu_pipeline.ground import jax_core
 
-__all__ = ["count_equations", "count_operations", "count_primitives", "find_uncounted"]
-
 # A product of matrices does many operations per element that it reads. Anything else is bound by memory,
 # where an element takes about as long as this number of a product's operations.
 _PER_ELEMENT = 10.0

@@ -23,9 +23,7 @@ from typing import Any
 from ipu_pipeline.engine.jaxprs.flat import make_extracted
 from ipu_pipeline.engine.jaxprs.partitioning import JOINT, Home, Piece
 from ipu_pipeline.ground import jax_core
-from ipu_pipeline.ground.shapes import num_bytes
-
-__all__ = ["divide_equal_parts"]
+from ipu_pipeline.ground.pytrees import num_bytes
 
 _LEAST_BYTES = 2**20  # of a program's arguments; where it reads less, starting a second one would be felt
 _LEAST_SAVED = 20  # equations of arrays that need not be compiled again; 20 take about 0.1 s

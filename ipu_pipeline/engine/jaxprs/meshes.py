@@ -16,8 +16,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
 from ipu_pipeline.ground import jax_compat, jax_core
 
-__all__ = ["find_collectives", "find_other_devices", "has_shard_map", "uses_mesh", "without_mesh"]
-
 _SHARD_MAP = "shard_map"
 _CONSTRAINT = "sharding_constraint"
 _RESHARD = "reshard"

@@ -27,8 +27,6 @@ from ipu_pipeline.engine.jaxprs.flat import (
 )
 from ipu_pipeline.ground import jax_core
 
-__all__ = ["Evaluated", "Origin", "evaluate", "find_nan", "has_nan"]
-
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:

@@ -33,15 +33,15 @@ from ipu_pipeline.engine.jaxprs.flat import (
     FlatJaxpr,
     aval_struct,
     calls_back,
+    can_reduce,
+    extract,
     flatten,
     has_primitive,
+    reduce,
     substitute,
 )
-from ipu_pipeline.engine.jaxprs.slicing import can_reduce, extract, reduce
 from ipu_pipeline.ground import jax_core
-from ipu_pipeline.ground.shapes import num_bytes
-
-__all__ = ["JOINT", "Home", "Piece", "Places", "cut", "place"]
+from ipu_pipeline.ground.pytrees import num_bytes
 
 Home: TypeAlias = int
 JOINT: Home = -1

@@ -19,31 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.plan import programs as functions
-from ipu_pipeline.engine.plan.lowering import Code, Key, Layout, accumulator, assigned
+from ipu_pipeline.engine.plan import lowering as functions
+from ipu_pipeline.engine.plan.lowering import Code, Key, Layout, Programs, accumulator, assigned
 from ipu_pipeline.engine.plan.plan import ALL, Instruction, Op, Program, Value
-from ipu_pipeline.engine.plan.programs import Programs
-from ipu_pipeline.engine.programs.bindings import Binding, BindingKind
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.programs.stage_programs import Binding, BindingKind
+from ipu_pipeline.engine.schedules.timetables import ActionKind
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
-
-__all__ = [
-    "UNDERWAY",
-    "at_home",
-    "collect",
-    "end_phase",
-    "in_phases",
-    "kind_of",
-    "leave_activations",
-    "load_and_store",
-    "place_update",
-    "reduce",
-    "replica_parts",
-    "run_together",
-    "send_results",
-    "wait_for_updates",
-]
-
 
 UNDERWAY = Value(("underway",), None)  # a list of what pieces of work make, which devices may not have done
 

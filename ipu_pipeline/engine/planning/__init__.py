@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ipu_pipeline.ground.lazy_names import import_later
+from ipu_pipeline.ground.lazy_initialization import import_later
 
 if TYPE_CHECKING:
-    from ipu_pipeline.engine.planning.pipelines import (
+    from ipu_pipeline.engine.inspect.pipelines import (
         measure_costs,
         measure_scenario,
         plan_host_memory,
@@ -30,4 +30,4 @@ __all__ = [
     "with_recomputation",
 ]
 
-__getattr__, __dir__ = import_later(__name__, {"engine.planning.pipelines": " ".join(__all__)})
+__getattr__, __dir__ = import_later(__name__, {"engine.inspect.pipelines": " ".join(__all__)})

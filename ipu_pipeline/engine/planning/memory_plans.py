@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Brought", "Flow", "IpuMemory", "Moments", "StageMemory"]
-
 Moments: TypeAlias = "tuple[tuple[int, int], ...]"  # of a stage, see `StageMemory.fullest`
 
 

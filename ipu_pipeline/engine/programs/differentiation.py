@@ -1,46 +1,281 @@
-"""Builds forward and backward programs of all stages.
-
-A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
-backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
-one to the other is a residual, unless the backward can have it without storing it:
-
-1. inputs of the stage are held by the runner anyway;
-2. what depends only on variables and constants is computed again in the backward;
-3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
-   beginnings cross.
-
-The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
-are computed only for what depends on trained variables. Those that are zero whatever the cotangents are not
-computed at all.
-"""
+"""Differentiation of stages: forward and backward programs, cut out of the joint jaxpr of each."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs import accumulation, recomputation, stage_programs
-from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.cutting import Joint, fuse, halve, is_literal, split
-from ipu_pipeline.engine.programs.gradient_maps import GradientMap
-from ipu_pipeline.engine.programs.key_numbers import find_alike, take_out_key_numbers
+from ipu_pipeline.engine.programs.accumulation import GradientMap, Reduction
 from ipu_pipeline.engine.programs.recomputation import Recomputation
-from ipu_pipeline.engine.programs.stage_programs import StagePrograms, Value, ValueKind
-from ipu_pipeline.engine.tracing import keys, recomputation_marks
+from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
+from ipu_pipeline.engine.tracing import stage_markers
 from ipu_pipeline.engine.tracing.faults import add_derivative_note
-from ipu_pipeline.engine.tracing.stage_meshes import in_mesh
-from ipu_pipeline.engine.tracing.tensor_parallel import mesh_of_stages
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline, TracedStage
-from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.engine.tracing.stage_meshes import in_mesh, mesh_of_stages
+from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
+from ipu_pipeline.ground import jax_compat, jax_core
 
-__all__ = ["build"]
+# Takes the numbers of random keys out of programs, so that those of equal stages are equal.
+#
+# A stage's keys are folded from its micro-batch's key with two numbers each, that of the scope and that of
+# the call (`tracing/keys`). These differ from stage to stage. As constants they would make the programs of
+# stages differ that are otherwise equal, and XLA would compile each of them.
+
+_NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions, and of micro-batches
+
+
+def find_alike(stages: Sequence[TracedStage]) -> frozenset[int]:
+    """The stages that draw random keys and may be equal but for the numbers of these."""
+    signatures = [
+        (
+            tuple(equation.primitive.name for equation in stage.flat.equations),
+            tuple(str(var.aval) for var in stage.flat.inputs),
+        )
+        for stage in stages
+    ]
+    counts = Counter(signatures)
+    return frozenset(
+        index
+        for index, (stage, signature) in enumerate(zip(stages, signatures, strict=True))
+        if stage.uses_key and counts[signature] > 1
+    )
+
+
+def take_out_key_numbers(
+    flat: jaxprs.FlatJaxpr, labels: dict[Any, Value]
+) -> tuple[jaxprs.FlatJaxpr, dict[Any, Value]]:
+    """Makes the numbers of a stage's random keys further inputs.
+
+    Returns:
+      The jaxpr, and the labels of all its inputs. Keys that are drawn within loops, conditionals and
+      segments that are computed again keep their numbers.
+    """
+    folds = {var: 0 for var, value in labels.items() if value.kind is ValueKind.KEY}
+    numbers: dict[Any, Value] = {}
+    equations = []
+    for equation in flat.equations:
+        if equation.primitive.name == "random_fold_in":
+            key, number = equation.invars
+            done = folds.get(key, _NUM_FOLDS)
+            is_literal = isinstance(number, jax_core.Literal)
+            if done < _NUM_FOLDS and is_literal == (done >= _NUM_BEFORE):
+                (folded,) = equation.outvars
+                folds[folded] = done + 1
+                if is_literal:
+                    var = jax_core.Var(number.aval)
+                    numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
+                    equation = equation.replace(invars=[key, var])
+        equations.append(equation)
+    inputs = [*flat.inputs, *numbers]
+    return jaxprs.FlatJaxpr(inputs, equations, flat.outputs, flat.constants), {**labels, **numbers}
+
+
+# Cuts a stage's joint jaxpr of forward and backward into the programs that run.
+#
+# Equations that depend on a cotangent are the backward. What crosses is a residual, with two exceptions:
+# the runner holds the inputs of the stage anyway, and what depends only on variables and constants is
+# computed again in the backward.
+#
+# The backward may be cut in halves: gradients of inputs first, and those of weights in a program of their
+# own. That repeats nothing of the first half, but takes what it needs as further residuals.
+
+Results: TypeAlias = "Sequence[tuple[Value, Any]]"  # what a program returns, with the atoms
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A stage's forward and backward in one jaxpr."""
+
+    index: int  # the stage's number
+    stage: TracedStage  # the stage
+    flat: jaxprs.FlatJaxpr  # the jaxpr
+    labels: dict[Any, Value]  # what its inputs are
+    results: list[tuple[Value, Any]]  # what the forward returns, with the atoms
+    pulled: list[tuple[Value, Any]]  # the gradients that are not always zero, with the atoms
+    backward_vars: set[Any]  # the variables that depend on a cotangent
+    trained: tuple[int, ...]  # positions in the stage's variables
+
+    def is_backward(self, equation: Any) -> bool:
+        """Whether an equation belongs to the backward."""
+        atoms = (*equation.outvars, *equation.invars)
+        return any(not is_literal_atom(atom) and atom in self.backward_vars for atom in atoms)
+
+    def is_forward(self, equation: Any) -> bool:
+        """Whether an equation belongs to the forward."""
+        return not self.is_backward(equation)
+
+
+def is_literal_atom(atom: Any) -> bool:
+    """Whether an atom is a literal."""
+    return isinstance(atom, jax_core.Literal)
+
+
+def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
+    """Makes forward and backward one program that starts from the loss."""
+    forward = _Cutter(joint).cut(
+        "forward_backward", [*joint.results, *joint.pulled], keep_effects_of=jaxprs.any_equation
+    )
+    forward = stage_programs.seed(forward, joint.stage.output_avals[-1].dtype, is_scaled)
+    return StagePrograms(accumulation.accumulate(forward, reduction), None, (), joint.trained)
+
+
+def split(joint: Joint, reduction: Reduction) -> StagePrograms:
+    """Makes forward and backward two programs."""
+    cutter = _Cutter(joint)
+    backward = cutter.cut_later("backward", joint.pulled, cutter.stored, joint.is_backward)
+    results = [*joint.results, *cutter.returned(cutter.numbers)]
+    return StagePrograms(
+        cutter.cut("forward", results, keep_effects_of=joint.is_forward),
+        None if backward is None else accumulation.accumulate(backward, reduction),
+        cutter.residuals,
+        joint.trained,
+    )
+
+
+def halve(joint: Joint, reduction: Reduction, is_last: bool, is_scaled: bool) -> StagePrograms:
+    """Makes forward and both halves of the backward programs.
+
+    On the last stage, the forward does the first half, too, and starts it from the loss.
+    """
+    cutter, flat = _Cutter(joint), joint.flat
+    first: list[tuple[Value, Any]] = []
+    second: list[tuple[Value, Any]] = []
+    for value, atom in joint.pulled:
+        (first if value.kind is ValueKind.INPUT_COTANGENT else second).append((value, atom))
+    if is_last:
+        computed = jaxprs.find_computed(flat, [atom for _value, atom in (*joint.results, *first)])
+    else:
+        computed = jaxprs.find_computed(flat, [atom for _value, atom in first], cutter.stored)
+    known = set(map(id, computed))
+
+    def is_second(equation: Any) -> bool:
+        return joint.is_backward(equation) and id(equation) not in known
+
+    kept = jaxprs.find_kept(computed, cutter.data_vars)
+    weights = cutter.cut_later("weight_gradients", second, cutter.stored | kept, is_second)
+    is_rest = jaxprs.any_equation if weights is None else lambda equation: not is_second(equation)
+    if is_last:
+        results = [*joint.results, *first, *cutter.returned(cutter.numbers)]
+        forward = cutter.cut("forward_input_gradients", results, keep_effects_of=is_rest)
+        backward = None
+        dtype = joint.stage.output_avals[-1].dtype
+        forward = stage_programs.seed(forward, dtype, is_scaled)
+        weights = None if weights is None else stage_programs.seed(weights, dtype, is_scaled)
+    else:
+        made = cutter.returned(var for var in cutter.numbers if var in kept and var not in cutter.stored)
+        backward = cutter.cut_later(
+            "input_gradients",
+            [*first, *made],
+            cutter.stored,
+            lambda equation: joint.is_backward(equation) and is_rest(equation),
+        )
+        own = {var for _value, var in made}
+        results = [*joint.results, *cutter.returned(var for var in cutter.numbers if var not in own)]
+        forward = cutter.cut("forward", results, keep_effects_of=joint.is_forward)
+    return StagePrograms(
+        forward,
+        backward,
+        cutter.residuals,
+        joint.trained,
+        is_halved=True,
+        weights=None if weights is None else accumulation.accumulate(weights, reduction),
+    )
+
+
+class _Cutter:
+    """Cuts the programs of a stage.
+
+    Attributes:
+      numbers: the numbers of the residuals, by variable.
+      data_vars: the variables that depend on more than variables of the stage and constants.
+      stored: the variables of the forward that later programs take instead of computing them again.
+    """
+
+    def __init__(self, joint: Joint) -> None:
+        self.numbers: dict[Any, int] = {}
+        self._joint = joint
+        # An assigned variable's value in the forward is gone by the backward, so it counts as data: it is
+        # stored if the backward needs it.
+        assigned = {joint.stage.variables.index(spec) for spec in joint.stage.assigned}
+        constant = {
+            var
+            for var, value in joint.labels.items()
+            if value.kind is ValueKind.VARIABLE and value.index not in assigned
+        }
+        self.data_vars = jaxprs.dependents(joint.flat, [v for v in joint.flat.inputs if v not in constant])
+        self.stored = {
+            var
+            for equation in joint.flat.equations
+            if joint.is_forward(equation)
+            for var in equation.outvars
+            if var in self.data_vars or equation.effects  # printing is not repeated
+        }
+        self._later_labels = {
+            var: value
+            for var, value in joint.labels.items()
+            if value.kind is not ValueKind.VARIABLE or var in constant
+        }
+
+    @property
+    def residuals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the residuals, by number."""
+        return tuple(jaxprs.aval_struct(var.aval) for var in self.numbers)
+
+    def returned(self, variables: Iterable[Any]) -> list[tuple[Value, Any]]:
+        """Some residuals, as results of a program."""
+        return [(Value(ValueKind.RESIDUAL, self.numbers[var]), var) for var in variables]
+
+    def cut(self, name: str, results: Results, keep_effects_of: Callable[[Any], bool]) -> StageProgram:
+        """Cuts a program that begins with a micro-batch."""
+        joint = self._joint
+        full_name = f"stage{joint.index}_{name}"
+        return stage_programs.cut(full_name, joint.flat, results, joint.labels, (), keep_effects_of)
+
+    def cut_later(
+        self,
+        name: str,
+        results: Results,
+        stored: Collection[Any],
+        keep_effects_of: Callable[[Any], bool],
+    ) -> StageProgram | None:
+        """Cuts a program that takes residuals. Returns None if it has no results."""
+        if not results:
+            return None
+        return stage_programs.cut(
+            f"stage{self._joint.index}_{name}",
+            self._joint.flat,
+            results,
+            self._later_labels,
+            stored,
+            keep_effects_of,
+            self.numbers,
+        )
+
+
+# Builds forward and backward programs of all stages.
+#
+# A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
+# backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
+# one to the other is a residual, unless the backward can have it without storing it:
+#
+# 1. inputs of the stage are held by the runner anyway;
+# 2. what depends only on variables and constants is computed again in the backward;
+# 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
+#    beginnings cross.
+#
+# The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
+# are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
+# not computed at all.
 
 _RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
 
@@ -108,12 +343,12 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
         depending = set(roots)
         for equation in stage.flat.equations:
             is_stopped = equation.primitive.name == "stop_gradient"
-            if not is_stopped and any(not is_literal(a) and a in depending for a in equation.invars):
+            if not is_stopped and any(not is_literal_atom(a) and a in depending for a in equation.invars):
                 depending.update(
                     var for var in equation.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)
                 )
         for source, atom in zip(stage.outputs, stage.flat.outputs, strict=False):
-            if not is_literal(atom) and atom in depending:
+            if not is_literal_atom(atom) and atom in depending:
                 found.add(source)
     return found
 
@@ -140,7 +375,7 @@ def _call_stage(stage: TracedStage, *arguments: Any) -> list[Any]:
     values = list(arguments)
     if stage.uses_key:
         random = slice(len(stage.variables), len(stage.variables) + len(_RANDOM))
-        values[random] = [keys.micro_batch_key(*values[random])]
+        values[random] = [stage_markers.micro_batch_key(*values[random])]
     return jaxprs.close(stage.flat)(*values)
 
 
@@ -150,7 +385,7 @@ def _evaluation(
     """Makes the stage a function of `_stage_arguments`, to be differentiated."""
     is_cut = recompute is not Recomputation.RECOMPUTE_THEN_BACKPROPAGATE
     # Nothing is kept between the last stage's forward and backward, so one segment would save nothing.
-    if recompute is None or (is_last and not (is_cut and recomputation_marks.has_marks(stage.flat))):
+    if recompute is None or (is_last and not (is_cut and stage_markers.has_marks(stage.flat))):
         return functools.partial(_call_stage, stage)
     return recomputation.in_segments(_flatten_stage(stage), is_cut)
 
@@ -278,7 +513,7 @@ def _differentiate(
         for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=False)
         # A gradient is linear in the cotangents: without any it is zero, unless it was mapped.
         if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
-        or (not is_literal(atom) and atom in backward_vars)
+        or (not is_literal_atom(atom) and atom in backward_vars)
     ]
     gradients = flat.outputs[num_results + len(wanted) :]
     pulled += [

@@ -25,10 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.tracing.recomputation_marks import mark_of
+from ipu_pipeline.engine.tracing.stage_markers import mark_of
 from ipu_pipeline.ground import jax_core
-
-__all__ = ["Recomputation", "RecomputationName", "in_segments", "isolate"]
 
 
 class Recomputation(enum.Enum):

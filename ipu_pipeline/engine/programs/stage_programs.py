@@ -1,12 +1,13 @@
-"""Stage programs: pure functions on flat lists of arrays, cut out of a stage's jaxpr."""
+"""Stage programs: pure functions on flat lists of arrays, and what their values stand for."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.convolutions import has_convolutions, with_fast_convolutions
 from ipu_pipeline.engine.jaxprs.costs import count_operations, find_uncounted
-from ipu_pipeline.engine.jaxprs.random_bits import draws_bits, with_fast_random_bits
-from ipu_pipeline.engine.tracing.traced import Source, TracedStage
+from ipu_pipeline.engine.jaxprs.cpu_forms import draws_bits, with_fast_random_bits
+from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_core
 
-__all__ = ["StageProgram", "StagePrograms", "Value", "ValueKind", "cut", "read_sources", "seed"]
+# Stage programs: pure functions on flat lists of arrays, cut out of a stage's jaxpr.
 
 
 class ValueKind(enum.Enum):
@@ -194,3 +195,200 @@ class _Key:
     def __eq__(self, other: object) -> bool:
         is_literal = isinstance(self.atom, jax_core.Literal)
         return isinstance(other, _Key) and self.atom is other.atom and not is_literal
+
+
+# A stage program for several micro-batches, which it handles one after another.
+#
+# Nothing is merged into one batch. The program is a scan, in which each micro-batch takes over the
+# accumulators and assigned variables from the one before it.
+
+_COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """The layout of a chunk's values: several micro-batches on a first axis, a single one as it is."""
+
+    size: int  # the number of micro-batches of a chunk
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes before those of a micro-batch's value."""
+        return () if self.size == 1 else (self.size,)
+
+    @property
+    def num_stacked(self) -> int | None:
+        """The number of stacked values; None if there is only one, as it is."""
+        return self.axes[0] if self.axes else None
+
+
+def chunk_programs(
+    traced: TracedPipeline, programs: Sequence[StagePrograms], size: int
+) -> tuple[StagePrograms, ...]:
+    """Makes the programs for `size` micro-batches at once.
+
+    Values of a micro-batch (those between stages, residuals, cotangents) are stacked on a first axis.
+    MICRO_BATCH and ACCUMULATED are the first micro-batch's. New values of variables and accumulators are
+    those after the last one.
+    """
+    if size == 1:
+        return tuple(programs)
+    return tuple(
+        own.map(functools.partial(_chunk, stage=stage, size=size))
+        for own, stage in zip(programs, traced.stages, strict=True)
+    )
+
+
+def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram:
+    carried = _carried(program)
+    counts = [place for place, value in enumerate(program.arguments) if value.kind in _COUNTS]
+    stacked = [
+        place
+        for place, value in enumerate(program.arguments)
+        if value.kind in (ValueKind.RESIDUAL, ValueKind.COTANGENT)
+        or (value.kind is ValueKind.INPUT and stage.inputs[value.index].is_of_micro_batch)
+    ]
+    kept, last = [], []  # results returned for all, and state that is not carried but made anew
+    for place, values in enumerate(program.results):
+        state = tuple(value for value in values if _is_state(value))
+        others = tuple(value for value in values if not _is_state(value))
+        if others:
+            kept.append((place, others))
+        if state and place not in carried.values():
+            last.append((place, state))
+
+    def chunked(*arguments: Any) -> list[Any]:
+        def one(state: list[Any], given: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            number, values = given
+            full = list(arguments)
+            for places, own in ((carried, state), (stacked, values)):
+                for place, value in zip(places, own, strict=True):
+                    full[place] = value
+            for place in counts:
+                full[place] = full[place] + number
+            results = program.function(*full)
+            return (
+                [results[place] for place in carried.values()],
+                [results[place] for place, _values in (*kept, *last)],
+            )
+
+        state, stacks = jax.lax.scan(
+            one,
+            [arguments[place] for place in carried],
+            (jnp.arange(size, dtype=jnp.int32), [arguments[place] for place in stacked]),
+        )
+        return [*state, *stacks[: len(kept)], *(stack[-1] for stack in stacks[len(kept) :])]
+
+    results = [tuple(v for v in program.results[place] if _is_state(v)) for place in carried.values()]
+    results += [values for _place, values in (*kept, *last)]
+    return dataclasses.replace(
+        program,
+        function=chunked,
+        results=tuple(results),
+        num_operations=size * program.num_operations,
+    )
+
+
+def _is_state(value: Value) -> bool:
+    return value.kind in (ValueKind.ACCUMULATOR, ValueKind.ASSIGNED)
+
+
+def _carried(program: StageProgram) -> dict[int, int]:
+    """Arguments that have another value in the next micro-batch -> the results that are this value."""
+    places = {value: place for place, value in enumerate(program.arguments)}
+    carried = {}
+    for place, values in enumerate(program.results):
+        for value in values:
+            is_assigned = value.kind is ValueKind.ASSIGNED
+            argument = Value(ValueKind.VARIABLE, value.index) if is_assigned else value
+            if _is_state(value) and argument in places:
+                carried[places[argument]] = place
+    return carried
+
+
+# What the arguments and results of stage programs stand for, across stages.
+#
+# A program names its values by their position in its own stage (`stage_programs.Value`). Here they get the
+# names that are used outside: a variable its full name, an accumulator its key, a value between stages its
+# source. What one program returns under a name is what another one takes under it.
+
+
+class BindingKind(enum.Enum):
+    """The kinds of names; the comment behind each says what `Binding.key` is."""
+
+    SCALAR = enum.auto()  # the ValueKind: a random key, a count, or the scale of the loss
+    KEY_NUMBER = enum.auto()  # the number, which a random key is folded with
+    VARIABLE = enum.auto()  # the full name
+    ASSIGNED = enum.auto()  # the full name: the variable's new value
+    ACCUMULATOR = enum.auto()  # the key, see `AccumulatorPlan`
+    INPUT = enum.auto()  # the position among the pipeline's inputs, which are the same during a step
+    VALUE = enum.auto()  # the Source, of the micro-batch or of a stage
+    RESIDUAL = enum.auto()  # the stage, and the number there
+    COTANGENT = enum.auto()  # the Source that it is a cotangent of, and the stage that sends it
+    ENQUEUED = enum.auto()  # the number of the leaf
+
+
+class Binding(NamedTuple):
+    """What a value stands for."""
+
+    kind: BindingKind
+    key: Any
+
+    @property
+    def is_of_micro_batch(self) -> bool:
+        """Whether each micro-batch has its own value, made by a program or brought by the feed."""
+        return self.kind in _OF_MICRO_BATCH
+
+
+_OF_MICRO_BATCH = (BindingKind.VALUE, BindingKind.RESIDUAL, BindingKind.COTANGENT)
+_NAMED = {
+    ValueKind.VARIABLE: BindingKind.VARIABLE,
+    ValueKind.ASSIGNED: BindingKind.ASSIGNED,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Bindings:
+    """Finds what values of programs stand for."""
+
+    traced: TracedPipeline  # the pipeline
+    # (stage, full name of a variable) -> the key of what that stage accumulates into
+    accumulator_keys: Mapping[tuple[int, str], str]
+
+    def find(self, index: int, value: Value) -> Binding:
+        """What an argument or a result of a program of stage `index` stands for."""
+        stage = self.traced.stages[index]
+        kind = value.kind
+        if kind in _NAMED:
+            return Binding(_NAMED[kind], stage.variables[value.index].name)
+        if kind is ValueKind.ACCUMULATOR:
+            name = stage.variables[value.index].name
+            return Binding(BindingKind.ACCUMULATOR, self.accumulator_keys[index, name])
+        if kind is ValueKind.INPUT:
+            source = stage.inputs[value.index]
+            if source.kind == "input":
+                return Binding(BindingKind.INPUT, source.index)
+            if source.kind == "update_count":
+                return Binding(BindingKind.SCALAR, ValueKind.UPDATE_COUNT)
+            return Binding(BindingKind.VALUE, source)
+        if kind is ValueKind.OUTPUT:
+            return Binding(BindingKind.VALUE, Source("output", value.index, index))
+        if kind is ValueKind.RESIDUAL:
+            return Binding(BindingKind.RESIDUAL, (index, value.index))
+        if kind is ValueKind.COTANGENT:
+            return Binding(BindingKind.COTANGENT, (stage.outputs[value.index], value.consumer))
+        if kind is ValueKind.KEY_NUMBER:
+            return Binding(BindingKind.KEY_NUMBER, value.index)
+        if kind is ValueKind.ENQUEUED:
+            return Binding(BindingKind.ENQUEUED, value.index)
+        if kind is ValueKind.INPUT_COTANGENT:
+            return Binding(BindingKind.COTANGENT, (stage.inputs[value.index], index))
+        return Binding(BindingKind.SCALAR, kind)
+
+    def arguments(self, index: int, program: StageProgram) -> list[Binding]:
+        """What the arguments of a program of stage `index` stand for."""
+        return [self.find(index, value) for value in program.arguments]
+
+    def results(self, index: int, program: StageProgram) -> list[list[Binding]]:
+        """What the results of the program stand for; one result may stand for several values."""
+        return [[self.find(index, value) for value in values] for values in program.results]

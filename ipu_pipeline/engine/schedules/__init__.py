@@ -1,30 +1,7 @@
 """Schedules, the checker that proves them, and simulations of how long they take. No JAX."""
 
-from ipu_pipeline.engine.schedules.actions import (
-    Action,
-    ActionKind,
-    Row,
-    Rows,
-    ScheduleError,
-    ScheduleFunction,
-    format_rows,
-)
-from ipu_pipeline.engine.schedules.advice import Advice, advise
-from ipu_pipeline.engine.schedules.checking import Timetable, check
-from ipu_pipeline.engine.schedules.clusters import Cluster, LinkSpeed
-from ipu_pipeline.engine.schedules.costs import Costs, Memory
-from ipu_pipeline.engine.schedules.files import FileSchedule, is_path, load_schedule, read_csv, write_csv
-from ipu_pipeline.engine.schedules.host_memory import HostMemory
-from ipu_pipeline.engine.schedules.named import (
-    MAX_ACTIONS,
-    Schedule,
-    SearchedSchedule,
-    check_schedule,
-    find_schedule,
-    named_schedules,
-    schedule_name,
-    timetable,
-)
+from ipu_pipeline.engine.schedules.clusters import Cluster, HostMemory, LinkSpeed
+from ipu_pipeline.engine.schedules.order_search import Searched, search
 from ipu_pipeline.engine.schedules.rows import (
     SCHEDULES,
     NamedSchedule,
@@ -42,12 +19,39 @@ from ipu_pipeline.engine.schedules.rows import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from ipu_pipeline.engine.schedules.scenarios import Layer, Scenario
-from ipu_pipeline.engine.schedules.searching import Searched, search
+from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Memory, Scenario
+from ipu_pipeline.engine.schedules.schedule_arguments import (
+    MAX_ACTIONS,
+    FileSchedule,
+    Schedule,
+    SearchedSchedule,
+    check_schedule,
+    find_schedule,
+    is_path,
+    load_schedule,
+    named_schedules,
+    read_csv,
+    schedule_name,
+    timetable,
+    write_csv,
+)
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
-from ipu_pipeline.engine.schedules.staircases import find_ramps, find_slots, format_staircase
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline
-from ipu_pipeline.engine.schedules.variants import Variant, make_even, what_if
+from ipu_pipeline.engine.schedules.timetables import (
+    Action,
+    ActionKind,
+    Row,
+    Rows,
+    ScheduleError,
+    ScheduleFunction,
+    Timetable,
+    check,
+    find_ramps,
+    find_slots,
+    format_rows,
+    format_staircase,
+)
+from ipu_pipeline.engine.schedules.variants import Advice, Variant, advise, make_even, what_if
 
 __all__ = [
     "MAX_ACTIONS",

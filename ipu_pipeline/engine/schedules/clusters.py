@@ -1,27 +1,29 @@
-"""Where the replicas of a pipeline run: processes, and the links between their devices. No JAX.
-
-A link takes its latency, and then the bytes over its bandwidth. Each device has its own links, so devices
-do not delay each other's transfers.
-
-Replicas average their gradients once per weight update: a stage's gradients go around a ring of R devices,
-one per replica. A reduce-scatter and an all-gather take R-1 rounds each, and in a round each device
-sends an R-th of the bytes to the next one. So each takes (R-1) (latency + bytes / R / bandwidth) of the
-slowest link, and together they are an all-reduce: 2 (R-1) / R of the bytes, which is the least possible
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Where
-each replica keeps an R-th of the optimizer's state, the update comes between the two, and each does an R-th
-of it (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020).
-"""
+"""Clusters on which a pipeline runs: links, replicas, and execution phases that go through host memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ipu_pipeline.engine.schedules.timetables import UPDATE, ActionKind
 from ipu_pipeline.ground.checks import is_int, is_real
 
-__all__ = ["Cluster", "LinkSpeed"]
+# Where the replicas of a pipeline run: processes, and the links between their devices. No JAX.
+#
+# A link takes its latency, and then the bytes over its bandwidth. Each device has its own links, so devices
+# do not delay each other's transfers.
+#
+# Replicas average their gradients once per weight update: a stage's gradients go around a ring of R
+# devices, one per replica. A reduce-scatter and an all-gather take R-1 rounds each, and in a round each
+# device sends an R-th of the bytes to the next one. So each takes (R-1) (latency + bytes / R / bandwidth)
+# of the slowest link, and together they are an all-reduce: 2 (R-1) / R of the bytes, which is the least
+# possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+# 2009). Where each replica keeps an R-th of the optimizer's state, the update comes between the two, and
+# each does an R-th of it (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+# Parameter Models", 2020).
 
 
 @dataclass(frozen=True)
@@ -191,3 +193,209 @@ class Cluster:
 def _check_count(name: str, value: Any) -> None:
     if not is_int(value, 1):
         raise ValueError(f"Cluster: {name} must be an integer of at least 1; got {value!r}.")
+
+
+# Execution phases: levels of a pipeline that run as one, and the values offloaded between phases.
+#
+# A micro-batch goes through all phases before the next one begins: forwards phase by phase, and then
+# backwards in the opposite order. The last phase's backwards belong to the phase of its forwards, or are a
+# phase of their own. With two phases: forward 0, forward and backward 1, backward 0; or forward 0, forward
+# 1, backward 1, backward 0.
+#
+# Source: PopTorch's phased execution, and PopART's execution phases.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionPhases:
+    """The phases of a pipeline's levels.
+
+    Example:
+      >>> phases = engine.ExecutionPhases(of_levels=(0, 0, 1, 1))
+
+    Attributes:
+      of_levels: the phase of each entry of `stages`, ascending from 0 without gaps.
+      shares_last: whether the last phase's backwards belong to the phase of its forwards. False needs a
+        last entry that is alone in its level and keeps nothing, because the last stage's forward and
+        backward are one program, which then starts the backwards.
+      num_ahead: the number of earlier phases that may still be on the devices when a phase's data are
+        brought there: 0 waits for the previous phase to end, 1 for the phase before that. None: no limit.
+      keeps_values: whether values that go from phase to phase stay on the devices. False: they wait in host
+        memory, like everything else of a micro-batch.
+    """
+
+    of_levels: tuple[int, ...]
+    shares_last: bool = True
+    num_ahead: int | None = None
+    keeps_values: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        object.__setattr__(self, "of_levels", tuple(self.of_levels))
+        steps = [
+            after - before for before, after in zip((0, *self.of_levels), self.of_levels, strict=False)
+        ]
+        if not self.of_levels or self.of_levels[0] != 0 or set(steps) - {0, 1}:
+            raise ValueError(
+                "execution_phases.of_levels must ascend from 0 without gaps, with the phase of each entry "
+                f"of stages; got {list(self.of_levels)}."
+            )
+        if not self.shares_last and self.of_levels[-2:-1] != self.of_levels[-1:]:
+            raise ValueError(
+                "execution_phases: without shares_last the last phase needs two entries of stages or more, "
+                "as the last stage's forward and backward are one program; got the phases "
+                f"{list(self.of_levels)}. End with a stage that only returns what it is given."
+            )
+        is_count = isinstance(self.num_ahead, int) and self.num_ahead >= 0
+        if self.num_ahead is not None and not is_count:
+            raise ValueError(
+                f"execution_phases.num_ahead must be an integer from 0, or None; got {self.num_ahead}."
+            )
+
+    def check(self, num_levels: int, schedule: object, num_serialized: int) -> None:
+        """Checks the phases against the rest of a pipeline.
+
+        Raises:
+          ValueError: they contradict each other.
+        """
+        if len(self.of_levels) != num_levels:
+            raise ValueError(
+                f"execution_phases.of_levels must have one phase for each of the {num_levels} entries of "
+                f"stages; got {list(self.of_levels)}."
+            )
+        if schedule != "sequential" or num_serialized > 1:
+            raise ValueError(
+                'execution_phases need the schedule "sequential" and num_serialized 1, as a micro-batch '
+                f"goes through all phases before the next one; got {schedule!r} and {num_serialized}."
+            )
+
+    def find(self, kind: ActionKind, level: int) -> tuple[ActionKind, int]:
+        """The direction and number of the phase in which a stage of a level has its forward or backward."""
+        phase, last = self.of_levels[level], len(self.of_levels) - 1
+        if phase < self.of_levels[-1]:
+            return kind, phase
+        if self.shares_last:
+            return ActionKind.FORWARD, phase
+        return (ActionKind.BACKWARD if level == last else kind), phase
+
+
+# The transfers of execution phases from and to host memory, for the simulator. No JAX.
+
+_KINDS: dict[int, str] = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", UPDATE: "update"}
+_SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _KINDS.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """The bytes that execution phases move from and to host memory. `plan_host_memory` makes it.
+
+    Sizes are per program, which handles a micro-batch or a chunk of them. There is one size per stage;
+    empty means zeros.
+
+    Example:
+      >>> phases = engine.ExecutionPhases(of_levels=(0, 1))
+      >>> memory = engine.HostMemory(phases=phases, num_bytes_to_forward=(1e9, 1e9))
+
+    Attributes:
+      phases: the execution phases of the pipeline.
+      link: the link between a device and host memory, with the same speed in either direction. All data
+        that a program needs are sent together, and so are all that it leaves.
+      num_bytes_to_forward: the bytes brought before each stage's forward; weights count only if the phase
+        does not have them yet.
+      num_bytes_to_backward: the bytes brought before each stage's backward, in the same way.
+      num_bytes_to_update: the bytes brought before each stage's update.
+      num_bytes_from_forward: the bytes that each stage's forward leaves to host memory.
+      num_bytes_from_backward: the bytes that each stage's backward leaves to host memory.
+      num_bytes_from_update: the bytes that each stage's update leaves to host memory.
+    """
+
+    phases: ExecutionPhases
+    link: LinkSpeed = field(default_factory=LinkSpeed)
+    num_bytes_to_forward: tuple[float, ...] = ()
+    num_bytes_to_backward: tuple[float, ...] = ()
+    num_bytes_to_update: tuple[float, ...] = ()
+    num_bytes_from_forward: tuple[float, ...] = ()
+    num_bytes_from_backward: tuple[float, ...] = ()
+    num_bytes_from_update: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for name in _SIZES:
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
+            for value in values:
+                is_number = is_real(value)
+                if not (is_number and value >= 0 and math.isfinite(value)):
+                    raise ValueError(
+                        f"HostMemory: {name} must be finite numbers of at least 0; got {value!r}."
+                    )
+
+    def check(self, num_stages: int, num_levels: int, schedule: object) -> None:
+        """Checks the phases and sizes against the rest of a scenario.
+
+        Raises:
+          ValueError: they do not go together.
+        """
+        for name in _SIZES:
+            if len(getattr(self, name)) not in (0, num_stages):
+                raise ValueError(
+                    f"HostMemory: {name} must have a number for each of the {num_stages} stages, or none; "
+                    f"got {len(getattr(self, name))}."
+                )
+        # A user's timetable or function may be anything, as long as phases come in their order.
+        self.phases.check(num_levels, schedule if isinstance(schedule, str) else "sequential", 1)
+
+    def check_devices(self, cores: float | None, num_replicas: int) -> None:
+        """Checks that a scenario has one replica, and devices with cores of their own.
+
+        Raises:
+          ValueError: it has not.
+        """
+        if cores is not None or num_replicas > 1:
+            raise ValueError(
+                "Scenario: host_memory goes with one replica, and with devices that share no cores; got "
+                f"{num_replicas} replicas and cores={cores!r}. Leave it out, or the others."
+            )
+
+    def time_to(self, kind: int, stage: int) -> float:
+        """The time to bring what a program needs; kinds are forward, backward and update.
+
+        There are no halves of backwards in phases.
+        """
+        return self._time("to", kind, stage)
+
+    def time_from(self, kind: int, stage: int) -> float:
+        """The time to take away what a program leaves."""
+        return self._time("from", kind, stage)
+
+    def time_beside(self, moving: float, computing: float) -> float:
+        """The time that moving something adds to computing.
+
+        If a phase is brought while the one before runs, both go on at the same time.
+        """
+        return moving if self.phases.num_ahead == 0 else max(0.0, moving - computing)
+
+    def _time(self, way: str, kind: int, stage: int) -> float:
+        name = _KINDS.get(kind)
+        values = getattr(self, f"num_bytes_{way}_{name}") if name else ()
+        return self.link.time(values[stage]) if values else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, for `from_dict`; an infinite bandwidth is None."""
+        bandwidth = self.link.bandwidth
+        return {
+            "phases": {**dataclasses.asdict(self.phases), "of_levels": list(self.phases.of_levels)},
+            "link": {
+                "latency": self.link.latency,
+                "bandwidth": bandwidth if math.isfinite(bandwidth) else None,
+            },
+            **{name: list(getattr(self, name)) for name in _SIZES},
+        }
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> HostMemory:
+        """Makes one from a result of `as_dict`; missing entries get their defaults."""
+        entries = dict(entries)
+        link = dict(entries.pop("link", {}))
+        if link.get("bandwidth") is None:
+            link["bandwidth"] = math.inf
+        return cls(phases=ExecutionPhases(**entries.pop("phases")), link=LinkSpeed(**link), **entries)

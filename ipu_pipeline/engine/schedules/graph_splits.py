@@ -20,15 +20,13 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
-from ipu_pipeline.engine.schedules.splitting import (
+from ipu_pipeline.engine.schedules.layer_splits import (
     FoundSplit,
     Split,
     SplitProblem,
     find_split,
     num_simulations,
 )
-
-__all__ = ["Order", "find_graph_split", "find_orders", "reorder"]
 
 Order: TypeAlias = "tuple[int, ...]"  # layers, by their numbers in the graph
 Stages: TypeAlias = "tuple[int, ...]"  # the stage of each layer

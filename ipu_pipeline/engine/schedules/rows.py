@@ -19,15 +19,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
-from ipu_pipeline.engine.schedules.actions import (
-    Action,
-    ActionKind,
-    Rows,
-    ScheduleError,
-    number_actions,
-)
-
-__all__ = ["SCHEDULES", "Layout", "NamedSchedule", "ScheduleName"]
+from ipu_pipeline.engine.schedules.timetables import Action, ActionKind, Rows, ScheduleError, number_actions
 
 F, B, I, W = ActionKind  # noqa: E741  # as in grids
 
@@ -113,7 +105,8 @@ class RowsFunction(Protocol):
         device_mapping: Sequence[int],
         training: bool = True,
         levels: Sequence[int] | None = None,
-    ) -> Rows: ...
+    ) -> Rows:
+        """Orders the actions of each device."""
 
 
 _ARGUMENTS = """

@@ -10,19 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ipu_pipeline.engine.schedules.actions import ActionKind
-
-__all__ = [
-    "KINDS",
-    "Array",
-    "Bubble",
-    "Interval",
-    "Peak",
-    "Sending",
-    "Timeline",
-    "concatenate",
-    "memory_of",
-]
+from ipu_pipeline.engine.schedules.timetables import ActionKind
 
 Array: TypeAlias = "npt.NDArray[Any]"
 

@@ -22,21 +22,7 @@ from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.errors import drop_traceback_note
-from ipu_pipeline.ground.shapes import describe
-
-__all__ = [
-    "Faults",
-    "add_derivative_note",
-    "add_note",
-    "describe_arguments",
-    "find_calling_line",
-    "find_computing_line",
-    "find_function",
-    "find_line",
-    "find_line_of",
-    "find_signature_fault",
-    "is_of_library",
-]
+from ipu_pipeline.ground.pytrees import describe
 
 _NOT_THE_USERS = {"flax", "ipu_pipeline", "jax", "jaxlib", "numpy", "optax", *sys.stdlib_module_names}
 # The modules in which a search for the user's line ends; tests see that they have these names.

@@ -1,9 +1,4 @@
-"""The function being traced, and the names that its program gives out during the trace.
-
-A program is all that is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
-holds what must be unique or counted within it, so that neither variable names, nor automatic layer
-names, nor random keys depend on how layers are split into stages.
-"""
+"""Frames of functions being traced, the names that a program gives out, and its surroundings."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -21,23 +16,11 @@ from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 
-__all__ = [
-    "Enqueued",
-    "Frame",
-    "InsideOfBodyError",
-    "OutsideOfBodyError",
-    "ProgramNames",
-    "Values",
-    "current_frame",
-    "current_values",
-    "find_frame",
-    "frame",
-    "is_repeated",
-    "tracing_again",
-    "unchanged",
-    "unchanged_on_error",
-]
-
+# The function being traced, and the names that its program gives out during the trace.
+#
+# A program is all that is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
+# holds what must be unique or counted within it, so that neither variable names, nor automatic layer
+# names, nor random keys depend on how layers are split into stages.
 
 _AGAIN = "traced_again_by_ipu_pipeline"  # a scope's name
 
@@ -252,3 +235,47 @@ def tracing_again(place: str) -> Iterator[Frame]:
 def is_repeated(equation: Any) -> bool:
     """Whether an equation was traced by a function that `tracing_again` traced."""
     return _AGAIN in jax_compat.scope_names(equation)
+
+
+# What a trace depends on beside the function and its arguments, kept so that more can be traced alike.
+
+Result = TypeVar("Result")
+
+# JAX's settings that decide what is traced, each with what sets it within a block.
+_SETTINGS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """The surroundings of a trace.
+
+    Attributes:
+      context: the context variables, such as open scopes.
+      names: the names of the program before the trace.
+      settings: JAX's settings, which may hold for a `with` block and a thread only.
+    """
+
+    context: contextvars.Context
+    names: ProgramNames
+    settings: Mapping[str, Any]
+
+    @staticmethod
+    def now(names: ProgramNames) -> Surroundings:
+        """The surroundings as they are now, with a copy of the program's names."""
+        settings = {name: getattr(jax.config, name) for name in _SETTINGS}
+        return Surroundings(contextvars.copy_context(), names.copy(), settings)
+
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls a function in these surroundings, except for the names; what it changes of them is lost."""
+        with contextlib.ExitStack() as changed:
+            for name, value in self.settings.items():
+                if getattr(jax.config, name) != value:
+                    changed.enter_context(_SETTINGS[name](value))
+            return self.context.copy().run(function, *arguments)

@@ -17,15 +17,21 @@ import jax
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames
-from ipu_pipeline.engine.tracing.computed_initializers import initial_value_p, resolve
-from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
-from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
-from ipu_pipeline.engine.tracing.keys import key_aval, micro_batch_key_p
+from ipu_pipeline.engine.tracing.side_outputs import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.variables import assign_variable_p, read_variable_p
+from ipu_pipeline.engine.tracing.stage_markers import (
+    count_aval,
+    key_aval,
+    micro_batch_key_p,
+    update_count_p,
+)
+from ipu_pipeline.engine.tracing.variables import (
+    assign_variable_p,
+    initial_value_p,
+    read_variable_p,
+    resolve,
+)
 from ipu_pipeline.ground import jax_compat, jax_core
-
-__all__ = ["MARKERS", "Hoisted", "contains", "hoist", "marker_rule", "variable_input"]
 
 Body: TypeAlias = "Callable[[Sequence[Any]], list[Any]]"
 

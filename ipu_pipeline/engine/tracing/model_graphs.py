@@ -22,15 +22,13 @@ import numpy as np
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing import frames, stages
 from ipu_pipeline.engine.tracing.captures import Captures
-from ipu_pipeline.engine.tracing.enqueuing import first_leaves
 from ipu_pipeline.engine.tracing.faults import Faults
+from ipu_pipeline.engine.tracing.side_outputs import first_leaves
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_parameters import Layout, ModelParameters
-from ipu_pipeline.engine.tracing.traced import Source, TracedPipeline
+from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
 from ipu_pipeline.ground import jax_core
-from ipu_pipeline.ground.shapes import num_bytes
-
-__all__ = ["ModelGraph", "Slice", "TracedModel", "is_var", "trace_model"]
+from ipu_pipeline.ground.pytrees import num_bytes
 
 _CHEAP = ("broadcast_in_dim",)  # computed where it is read, if its result is larger than its operand
 

@@ -13,18 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "Scope",
-    "absolute_scope",
-    "current",
-    "current_scope",
-    "failed_scope",
-    "is_reusing",
-    "isolated",
-    "opened",
-    "start_reusing",
-]
-
 _SCOPE_ATTRIBUTE = "_ipu_pipeline_scope"  # attribute of an error
 
 

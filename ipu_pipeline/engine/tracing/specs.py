@@ -12,23 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.tracing.drawing import draw
-from ipu_pipeline.engine.tracing.initializers import glorot_uniform
+from ipu_pipeline.engine.tracing.initializers import draw, glorot_uniform
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import hash_name
 from ipu_pipeline.ground.errors import drop_traceback_note
-from ipu_pipeline.ground.names import hash_name
-from ipu_pipeline.ground.values import is_of_numbers
-
-__all__ = [
-    "Initializer",
-    "VariableSpec",
-    "cast_constant",
-    "check_shape",
-    "dtype_of_constant",
-    "initial_value",
-    "make_spec",
-    "serial_numbers",
-]
+from ipu_pipeline.ground.pytrees import is_of_numbers
 
 Initializer: TypeAlias = "Callable[[jax.Array, tuple[int, ...], Any], jax.Array]"
 

@@ -29,18 +29,7 @@ from ipu_pipeline.engine.tracing.stage_parameters import (
 )
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments
 from ipu_pipeline.engine.tracing.variables import get_variable
-from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.names import name_of
-
-__all__ = [
-    "Mapping",
-    "Stage",
-    "StageEntry",
-    "as_level",
-    "flatten_stages",
-    "join_layers",
-    "with_parameters",
-]
+from ipu_pipeline.ground.checks import is_integer, name_of
 
 _MAX_IPU = 2**16 - 1  # more than any system has; every device has a row in the schedule
 

@@ -1,26 +1,352 @@
-"""The mesh of the devices that compute a stage, set for JAX while the stage's functions run.
-
-In it `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of its
-annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without devices,
-so equal stages stay equal; only where stage functions are called as Python does it have devices.
-"""
+"""Stage meshes: their axes `replica` and `model`, and what stages compute across these."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.faults import find_line
 from ipu_pipeline.engine.tracing.frames import OutsideOfBodyError
-from ipu_pipeline.engine.tracing.replicas import REPLICA
+from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.ground import jax_compat, jax_core
+from ipu_pipeline.ground.checks import is_integer
 
-__all__ = ["StageMesh", "check_mesh", "in_mesh", "stage_mesh"]
+# Functions for stages that use the number of replicas, or compute together with other replicas.
+#
+# These are primitives of JAX. They are lowered for one replica, unless they are within the program of
+# several (`jax.shard_map` over the axis `replica`), so nothing has to be known about replicas when a stage
+# is traced. A program that has any of them runs on all replicas at once.
+
+REPLICA = "replica"  # the axis of the replicas
+T = TypeVar("T")
+
+cross_replica_sum_p = jax_core.Primitive("cross_replica_sum")
+replica_index_p = jax_core.Primitive("replica_index")
+replica_count_p = jax_core.Primitive("replica_count")
+_PRIMITIVES = (cross_replica_sum_p, replica_index_p, replica_count_p)
+
+
+def cross_replica_sum(x: T) -> T:
+    """Returns the sum of all replicas' values at this point of a stage.
+
+    Its derivative is the sum of the replicas' derivatives, because a replica's value contributes to all
+    replicas' losses, whose gradients are averaged.
+
+    Args:
+      x: an array, or a pytree of arrays, of numbers. Each replica passes its own.
+
+    Returns:
+      The sums, with the structure of x; with one replica, x.
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline.
+    """
+    _check_in_stage("cross_replica_sum")
+    total: T = jax.tree.map(lambda leaf: cross_replica_sum_p.bind(jnp.asarray(leaf)), x)
+    return total
+
+
+def replica_index() -> jax.Array:
+    """Returns the index of the current replica, from 0: an int32 scalar.
+
+    Example:
+      >>> def stage(x):
+      ...     return x + engine.replica_index()
+      >>> x = np.float32([0, 0])
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, num_replicas=2)
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), x), [x, x])
+      >>> np.asarray(outputs.outputs[0])
+      array([[0., 0.],
+             [1., 1.]], dtype=float32)
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline.
+    """
+    _check_in_stage("replica_index")
+    index: jax.Array = replica_index_p.bind()
+    return index
+
+
+def replica_count() -> jax.Array:
+    """Returns the number of replicas: an int32 scalar.
+
+    Example:
+      >>> def stage(x):
+      ...     return engine.cross_replica_sum(x) / engine.replica_count()
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, num_replicas=2)
+      >>> batches = [np.float32([1, 2]), np.float32([3, 4])]  # one for each replica
+      >>> _, outputs = pipeline.step(pipeline.init(jax.random.key(0), batches[0]), batches)
+      >>> np.asarray(outputs.outputs[0])  # [replica, ...]
+      array([[2., 3.],
+             [2., 3.]], dtype=float32)
+
+    Raises:
+      RuntimeError: not called in a stage of a pipeline.
+    """
+    _check_in_stage("replica_count")
+    count: jax.Array = replica_count_p.bind()
+    return count
+
+
+def _check_in_stage(name: str) -> None:
+    frame = frames.current_frame(name)
+    if not frame.is_stage:
+        raise frames.OutsideOfBodyError(
+            f"{name} was called in {frame.place}, which is the same for all replicas. Call it in a stage "
+            "of a pipeline."
+        )
+
+
+def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
+    """Whether a stage computes with the other replicas, or with its number among them."""
+
+    def find(equations: Any) -> Iterator[bool]:
+        for equation in equations:
+            yield equation.primitive in _PRIMITIVES
+            for inner in jax_core.jaxprs_in_params(equation.params):
+                yield from find(inner.eqns)
+
+    return any(find(flat.equations))
+
+
+# The primitives' rules in JAX.
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    # XLA's client for CPUs crashes on the sum of a constant in an executable from JAX's cache (seen with
+    # jaxlib 0.10.2), so the operand is made non-constant: no index is negative.
+    x = jnp.where(jax.lax.axis_index(REPLICA) < 0, jnp.zeros_like(x), x)
+    total: jax.Array = jax.lax.psum(x, REPLICA)
+    return total
+
+
+def _int32_scalar() -> Any:
+    return jax_compat.shaped_array((), np.dtype(np.int32))
+
+
+cross_replica_sum_p.def_abstract_eval(lambda x: x)
+cross_replica_sum_p.def_impl(lambda x: x)
+jax_compat.make_own_transpose(cross_replica_sum_p)
+jax_compat.lower_by_axis(cross_replica_sum_p, REPLICA, lambda x: x, _sum)
+
+replica_index_p.def_abstract_eval(_int32_scalar)
+replica_index_p.def_impl(lambda: jnp.int32(0))
+jax_compat.lower_by_axis(
+    replica_index_p,
+    REPLICA,
+    lambda: jnp.int32(0),
+    lambda: jax.lax.axis_index(REPLICA).astype(jnp.int32),
+)
+
+replica_count_p.def_abstract_eval(_int32_scalar)
+replica_count_p.def_impl(lambda: jnp.int32(1))
+jax_compat.lower_by_axis(replica_count_p, REPLICA, lambda: jnp.int32(1), lambda: _sum(jnp.int32(1)))
+
+
+# Stages that several devices compute together: what is divided over the axis `model`.
+#
+# Each stage then runs on a group of devices. Variables and intermediate values carry a
+# `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner decides from
+# these which device computes what, and where devices exchange results (Xu et al., "GSPMD", 2021).
+
+MODEL = "model"  # the axis of the devices that compute a stage together
+
+# Full name of a variable -> how it is divided. Variables that are missing are whole on each device.
+Partitions: TypeAlias = "Mapping[str, PartitionSpec]"
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How many devices compute each stage together, and what they divide.
+
+    Example:
+      >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"block0/up": jax.P(None, "model")})
+
+    Attributes:
+      size: the number of devices per stage, at least 1.
+      variables: full name -> the `PartitionSpec` of a variable, whose only axis name is "model", at most
+        once; or a function from each variable (`VariableSpec`, with `name`, `shape`, `dtype`) to one, or to
+        None. Other variables are whole on each device. Gradients, their accumulators and the optimizer's
+        state of a variable are divided like it.
+    """
+
+    size: int
+    variables: Partitions | Callable[[VariableSpec], PartitionSpec | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if not is_integer(self.size, 1):
+            raise ValueError(f"TensorParallel: size must be an integer of at least 1; got {self.size!r}.")
+        if not callable(self.variables) and not isinstance(self.variables, Mapping):
+            raise ValueError(
+                "TensorParallel: variables must be a dict from full names to PartitionSpecs, or a "
+                f"function; got {self.variables!r}."
+            )
+        if isinstance(self.variables, Mapping):  # later changes by the caller do not count
+            object.__setattr__(self, "variables", dict(self.variables))
+
+    def resolve(self, variables: Mapping[str, VariableSpec]) -> dict[str, PartitionSpec]:
+        """Finds the partitions of all divided variables; none if there is one device.
+
+        Args:
+          variables: all variables of the pipeline, by full name.
+
+        Raises:
+          ValueError: a name is no variable's, or a variable cannot be divided like that.
+        """
+        given = self.variables
+        if callable(given):
+            found = {name: given(spec) for name, spec in variables.items()}
+        else:
+            found = dict(given)
+            for name in found.keys() - variables.keys():
+                raise ValueError(
+                    f"TensorParallel: there is no variable {name!r}; there are "
+                    f"{', '.join(variables) or 'none'}."
+                )
+        divided = {}
+        for name, partition in found.items():
+            if partition is None:
+                continue
+            shape, what = variables[name].shape, f"TensorParallel: variable {name}"
+            axis = _check_partition(partition, shape, what)
+            if axis is None or self.size == 1:
+                continue
+            if shape[axis] % self.size:
+                raise ValueError(
+                    f"{what}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
+                    "be divided. Divide another axis, or leave it whole."
+                )
+            divided[name] = normal_partition(
+                [MODEL if place == axis else None for place in range(axis + 1)]
+            )
+        return divided
+
+
+def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
+    """Makes a `PartitionSpec` as JAX returns it, without None at the end; other forms are not equal."""
+    found = list(names)
+    while found and found[-1] is None:
+        found.pop()
+    return PartitionSpec(*found)
+
+
+@dataclass
+class _Tracing:
+    """A pipeline whose stages are being traced."""
+
+    size: int  # devices per stage
+    is_used: bool = False  # whether a stage has divided anything
+
+
+_tracing: contextvars.ContextVar[_Tracing | None] = contextvars.ContextVar("tensor_parallel", default=None)
+
+
+@contextlib.contextmanager
+def dividing(size: int) -> Iterator[_Tracing]:
+    """Sets the number of devices that compute each stage, while stages are traced."""
+    tracing = _Tracing(size)
+    token = _tracing.set(tracing)
+    try:
+        yield tracing
+    finally:
+        _tracing.reset(token)
+
+
+def mesh_of_stages() -> AbstractMesh:
+    """The mesh of the stages that are being traced: a replica's devices, one where nobody said more."""
+    tracing = _tracing.get()
+    shape = (1, 1 if tracing is None else tracing.size)
+    # "Explicit" ones, which a newer JAX has by default, would have each stage say how its values lie.
+    return AbstractMesh(shape, (REPLICA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def constrain(x: Any, partition: PartitionSpec) -> Any:
+    """Says how a value within a stage is divided over the devices that compute the stage together.
+
+    Without it the partitioner decides, from how variables are divided. Outside of stages, as in optimizers,
+    and where a stage has one device, this returns the value as it is.
+
+    Example:
+      >>> def stage(x):
+      ...     hidden = x @ ipu.get_variable("kernel", [8, 32])
+      ...     return ipu.pipelining_ops.constrain(hidden, jax.P(None, "model"))
+      >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"kernel": jax.P(None, "model")})
+      >>> pipeline = engine.Pipeline([stage], num_micro_batches=1, tensor_parallel=parallel)
+      >>> pipeline.trace(np.ones([4, 8], np.float32))
+      >>> pipeline.num_devices
+      2
+
+    Args:
+      x: an array.
+      partition: has "model" in the place of the axis that is divided, None for others;
+        `PartitionSpec()` for a value that is whole on each device.
+
+    Returns:
+      The same value.
+
+    Raises:
+      ValueError: the partition does not fit the array.
+    """
+    x = jax.numpy.asarray(x)
+    axis = _check_partition(partition, x.shape, "constrain")
+    tracing = _tracing.get()
+    if tracing is None or tracing.size == 1:
+        return x
+    if axis is not None and x.shape[axis] % tracing.size:
+        raise ValueError(
+            f"constrain: axis {axis} of the shape {x.shape} must be a multiple of the {tracing.size} "
+            "devices of a stage to be divided. Divide another axis, or leave it whole."
+        )
+    tracing.is_used = True
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of_stages(), partition))
+
+
+def _check_partition(partition: Any, shape: Sequence[int], what: str) -> int | None:
+    """Checks a partition. Returns the axis that it divides."""
+    if not isinstance(partition, PartitionSpec):
+        raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
+    is_summed = getattr(partition, "unreduced", None) or getattr(partition, "reduced", None)
+    entries = () if is_summed else tuple(partition)  # JAX warns of summed axes
+    names = [
+        tuple(name or ()) if isinstance(name, (tuple, type(None))) else (str(name),) for name in entries
+    ]
+    unknown = {name for some in names for name in some} - {MODEL}
+    axes = [axis for axis, some in enumerate(names) if some]
+    wrong = None
+    if is_summed:
+        wrong = "has axes that are summed (unreduced, reduced). Leave them out"
+    elif unknown:
+        named = ", ".join(map(repr, sorted(unknown)))
+        wrong = f"names {named}. The one axis of devices that there is to divide over is {MODEL!r}"
+    elif len(axes) > 1:
+        wrong = (
+            f"divides axes {axes[0]} and {axes[1]}. Only one axis can be divided: put None for the others"
+        )
+    elif len(names) > len(shape):
+        wrong = (
+            f"has {len(names)} places, and the shape {tuple(shape)} {len(shape)}. Leave out the last ones"
+        )
+    if wrong is not None:
+        raise ValueError(f"{what}: {partition} {wrong}.")
+    return axes[0] if axes else None
+
+
+# The mesh of the devices that compute a stage, set for JAX while the stage's functions run.
+#
+# In it `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of
+# its annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without
+# devices, so equal stages stay equal; only where stage functions are called as Python does it have devices.
 
 StageMesh: TypeAlias = AbstractMesh | Mesh
 

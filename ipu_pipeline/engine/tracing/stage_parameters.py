@@ -11,26 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.state_checks import MOVES
+from ipu_pipeline.engine.state import MOVES
+from ipu_pipeline.ground.checks import join
 from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.jax_compat import is_traced
-from ipu_pipeline.ground.names import join
-from ipu_pipeline.ground.shapes import as_shape, describe, describe_structures
-from ipu_pipeline.ground.values import is_of_numbers
-
-__all__ = [
-    "Layout",
-    "Leaf",
-    "ModelParameters",
-    "Shared",
-    "StageParameters",
-    "check_length",
-    "check_names",
-    "find_shapes",
-    "is_maker",
-    "make_layout",
-    "parts",
-]
+from ipu_pipeline.ground.pytrees import as_shape, describe, describe_structures, is_of_numbers
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])

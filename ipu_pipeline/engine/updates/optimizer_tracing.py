@@ -21,28 +21,22 @@ import optax
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
 from ipu_pipeline.engine.tracing import frames, hoisting
-from ipu_pipeline.engine.tracing.counting import count_aval, update_count_p
-from ipu_pipeline.engine.tracing.enqueuing import enqueue_p
+from ipu_pipeline.engine.tracing.side_outputs import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec
+from ipu_pipeline.engine.tracing.stage_markers import count_aval, update_count_p
 from ipu_pipeline.engine.tracing.stages import as_arguments
-from ipu_pipeline.engine.updates.loss_scaling import LossScale, LossScaled
-from ipu_pipeline.engine.updates.loss_weights import divide_by_weight, is_loss_weight, without_weights
-from ipu_pipeline.engine.updates.stacked_rows import see_as_stacks
+from ipu_pipeline.engine.updates.optimizer_wrappers import (
+    LossScale,
+    LossScaled,
+    divide_by_weight,
+    is_loss_weight,
+    see_as_stacks,
+    without_weights,
+)
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.errors import drop_traceback_note
-from ipu_pipeline.ground.shapes import describe_structures
+from ipu_pipeline.ground.pytrees import describe_structures
 from ipu_pipeline.ground.tables import shorten
-
-__all__ = [
-    "Optimizer",
-    "TracedOptimizer",
-    "UpdateKind",
-    "UpdateValue",
-    "describe_other_optimizer",
-    "find_variable",
-    "lift_captures",
-    "trace_optimizer",
-]
 
 OptimizerFunction: TypeAlias = "Callable[..., Any]"
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
-from ipu_pipeline.ground.enumerations import parse_member
+from ipu_pipeline.ground.checks import parse_member
 from ipu_pipeline.poptorch import logs
-from ipu_pipeline.poptorch.data.accessor import AsynchronousDataAccessor
+from ipu_pipeline.poptorch.data.loading_process import AsynchronousDataAccessor
 from ipu_pipeline.poptorch.enums import DataLoaderMode
 from ipu_pipeline.poptorch.errors import Error
 
 if TYPE_CHECKING:
     from ipu_pipeline.poptorch.options import Options
-
-__all__ = ["DataLoader"]
 
 _ASYNC_OPTIONS = (
     "buffer_size",

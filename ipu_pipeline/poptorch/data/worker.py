@@ -1,39 +1,219 @@
-"""The main function of the process that loads data. It needs torch and the data set, never JAX."""
+"""Process that loads data: its messages, its random numbers, rebatching, and its main function.
+
+It needs torch and the data set, never JAX. Slots are pieces of shared memory, numbered from 0. The
+iterations over the data are counted from 1. The process continues the random numbers of the one that
+starts it, so that seeds have an effect there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import select
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ipu_pipeline.poptorch.data.memory import allocate, map_bytes
-from ipu_pipeline.poptorch.data.messages import (
-    Ended,
-    Failed,
-    Free,
-    Loaded,
-    Loading,
-    Ready,
-    Renewed,
-    Stop,
-    Want,
-)
-from ipu_pipeline.poptorch.data.packing import Packed
-from ipu_pipeline.poptorch.data.parcels import take_apart
-from ipu_pipeline.poptorch.data.rebatching import rebatch
+from ipu_pipeline.poptorch.data.shared_memory import Packed, allocate, map_bytes, take_apart
 
-__all__ = ["serve"]
+# Lets another process continue this one's random numbers, so that seeds have an effect there.
+
+
+class Randomness(NamedTuple):
+    """The states of the generators of Python, NumPy and torch.
+
+    A data set's shuffling and transformations then draw the same numbers in the other process as here.
+    """
+
+    of_python: Any
+    of_numpy: Any
+    of_torch: bytes
+
+    @classmethod
+    def take(cls) -> Randomness:
+        """Returns this process's states, and advances torch's generator, so that the next call differs."""
+        of_torch = torch.get_rng_state().numpy().tobytes()
+        taken = cls(random.getstate(), np.random.get_state(), of_torch)  # noqa: NPY002
+        torch.empty((), dtype=torch.int64).random_()
+        return taken
+
+    def use(self) -> None:
+        """Sets this process's generators to the states."""
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002  # the user's data sets may use this one
+        torch.set_rng_state(torch.frombuffer(bytearray(self.of_torch), dtype=torch.uint8))
+
+
+# The messages between the process that loads data and the one that uses them.
+#
+# Slots are pieces of shared memory, numbered from 0. The iterations over the data are counted from 1.
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The settings of loading."""
+
+    num_slots: int  # the number of batches in shared memory
+    load_indefinitely: bool  # whether the next iteration's batches are loaded before they are asked for
+    rebatched_size: int | None  # the number of rows that batches are joined to; None to leave them
+    drop_last: bool  # whether rows left over at the end are dropped
+
+
+class Want(NamedTuple):
+    """To the loader: an iteration is wanted, and earlier ones no longer."""
+
+    iteration: int
+    randomness: Randomness | None
+
+
+class Free(NamedTuple):
+    """To the loader: a slot may have another batch."""
+
+    slot: int
+    is_kept: bool  # whether somebody keeps the batch that is in it: then the next one needs other memory
+
+
+class Stop(NamedTuple):
+    """To the loader: end."""
+
+
+class Ready(NamedTuple):
+    """From the loader: it has the data set."""
+
+
+class Renewed(NamedTuple):
+    """From the loader: a slot has new memory. The file descriptor follows."""
+
+    slot: int
+    num_bytes: int
+
+
+class Loaded(NamedTuple):
+    """From the loader: a batch is in a slot; see `parcels` for the rest."""
+
+    iteration: int
+    slot: int
+    pickled: bytes
+    buffers: list[tuple[int, int]]
+
+
+class Ended(NamedTuple):
+    """From the loader: an iteration has no more batches."""
+
+    iteration: int
+
+
+class Failed(NamedTuple):
+    """From the loader: an iteration ended with an error."""
+
+    iteration: int  # its number
+    error: bytes  # pickled; empty if it cannot be
+    name: str  # the name of its class
+    text: str  # its traceback
+
+
+# Joins and cuts batches into batches of another number of rows.
+
+
+def rebatch(batches: Iterable[Any], num_rows: int, drop_last: bool) -> Iterator[Any]:
+    """Yields the rows of some batches in their order, `num_rows` at a time."""
+    kept: list[Any] = []
+    missing = num_rows
+    for batch in batches:
+        end, start = _count_rows(batch), 0
+        while end - start >= missing:
+            yield _join([*kept, _cut(batch, start, start + missing, end)])
+            start += missing
+            kept, missing = [], num_rows
+        if start < end:
+            kept.append(_cut(batch, start, end, end))
+            missing -= end - start
+    if kept and not drop_last:
+        yield _join(kept)
+
+
+def _arrays_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _arrays_of(part)
+
+
+def _count_rows(batch: Any) -> int:
+    counts = {len(array) if array.ndim else 0 for array in _arrays_of(batch)}
+    if len(counts) != 1 or 0 in counts:
+        shapes = [tuple(array.shape) for array in _arrays_of(batch)]
+        raise TypeError(
+            "Rebatching: all tensors of a batch must have the same number of rows, in their first "
+            f"dimension; got a {type(batch).__name__} with tensors of the shapes {shapes}."
+        )
+    return counts.pop()
+
+
+def _rebuild(like: Any, parts: Sequence[Any]) -> Any:
+    """Makes a tuple or list of the same type."""
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+
+
+def _is_by_row(value: Any, num_rows: int) -> bool:
+    """Whether a tuple or list has one item per row that is not a tensor, such as strings."""
+    return len(value) == num_rows and next(_arrays_of(value), None) is None
+
+
+def _cut(value: Any, start: int, stop: int, num_rows: int) -> Any:
+    if start == 0 and stop == num_rows:
+        return value
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value[start:stop]
+    if isinstance(value, dict):
+        return {key: _cut(part, start, stop, num_rows) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        if _is_by_row(value, num_rows):
+            return value[start:stop]
+        return _rebuild(value, [_cut(part, start, stop, num_rows) for part in value])
+    return value
+
+
+def _join(batches: Sequence[Any]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
+    return _join_parts(batches, [_count_rows(batch) for batch in batches])
+
+
+def _join_parts(values: Sequence[Any], num_rows: Sequence[int]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    if isinstance(first, dict):
+        return {key: _join_parts([value[key] for value in values], num_rows) for key in first}
+    if isinstance(first, (tuple, list)):
+        if all(_is_by_row(value, count) for value, count in zip(values, num_rows, strict=True)):
+            return type(first)(itertools.chain(*values))
+        return _rebuild(first, [_join_parts(parts, num_rows) for parts in zip(*values, strict=True)])
+    if any(value != first for value in values):
+        raise TypeError(
+            "Rebatching: batches can be joined if what is not by row is the same in all of them; "
+            f"got {' and '.join(map(repr, values))}."
+        )
+    return first
+
+
+# The main function of the process that loads data. It needs torch and the data set, never JAX.
 
 
 def serve(connection: Connection, unneeded: Connection | None, packed: Packed, loading: Loading) -> None:

@@ -18,57 +18,64 @@ from ipu_pipeline.engine.inspect import summarize
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.execution.anchored import AnchoredValues
-from ipu_pipeline.poptorch.execution.arguments import (
+from ipu_pipeline.poptorch.execution.call_values import (
     OF_FILE,
+    AnchoredValues,
     Arguments,
     Signature,
     check_like_first,
     check_shapes,
+    join_outputs,
     shapes_of,
     split,
+    write_inputs,
 )
-from ipu_pipeline.poptorch.execution.building import (
+from ipu_pipeline.poptorch.execution.compilation import (
     Wrapped,
     batching_of,
     compile_model,
     compile_shapes,
     num_compiled,
+    tell_shapes,
+    use_program,
 )
-from ipu_pipeline.poptorch.execution.compiled import CompiledModel
-from ipu_pipeline.poptorch.execution.generating import Generation, check_generates, generates_on_devices
-from ipu_pipeline.poptorch.execution.hooks import after_compiling, before_compiling
-from ipu_pipeline.poptorch.execution.jax_errors import translating
-from ipu_pipeline.poptorch.execution.measured import CallTimes, Latency, Profile
-from ipu_pipeline.poptorch.execution.outputs import join_outputs, write_inputs
-from ipu_pipeline.poptorch.execution.progress import CompileProgress
-from ipu_pipeline.poptorch.execution.recalled import (
+from ipu_pipeline.poptorch.execution.compiled_model import CompiledModel, translating
+from ipu_pipeline.poptorch.execution.generation import (
+    Generation,
+    check_generates,
+    generates_on_devices,
+    read_wanted,
+)
+from ipu_pipeline.poptorch.execution.host_weights import HostWeights, host_weights_of, on_host, register
+from ipu_pipeline.poptorch.execution.instrumentation import (
+    CallTimes,
+    CompileProgress,
+    Latency,
+    Profile,
+    after_compiling,
+    before_compiling,
+)
+from ipu_pipeline.poptorch.execution.model_optimizer import ModelOptimizer, call_before_saving
+from ipu_pipeline.poptorch.execution.process_groups import check_alone, compare_state
+from ipu_pipeline.poptorch.execution.restoration import (
     RestoredModel,
+    Resumption,
     bind,
     make_arguments,
     signature_of,
     to_graph,
 )
-from ipu_pipeline.poptorch.execution.resuming import Resumption
-from ipu_pipeline.poptorch.execution.shapes import tell_shapes, use_program
-from ipu_pipeline.poptorch.execution.together import check_alone, compare_state
-from ipu_pipeline.poptorch.execution.training import ModelOptimizer, call_before_saving
-from ipu_pipeline.poptorch.execution.weights import HostWeights, host_weights_of, on_host, register
-from ipu_pipeline.poptorch.files import contents
-from ipu_pipeline.poptorch.files.contents import Contents, SavedModel, SavedTensor
-from ipu_pipeline.poptorch.files.tensor_files import PathLike, find_target
-from ipu_pipeline.poptorch.generation.requests import read_wanted
+from ipu_pipeline.poptorch.files import model_files
+from ipu_pipeline.poptorch.files.model_files import Contents, PathLike, SavedModel, SavedTensor, find_target
 from ipu_pipeline.poptorch.graphs.model_summary import ModelSummary, summarize_module, summarize_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.optim import Optimizer
-from ipu_pipeline.poptorch.optim.describing import describe
 from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.optim.specs import describe
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.replica_groups import ReplicaGrouping
 from ipu_pipeline.processes import interrupts
-from ipu_pipeline.queues.synthetic import uses_synthetic_data
-
-__all__ = ["PoplarExecutor"]
+from ipu_pipeline.queues.synthetic_data import uses_synthetic_data
 
 NOT_COMPILED = (
     "Model has not been compiled or has been destroyed. Call it with its inputs first, or "
@@ -705,7 +712,7 @@ class PoplarExecutor:
             graph = to_graph(program.captured, program.arguments.structure, wrapped.model, wrapped.trains)
             rng_state = self._read_rng_state() if save_rng_state else None
             model = self._save_model() if export_model else None
-            contents.write(filename, Contents(graph, model, rng_state))
+            model_files.write(filename, Contents(graph, model, rng_state))
 
     def loadExecutable(self, filename: PathLike) -> None:
         """Loads the graph of a model from a file, and compiles it.
@@ -731,7 +738,7 @@ class PoplarExecutor:
                     "the first call."
                 )
             with torch.inference_mode(False):
-                loaded = contents.read(filename)
+                loaded = model_files.read(filename)
             bind(loaded.graph, self._wrapped.model, self._wrapped.trains)
             before, self._graph = self._graph, loaded.graph
             try:

@@ -24,13 +24,10 @@ from torch.export.graph_signature import (
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.graphs.blocks import is_check_operation
 from ipu_pipeline.poptorch.graphs.capture import WRITES, FunctionalProgram
-from ipu_pipeline.poptorch.lowering.control_flow import CONTROL_FLOW
+from ipu_pipeline.poptorch.graphs.partitions import is_check_operation
+from ipu_pipeline.poptorch.lowering.interpreter import CONTROL_FLOW, describe_place
 from ipu_pipeline.poptorch.lowering.registry import find_lowering, full_name
-from ipu_pipeline.poptorch.lowering.unsupported import describe_place
-
-__all__ = ["decode_program", "encode_program"]
 
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)

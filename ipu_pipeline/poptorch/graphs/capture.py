@@ -3,11 +3,15 @@
 This module handles what export leaves out: regions without gradients, the loss, the train and eval flags
 at the time of wrapping, tensors that are plain attributes, and functions with their own backward, which
 export would lose.
+
+While a model is captured, a function of `torch.utils.checkpoint` is called like any other. A marker before
+it records its inputs. In the graph, each of these values then goes through `recomputationCheckpoint`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 import re
@@ -19,24 +23,153 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs import refusals
-from ipu_pipeline.poptorch.graphs.checkpoints import keep_inputs_of_checkpoints, marking_checkpoints
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
-from ipu_pipeline.poptorch.graphs.own_backwards import capture_own_backwards, keeping_own_backwards
-from ipu_pipeline.poptorch.graphs.tracebacks import Shortened
+from ipu_pipeline.poptorch.graphs.refusals import Shortened
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.decompositions import decompose
-from ipu_pipeline.poptorch.lowering.substitutes import exportable
-from ipu_pipeline.poptorch.lowering.unsupported import describe_place
-from ipu_pipeline.poptorch.lowering.without_values import WithoutValues
+from ipu_pipeline.poptorch.lowering.interpreter import describe_place
+from ipu_pipeline.poptorch.lowering.substitutes import WithoutValues, exportable
+from ipu_pipeline.poptorch.operations import own_backwards
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
-__all__ = ["WRITES", "Captured", "FunctionalProgram", "Modes", "capture", "in_modes", "modes_of"]
+# Keeps the backwards of the user's `torch.autograd.Function`s, which export would lose.
+
+
+@contextlib.contextmanager
+def keeping_own_backwards() -> Iterator[None]:
+    """Makes applied functions keep their backward in the graph while a model is captured.
+
+    Functions of torch itself are not changed.
+    """
+    plain: Any = vars(torch.autograd.Function)["apply"]  # a classmethod; written in C since torch 2.14
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if markers.current_capture() is None or function.__module__.split(".")[0] == "torch":
+            return plain.__get__(None, function)(*args, **kwargs)
+        return own_backwards.apply(function, args, kwargs)
+
+    def refuse(traced: Any, *args: Any) -> Any:
+        del args
+        raise Error(
+            f"{traced.fn_cls.__name__} is a torch.autograd.Function within a branch or body of torch's "
+            "control flow, where its backward would be lost. Apply it to what goes in or comes out."
+        )
+
+    from torch._dynamo.variables.misc import AutogradFunctionVariable  # which takes seconds to load
+
+    with (
+        unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse),
+    ):
+        yield
+
+
+def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) -> None:
+    """Captures the backwards of the functions that a model's forward applied."""
+    held = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())} - {0}
+    for backward in [one for one in capturing.held if isinstance(one, own_backwards.OwnBackward)]:
+        with refusals.explained(model), torch.no_grad():
+            program = torch.export.export(backward, tuple(backward.examples), strict=False)
+            program = decompose(program)
+        constants = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
+        if any(value.untyped_storage().data_ptr() in held for value in constants):
+            raise Error(
+                f"The backward of {backward.name} uses a parameter, or a buffer, of the model. Give it to "
+                "the function as an argument, and keep it by save_for_backward."
+            )
+        backward.program = program
+
+
+# Captures `torch.utils.checkpoint`: a region's inputs are kept, as by `recomputationCheckpoint`.
+#
+# While a model is captured, a checkpointed function is called like any other. A marker before it records
+# its inputs. In the graph, each of these values then goes through `recomputationCheckpoint`.
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+
+@contextlib.contextmanager
+def marking_checkpoints() -> Iterator[None]:
+    """Makes `torch.utils.checkpoint.checkpoint` just call its function while a model is captured."""
+    from torch._higher_order_ops.wrap import (
+        TagActivationCheckpoint,
+    )  # takes seconds to load, as export does
+
+    utils: Any = torch.utils.checkpoint
+    within_body: Any = TagActivationCheckpoint.__call__
+    name = f"{_GENERATOR}_impl" if hasattr(utils, f"{_GENERATOR}_impl") else _GENERATOR  # since torch 2.14
+    generator, apply = getattr(utils, name), utils.CheckpointFunction.apply
+
+    def not_reentrant(*given: Any, **named: Any) -> Iterator[None]:
+        if markers.current_capture() is None:
+            return generator(*given, **named)
+        bound = inspect.signature(generator).bind(*given, **named)
+        bound.apply_defaults()
+        if bound.arguments["context_fn"] is not utils.noop_context_fn:
+            warn_once(
+                "The context_fn of torch.utils.checkpoint has no effect: the backward keeps only those "
+                "values of the region that go through poptorch.recomputationCheckpoint."
+            )
+        _mark((bound.arguments["args"], bound.arguments["kwargs"]))
+        return _one_step()
+
+    def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        if markers.current_capture() is None:
+            return apply(function, preserve, *args)
+        _mark(args)
+        return function(*args)
+
+    def call_within_body(self: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if markers.current_capture() is None:
+            return within_body(self, graph, *args, **kwargs)
+        return torch.fx.Interpreter(graph).run(*args)  # a loop keeps what its backward needs
+
+    with (
+        unittest.mock.patch.object(TagActivationCheckpoint, "__call__", call_within_body),
+        unittest.mock.patch.object(utils, name, not_reentrant),
+        unittest.mock.patch.object(utils.CheckpointFunction, "apply", reentrant),
+    ):
+        yield
+
+
+def _one_step() -> Iterator[None]:
+    """A context that does nothing, in place of the one that torch runs a function in."""
+    yield
+
+
+def _mark(given: Any) -> None:
+    leaves = torch.utils._pytree.tree_leaves(given)  # noqa: SLF001  # export takes arguments apart like this
+    markers.keep_inputs([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def keep_inputs_of_checkpoints(module: torch.fx.GraphModule) -> None:
+    """Puts `recomputationCheckpoint` behind the values that checkpointed functions were given."""
+    for inner in module.modules():
+        assert isinstance(inner, torch.fx.GraphModule)
+        graph = inner.graph
+        for marker in [node for node in graph.nodes if markers.is_keep_inputs(node)]:
+            for value in list(marker.all_input_nodes):
+                if markers.is_checkpoint(value):
+                    continue
+                with graph.inserting_before(marker):
+                    kept = graph.call_function(markers.keep_operation(), (value,))
+                kept.meta = dict(value.meta)
+                value.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: kept < user)
+            graph.erase_node(marker)
+
+
+# Captures a module of torch as a graph of core ATen operations, by `torch.export`.
+#
+# This module handles what export leaves out: regions without gradients, the loss, the train and eval flags
+# at the time of wrapping, tensors that are plain attributes, and functions with their own backward, which
+# export would lose.
 
 # The outputs that are new values of parameters and buffers.
 WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)

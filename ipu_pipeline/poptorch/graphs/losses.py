@@ -19,9 +19,7 @@ from torch.export.graph_signature import OutputKind
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.lowering.unsupported import describe_place
-
-__all__ = ["choose_loss", "find_marked_loss", "mark_losses", "ways_of_gradients"]
+from ipu_pipeline.poptorch.lowering.interpreter import describe_place
 
 _OURS = "identity_loss"
 # The operations of torch.nn's losses in a graph before it is decomposed.

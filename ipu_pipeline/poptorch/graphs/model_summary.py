@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ipu_pipeline.engine.inspect import PipelineSummary, StageDetails, describe_numbers, fold_names
-from ipu_pipeline.ground.shapes import num_bytes
+from ipu_pipeline.ground.pytrees import num_bytes
 from ipu_pipeline.ground.tables import align, describe_bytes, describe_flop, printable, shorten
 from ipu_pipeline.poptorch.graphs.modules import (
     LineUse,
@@ -23,8 +23,6 @@ from ipu_pipeline.poptorch.graphs.modules import (
     name_parts,
 )
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
-
-__all__ = ["ModelSummary", "StageModules", "summarize_module", "summarize_stages"]
 
 _WIDTH = 100
 _MAX_ROWS = 30  # for stages and their modules

@@ -17,18 +17,7 @@ import torch
 
 from ipu_pipeline.engine.inspect import fold_names
 from ipu_pipeline.poptorch import markers
-from ipu_pipeline.poptorch.lowering.counting import count_lowered
-from ipu_pipeline.poptorch.lowering.unsupported import find_users_frames
-
-__all__ = [
-    "LineUse",
-    "ModuleUse",
-    "find_lines",
-    "find_modules",
-    "find_spread",
-    "modules_of_nodes",
-    "name_parts",
-]
+from ipu_pipeline.poptorch.lowering.interpreter import count_lowered, find_users_frames
 
 Stack = Sequence[tuple[str, str]]
 

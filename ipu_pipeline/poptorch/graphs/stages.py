@@ -1,11 +1,18 @@
-"""The stage functions of a captured model, for `engine.Pipeline`.
+"""Stage functions of a captured model, for `engine.Pipeline`, and the inner values that they show.
 
 Parameters and buffers are variables with torch's names. A write to a buffer in forward is an `assign`.
+
+A backward's only results are gradients of variables, summed over micro-batches. For gradients of inner
+values ("Gradient___name" in `Options.anchorTensor`) it passes them to the host while it runs. The host
+keeps them by micro-batch until the call ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +24,11 @@ import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from ipu_pipeline import engine
+from ipu_pipeline.engine.fronts import Collected
 from ipu_pipeline.ground.tables import shorten
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.graphs.anchored_gradients import AnchoredGradients, is_gradient, name_gradients
-from ipu_pipeline.poptorch.graphs.blocks import Section, is_check
 from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
 from ipu_pipeline.poptorch.graphs.modules import (
@@ -31,13 +37,168 @@ from ipu_pipeline.poptorch.graphs.modules import (
     modules_of_nodes,
     name_parts,
 )
-from ipu_pipeline.poptorch.graphs.values import find_values, name_values
-from ipu_pipeline.poptorch.lowering.index_checks import IndexChecks
-from ipu_pipeline.poptorch.lowering.interpreter import run_node
-from ipu_pipeline.poptorch.lowering.unsupported import describe_unsupported, find_unsupported
+from ipu_pipeline.poptorch.graphs.partitions import Section, is_check
+from ipu_pipeline.poptorch.lowering.interpreter import (
+    IndexChecks,
+    describe_unsupported,
+    find_unsupported,
+    run_node,
+)
 from ipu_pipeline.poptorch.replica_groups import GroupRows
 
-__all__ = ["SCOPE", "ModelStages", "make_stages", "split_stages"]
+# The inner values of a model, by name.
+
+
+def name_values(
+    graph: torch.fx.Graph, variables: Mapping[torch.fx.Node, str], has_module_names: bool
+) -> dict[str, torch.fx.Node]:
+    """Names the values that can be looked at.
+
+    Parameters and buffers have torch's names, inputs their names in the graph. An operation's result is
+    named after its module and the operation: "layers.0/relu", "layers.0/relu_1". The `NameScope`s around
+    it come first: "scope/layers.0/relu".
+    """
+    names: dict[str, torch.fx.Node] = {}
+    scopes: list[str] = []
+    for node in graph.nodes:
+        if scope := markers.read_scope(node):
+            (opened,) = scope
+            if opened is not None:
+                scopes.append(opened)
+            elif scopes:
+                scopes.pop()
+        if not isinstance(node.meta.get("val"), torch.Tensor) or markers.is_marker(node):
+            continue
+        name = base = _name(node, variables, has_module_names)
+        if scopes and node.op == "call_function":
+            name = base = "/".join([*scopes, base])
+        number = 0
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names[name] = node
+    return names
+
+
+def _name(node: torch.fx.Node, variables: Mapping[torch.fx.Node, str], has_module_names: bool) -> str:
+    if node.op != "call_function":
+        return variables.get(node, node.name)
+    schema = getattr(node.target, "_schema", None)
+    name = node.name if schema is None else schema.name.split("::")[-1]
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return f"{stack[-1][0]}/{name}" if has_module_names and stack and stack[-1][0] else name
+
+
+def find_values(names: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> list[torch.fx.Node]:
+    """Finds values by name."""
+    for name in wanted:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
+            raise Error(
+                f"Options.anchorTensor names {name!r}, which is not a value of the model. Similar names "
+                f"are {near}; getTensorNames() of the compiled model has all names."
+            )
+    return [names[name] for name in wanted]
+
+
+# Gradients of inner values of a model, by micro-batch: "Gradient___name" in `Options.anchorTensor`.
+#
+# A backward's only results are gradients of variables, summed over micro-batches. So it passes the wanted
+# gradients to the host while it runs. The host keeps them by micro-batch until the call ends.
+
+PREFIX = "Gradient___"
+
+
+def is_gradient(name: str) -> bool:
+    """Whether a value's name is the name of a gradient."""
+    return name.startswith(PREFIX)
+
+
+def name_gradients(
+    names: Mapping[str, torch.fx.Node], reaching: Collection[torch.fx.Node]
+) -> dict[str, torch.fx.Node]:
+    """Returns the values whose gradients can be looked at, by the gradients' names."""
+    return {f"{PREFIX}{name}": node for name, node in names.items() if node in reaching}
+
+
+class AnchoredGradients:
+    """The gradients that are kept from a call: of each micro-batch's loss, before averaging.
+
+    Attributes:
+      nodes: the values that they are gradients of.
+    """
+
+    def __init__(self, nodes: Sequence[torch.fx.Node]) -> None:
+        """Starts without any kept gradient."""
+        self.nodes = nodes
+        self._lock = threading.Lock()  # devices pass theirs from several threads
+        self._found: dict[tuple[torch.fx.Node, int, bytes], np.ndarray[Any, Any]] = {}
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The gradients' dtypes, in the order of `nodes`."""
+        return [node.meta["val"].dtype for node in self.nodes]
+
+    def pass_on(self, node: torch.fx.Node, value: Any) -> Any:
+        """Returns the same value. Its gradient also goes to the host, if it is wanted."""
+        if node not in self.nodes:
+            return value
+        note = functools.partial(self._note, node)
+
+        @jax.custom_vjp
+        def give(value: Any, replica: Any, tag: Any) -> Any:
+            del replica, tag
+            return value
+
+        def forward(value: Any, replica: Any, tag: Any) -> tuple[Any, Any]:
+            return give(value, replica, tag), (replica, tag)
+
+        def backward(place: Any, gradient: Any) -> tuple[Any, None, None]:
+            jax.debug.callback(note, *place, gradient)
+            return gradient, None, None
+
+        give.defvjp(forward, backward)
+        return give(value, engine.replica_index(), engine.micro_batch_tag())
+
+    def _note(self, node: torch.fx.Node, replica: Any, tag: Any, gradient: Any) -> None:
+        key = (node, int(replica), np.asarray(tag).tobytes())
+        found = np.array(gradient)
+        with self._lock:  # a variable in several stages has a gradient in each
+            self._found[key] = self._found[key] + found if key in self._found else found
+
+    def forget(self) -> None:
+        """Forgets what an interrupted call left."""
+        jax.effects_barrier()
+        self._found.clear()
+
+    def join(self, collected: Sequence[Collected], has_replicas: bool) -> list[Collected]:
+        """Waits for gradients, and puts them in place of the last leaf of the last stage's results."""
+        jax.effects_barrier()
+        joined = []
+        for part in collected:
+            *leaves, tags = part.outputs
+            tags = np.asarray(tags)
+            found = [self._stack(node, tags, has_replicas) for node in self.nodes]
+            joined.append(replace(part, outputs=[*leaves, *found]))
+        self._found.clear()
+        return joined
+
+    def _stack(self, node: torch.fx.Node, tags: Any, has_replicas: bool) -> np.ndarray[Any, Any]:
+        """Stacks the gradients of a value, one for each micro-batch and replica in `tags`."""
+        value = node.meta["val"]
+        zeros = np.zeros(
+            tuple(value.shape), jax_dtype(value.dtype)
+        )  # where the loss does not depend on the value
+        stacked = np.empty((*tags.shape[:-1], *zeros.shape), zeros.dtype)
+        for place in np.ndindex(*tags.shape[:-1]):
+            replica = place[-1] if has_replicas else 0
+            stacked[place] = self._found.get((node, replica, tags[place].tobytes()), zeros)
+        return stacked
+
+
+# The stage functions of a captured model, for `engine.Pipeline`.
+#
+# Parameters and buffers are variables with torch's names. A write to a buffer in forward is an `assign`.
 
 _MAX_NAME = 60  # characters of a stage's name
 SCOPE = "model"  # of all variables: a scope can be opened with reuse=True, as tied weights need

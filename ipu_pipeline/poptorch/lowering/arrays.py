@@ -10,26 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "Array",
-    "Dims",
-    "absolute",
-    "as_axes",
-    "as_axis",
-    "beside",
-    "cast",
-    "in_float32",
-    "is_complex",
-    "is_float",
-    "is_half",
-    "is_inexact",
-    "operands",
-    "per_dim",
-    "safe_sqrt",
-    "to_float",
-    "widen",
-]
-
 Array = Any  # a JAX array; JAX's own annotations do not tell arrays from numbers
 Dims = int | Sequence[int] | None
 

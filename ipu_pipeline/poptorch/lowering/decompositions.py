@@ -18,8 +18,6 @@ from torch._ops import OpOverload
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.lowering.registry import find_lowering, kept_operations
 
-__all__ = ["decompose"]
-
 # What divides operations into those that C++ decomposes and the others; torch does not document it.
 _DIVIDE = "_split_decomp_table_to_cia_and_python_decomp"
 

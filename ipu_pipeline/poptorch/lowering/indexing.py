@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float, is_inexact
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__ = ["pick"]
-
 
 def pick(x: Array, index: Array, axis: int) -> Array:
     """Picks elements along an axis. `index` has the result's shape; only that axis may exceed x's."""

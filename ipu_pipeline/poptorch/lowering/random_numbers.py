@@ -17,8 +17,6 @@ from ipu_pipeline.engine import next_rng_key
 from ipu_pipeline.poptorch.lowering.arrays import Array, to_float, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__ = ["draw_key", "drop", "keep_mask", "repeated"]
-
 # The iteration number of each loop around what is being traced, the outermost first.
 _iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar("iterations", default=())
 

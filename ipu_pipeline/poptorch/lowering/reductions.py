@@ -1,4 +1,4 @@
-"""Sums, means, extrema and norms over dimensions."""
+"""Sums, means, extrema and norms over dimensions, and distances between rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ipu_pipeline.poptorch.lowering.arrays import (
     Array,
@@ -23,7 +24,7 @@ from ipu_pipeline.poptorch.lowering.arrays import (
 )
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__ = ["variance", "vector_norm"]
+# Sums, means, extrema and norms over dimensions.
 
 
 def _accumulating(x: Array, dtype: Any) -> Array:
@@ -206,3 +207,36 @@ def _cumprod(x: Array, dim: int, *, dtype: Any = None) -> Array:
 @lowers("logcumsumexp", "_logcumsumexp")
 def _logcumsumexp(x: Array, dim: int) -> Array:
     return jax.lax.cumlogsumexp(to_float(x), as_axis(dim, x.ndim)) if x.ndim else x
+
+
+# Distances between rows.
+
+
+def _norm_of_rows(difference: Array, p: float) -> Array:
+    """Takes the norm over the last dimension. As in torch, a maximum's gradient is not divided here."""
+    if not math.isinf(p):
+        return vector_norm(difference, p, -1)
+    sizes = absolute(difference)
+    largest = jax.lax.stop_gradient(jnp.max(sizes, -1, keepdims=True))
+    changes = jnp.where(sizes == largest, sizes - jax.lax.stop_gradient(sizes), 0)
+    return largest[..., 0] + jnp.sum(changes, -1)
+
+
+@lowers("_cdist_forward")
+def _cdist(a: Array, b: Array, p: float, compute_mode: int | None = None) -> Array:
+    """Takes distances between all rows of a and of b. torch multiplies large matrices, and rounds more."""
+    del compute_mode
+    return _norm_of_rows(a[..., :, None, :] - b[..., None, :, :], p)
+
+
+@lowers("_pdist_forward")
+def _pdist(x: Array, p: float = 2) -> Array:
+    """Takes distances between each row and the later ones."""
+    first, second = np.triu_indices(x.shape[0], 1)
+    return _norm_of_rows(x[first] - x[second], p)
+
+
+@lowers("dist", keep=True)
+def _dist(a: Array, b: Array, p: float = 2) -> Array:
+    """Takes the distance between two arrays as a whole."""
+    return vector_norm(a - b, p)

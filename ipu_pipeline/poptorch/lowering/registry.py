@@ -21,16 +21,6 @@ import jax.numpy as jnp
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = [
-    "Lowering",
-    "find_lowering",
-    "full_name",
-    "kept_operations",
-    "lowers",
-    "lowers_without_gradient",
-    "register_lowering",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

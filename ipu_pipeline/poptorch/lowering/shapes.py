@@ -1,4 +1,4 @@
-"""Moves or selects elements at places that are known when a program is compiled."""
+"""Makes arrays, and moves, pads or selects elements at places that are known before a program runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,77 @@ import numpy as np
 from ipu_pipeline.poptorch.lowering.arrays import Array, Dims, as_axes, as_axis
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__: list[str] = []
+# Makes arrays. The graph's results decide their dtypes. Memory that torch leaves unset is 0 here.
+
+
+@lowers("full")
+def _full(size: Sequence[int], value: Any, *, dtype: Any = None) -> Array:
+    return jnp.full(tuple(size), value, dtype)
+
+
+@lowers("full_like")
+def _full_like(x: Array, value: Any, *, dtype: Any = None) -> Array:
+    return jnp.full(x.shape, value, x.dtype if dtype is None else dtype)
+
+
+@lowers("fill")
+def _fill(x: Array, value: Any) -> Array:
+    return jnp.full(x.shape, value, x.dtype)
+
+
+@lowers("scalar_tensor")
+def _scalar_tensor(value: Any, *, dtype: Any = None) -> Array:
+    return jnp.asarray(value, dtype)
+
+
+@lowers("empty", "zeros", "empty_permuted", "empty_strided")
+def _zeros(size: Sequence[int], layout: Any = None, *, dtype: Any = None) -> Array:
+    del layout
+    return jnp.zeros(tuple(size), dtype)
+
+
+@lowers("ones")
+def _ones(size: Sequence[int], *, dtype: Any = None) -> Array:
+    return jnp.ones(tuple(size), dtype)
+
+
+@lowers("empty_like", "zeros_like")
+def _zeros_like(x: Array, *, dtype: Any = None) -> Array:
+    return jnp.zeros(x.shape, dtype or x.dtype)
+
+
+@lowers("ones_like")
+def _ones_like(x: Array, *, dtype: Any = None) -> Array:
+    return jnp.ones(x.shape, dtype or x.dtype)
+
+
+@lowers("arange.start_step")
+def _arange(start: float, end: float, step: float = 1, *, dtype: Any = None) -> Array:
+    """Computes `start + number * step`, which rounds as in torch."""
+    if isinstance(start, int) and isinstance(end, int) and isinstance(step, int):
+        count = len(range(start, end, step))
+    else:
+        count = max(0, math.ceil((end - start) / step))
+    wide = jnp.result_type(float) if dtype is None or jnp.issubdtype(dtype, jnp.floating) else dtype
+    return jax.lax.iota(wide, count) * step + start
+
+
+@lowers("eye", keep=True)
+def _eye(n: int, m: int | None = None, *, dtype: Any = None) -> Array:
+    return jnp.eye(n, n if m is None else m, dtype=dtype)
+
+
+@lowers("tril", keep=True)
+def _tril(x: Array, diagonal: int = 0) -> Array:
+    return jnp.tril(x, diagonal)
+
+
+@lowers("triu", keep=True)
+def _triu(x: Array, diagonal: int = 0) -> Array:
+    return jnp.triu(x, diagonal)
+
+
+# Moves or selects elements at places that are known when a program is compiled.
 
 
 @lowers("view.default", "reshape", "_unsafe_view", "_reshape_alias")
@@ -198,3 +268,50 @@ def _resize(x: Array, size: Sequence[int]) -> Array:
     """Takes the first elements. Missing ones, which torch leaves unset, are 0."""
     flat = x.reshape(-1)[: math.prod(size)]
     return jnp.pad(flat, (0, math.prod(size) - flat.size)).reshape(tuple(size))
+
+
+# Padding by a constant, a reflection, the edge, or the other end.
+
+_PADDING_MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+def _by_dimension(x: Array, pad: Sequence[int]) -> list[tuple[int, int]]:
+    """Sorts padding by dimension: torch's list begins with the last one."""
+    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)][::-1]
+    return [(0, 0)] * (x.ndim - len(pairs)) + pairs
+
+
+@lowers("constant_pad_nd")
+def _constant_pad(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
+    """Pads by a constant. A negative number removes elements."""
+    return jax.lax.pad(
+        x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in _by_dimension(x, pad)]
+    )
+
+
+def _pad_by_mode(x: Array, pad: Sequence[int], mode: str) -> Array:
+    pairs = _by_dimension(x, pad)
+    made = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in pairs], _PADDING_MODES[mode])
+    cut = [(min(low, 0), min(high, 0), 0) for low, high in pairs]
+    return (
+        jax.lax.pad(made, jnp.zeros((), x.dtype), cut)
+        if any(low or high for low, high, inner in cut)
+        else made
+    )
+
+
+@lowers("pad", keep=True)
+def _pad(x: Array, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Array:
+    if mode == "constant":
+        return _constant_pad(x, pad, 0 if value is None else value)
+    return _pad_by_mode(x, pad, mode)
+
+
+@lowers("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", keep=True)
+def _reflection_pad(x: Array, padding: Sequence[int]) -> Array:
+    return _pad_by_mode(x, padding, "reflect")
+
+
+@lowers("replication_pad1d", "replication_pad2d", "replication_pad3d", keep=True)
+def _replication_pad(x: Array, padding: Sequence[int]) -> Array:
+    return _pad_by_mode(x, padding, "replicate")

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from ipu_pipeline.poptorch.lowering.arrays import Array, as_axis, is_float
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-__all__: list[str] = []
-
 
 def _sorted(x: Array, axis: int, descending: bool) -> tuple[Array, Array]:
     """Returns sorted values and their places. Equal elements keep their order."""

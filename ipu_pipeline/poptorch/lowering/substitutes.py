@@ -1,24 +1,7 @@
-"""Substitutes for torch's own functions, so that models that call them can be exported.
+"""Replaces torch's own functions while a model is captured, so that models with them can be exported.
 
-- `torch.ctc_loss` has no shape inference: an operation of ours replaces it.
-- `multilabel_margin_loss` of one row, not reduced, is a scalar; by torch's shape inference it is a vector.
-- `gaussian_nll_loss` checks for negative variances, and raises an error; here they give NaN.
-- Batch normalization with momentum None divides by a count that it reads from a tensor.
-- Two losses are made of other operations, which would not be recognized as losses.
-- Layers compute in the dtype of their input: weights of float32 are cast to an input of float16, bfloat16
-  or float64, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
-  they do in torch.
-- `torch.autocast` for any kind of device applies to the devices that are used.
-- Random numbers come from the options' seed: a seed or a generator within forward would have no effect.
-- Packed sequences have shapes that depend on values: see `packed_sequences`.
-- Recurrent layers keep a list of their weights, and renew it in forward; here it is read each time, since a
-  body of a loop must change nothing.
-- Of the lines that an operation comes from, torch keeps those in functions called "forward"; here all of
-  the user's are kept.
-- `torch.distributions` checks whether its parameters and samples are valid; here this is left out, unless
-  the model asks for it (`validate_args=True`).
-- Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
-  is used as it is, which computes the same.
+`exportable` patches functions and methods of torch; `WithoutValues` is a mode that replaces
+functions which read values of tensors.
 """
 
 from __future__ import annotations
@@ -37,14 +20,150 @@ import torch
 from torch._higher_order_ops.map import map_impl
 from torch._higher_order_ops.scan import scan_op
 from torch.nn.modules import batchnorm, transformer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.logs import warn_once
-from ipu_pipeline.poptorch.lowering import packed_sequences
-from ipu_pipeline.poptorch.lowering.unsupported import is_users
+from ipu_pipeline.poptorch.lowering import recurrent_layers
+from ipu_pipeline.poptorch.lowering.interpreter import is_users
 
-__all__ = ["exportable"]
+# Replaces functions of torch that read values of tensors, though their results do not need this.
+#
+# Covariances warn of too few observations, least squares determine whether the matrix has full rank, slices
+# read a place from a tensor, and combinations count the true elements of a mask. In a captured model,
+# functions of ours that compute the same replace them. The device "ipu", where PopTorch has a model's
+# tensors, stands for the captured tensors' own.
+
+
+def _cov(
+    input: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes covariances as in torch.cov's documentation. The weights are not checked."""
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    weights = fweights
+    if aweights is not None:
+        weights = aweights if fweights is None else fweights * aweights
+    if weights is None:
+        weights = torch.ones(x.shape[1], dtype=x.dtype)
+    total = weights.sum()
+    divisor = total - correction
+    if aweights is not None and correction != 0:
+        divisor = total - correction * (weights * aweights).sum() / total
+    deviation = x - ((x * weights).sum(1) / total).unsqueeze(1)
+    made = (deviation * weights) @ deviation.mH / divisor.clamp(min=0)
+    return made.squeeze()
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor:
+    covariance = _cov(input)
+    if covariance.numel() == 1:
+        return covariance.reshape(()) / covariance.reshape(())
+    root = covariance.diagonal().sqrt().real
+    made = covariance / root.unsqueeze(1) / root
+    if made.is_complex():
+        return torch.complex(made.real.clamp(-1, 1), made.imag.clamp(-1, 1))
+    return made.clamp(-1, 1)
+
+
+def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
+    if not isinstance(start, torch.Tensor):
+        return torch.Tensor.narrow(input, dim, start, length)
+    start = torch.where(start < 0, start + input.shape[dim], start)
+    return input.index_select(dim, start.reshape(1) + torch.arange(length))
+
+
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor([*choose(range(input.shape[0]), r)], dtype=torch.int64).reshape(-1, r)
+    return input[places] if r else input.new_empty((0,))
+
+
+def _lstsq(
+    input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> Any:
+    """Finds the solution of least norm by the pseudo-inverse. Residuals are as for full rank."""
+    is_vector = b.dim() == 1 or (b.dim() == input.dim() - 1 and b.shape == input.shape[:-1])
+    wide = b.unsqueeze(-1) if is_vector else b
+    rows, columns = input.shape[-2:]
+    floor = torch.finfo(input.dtype).eps * max(rows, columns) if rcond is None else rcond
+    solution = torch.linalg.pinv(input, rtol=floor) @ wide
+    with torch.no_grad():
+        values = torch.linalg.svdvals(input)
+        rank = (values > floor * values[..., :1]).sum(-1)
+    residuals = input.real.new_zeros((0,))
+    if rows > columns and driver != "gelsy":
+        residuals = (input @ solution - wide).abs().square().sum(-2)
+    kind: Any = vars(torch.return_types)["linalg_lstsq"]
+    return kind(
+        (
+            solution.squeeze(-1) if is_vector else solution,
+            residuals,
+            rank if driver != "gels" else rank.new_zeros((0,)),
+            values if driver in ("gelss", "gelsd") else values.new_zeros((0,)),
+        )
+    )
+
+
+_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+    torch.narrow: _narrow,
+    torch.Tensor.narrow: _narrow,
+    torch.combinations: _combinations,
+    torch.linalg.lstsq: _lstsq,
+    getattr(torch.Tensor, "ipu"): lambda tensor, *_where, **_how: tensor,  # noqa: B009  # torch declares it not
+}
+
+
+def _without_ipu(device: Any) -> Any:
+    """Returns the CPU for the device "ipu", and any other value unchanged."""
+    is_ipu = (isinstance(device, torch.device) and device.type == "ipu") or (
+        isinstance(device, str) and device.partition(":")[0] == "ipu"
+    )
+    return torch.device("cpu") if is_ipu else device
+
+
+class WithoutValues(TorchFunctionMode):
+    """Uses our functions in the `with` block."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _without_ipu(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = tuple(map(_without_ipu, args))
+        return _SUBSTITUTES.get(func, func)(*args, **kwargs)
+
+
+# Substitutes for torch's own functions, so that models that call them can be exported.
+#
+# - `torch.ctc_loss` has no shape inference: an operation of ours replaces it.
+# - `multilabel_margin_loss` of one row, not reduced, is a scalar; by torch's shape inference it is a
+#   vector.
+# - `gaussian_nll_loss` checks for negative variances, and raises an error; here they give NaN.
+# - Batch normalization with momentum None divides by a count that it reads from a tensor.
+# - Two losses are made of other operations, which would not be recognized as losses.
+# - Layers compute in the dtype of their input: weights of float32 are cast to an input of float16, bfloat16
+#   or float64, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
+#   they do in torch.
+# - `torch.autocast` for any kind of device applies to the devices that are used.
+# - Random numbers come from the options' seed: a seed or a generator within forward would have no effect.
+# - Packed sequences have shapes that depend on values: see `packed_sequences`.
+# - Recurrent layers keep a list of their weights, and renew it in forward; here it is read each time, since
+#   a body of a loop must change nothing.
+# - Of the lines that an operation comes from, torch keeps those in functions called "forward"; here all of
+#   the user's are kept.
+# - `torch.distributions` checks whether its parameters and samples are valid; here this is left out, unless
+#   the model asks for it (`validate_args=True`).
+# - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
+#   is used as it is, which computes the same.
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -186,11 +305,11 @@ def _recurrent_in_dtype_of_input(name: str, function: Callable[..., Any]) -> Cal
     @functools.wraps(function)
     def call(input: Any, *args: Any) -> Any:
         lengths = None
-        if isinstance(input, packed_sequences.Steps):
+        if isinstance(input, recurrent_layers.Steps):
             input, lengths, args = input.tensor, args[0].tensor, args[1:]
         args = tree_map_only(torch.Tensor, functools.partial(_cast, dtype=input.dtype), args)
         if lengths is not None:
-            return packed_sequences.call_recurrent(name, input, lengths, *args)
+            return recurrent_layers.call_recurrent(name, input, lengths, *args)
         return function(input, *args)
 
     return call
@@ -221,7 +340,7 @@ def _normalizing_in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Cal
 
 
 def _check_input(self: Any, input: Any, batch_sizes: Any) -> None:
-    if isinstance(input, packed_sequences.Steps):
+    if isinstance(input, recurrent_layers.Steps):
         input, batch_sizes = input.tensor, None
     weight = self._flat_weights[0]
     _check_recurrent(self, _cast(input, weight.dtype), batch_sizes)
@@ -383,8 +502,8 @@ def exportable() -> Iterator[None]:
         for name in _RECURRENT:
             cast = _recurrent_in_dtype_of_input(name, getattr(recurrent, name))
             stack.enter_context(patch(recurrent, name, cast))
-        stack.enter_context(_replaced(recurrent, "_pack_padded_sequence", packed_sequences.pack))
-        pad = packed_sequences.padder(getattr(recurrent, "_pad_packed_sequence"))  # noqa: B009
+        stack.enter_context(_replaced(recurrent, "_pack_padded_sequence", recurrent_layers.pack))
+        pad = recurrent_layers.padder(getattr(recurrent, "_pad_packed_sequence"))  # noqa: B009
         stack.enter_context(_replaced(recurrent, "_pad_packed_sequence", pad))
         for name in _NORMALIZATIONS:
             cast = _normalizing_in_dtype_of_input(getattr(functional, name))

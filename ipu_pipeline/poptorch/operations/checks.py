@@ -16,27 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ipu_pipeline.ground.checks import is_int
-from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.ground.checks import is_int, list_members
 from ipu_pipeline.poptorch.errors import Error
-
-__all__ = [
-    "Check",
-    "boolean",
-    "check_dim",
-    "check_int",
-    "check_outside",
-    "check_tensor",
-    "directory",
-    "fail",
-    "instance",
-    "integer",
-    "list_of_strings",
-    "member",
-    "optional",
-    "string",
-    "truth",
-]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -1,26 +1,42 @@
-"""Hints to a compiler. Some choose what is kept or not merged; the others warn that they have no effect."""
+"""What a model says of itself: its loss, its names, hints to a compiler, and whether it runs on devices."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ipu_pipeline.ground.enumerations import list_members
+from ipu_pipeline.ground.checks import list_members
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.enums import OverlapMode
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.operations.checks import check_tensor, string
 
-__all__ = [
-    "Attribute",
-    "NameScope",
-    "nop",
-    "recomputationCheckpoint",
-    "set_available_memory",
-    "set_overlap_for_input",
-    "set_overlap_for_output",
-]
+# The user's own losses.
+
+_REDUCTIONS = ("sum", "mean", "none")
+
+
+def identity_loss(x: torch.Tensor, reduction: Literal["sum", "mean", "none"]) -> torch.Tensor:
+    """Makes a value the loss of a model. Without devices, it only reduces the value.
+
+    Args:
+      x: the value, of any shape.
+      reduction: "sum" or "mean" over all elements; "none" only for a scalar, or within another loss.
+
+    Returns:
+      A scalar; with "none" a tensor of the shape of `x`.
+
+    Raises:
+      AssertionError: there is no such reduction.
+    """
+    assert reduction in _REDUCTIONS, (
+        f"Unsupported reduction type! It must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}."
+    )
+    return markers.reduce_loss(x, reduction)
+
+
+# Hints to a compiler. Some choose what is kept or not merged; the others warn that they have no effect.
 
 
 class Attribute:
@@ -146,3 +162,25 @@ def _overlap(name: str, tensors: Any, mode: OverlapMode) -> Any:
     if mode is not OverlapMode.NoOverlap:
         warn_once(f"poptorch.{name} has no effect: copies and computations always overlap.")
     return tensors
+
+
+# Queries of where a model's forward runs.
+
+
+def isRunningOnIpu() -> bool:
+    """Whether a model's forward runs for its devices, and not on the CPU."""
+    if torch.compiler.is_dynamo_compiling():  # a branch, or the body of a loop
+        return bool(torch.compiler.is_exporting())
+    return markers.current_capture() is not None
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """Whether there are `num_ipus` of Graphcore's IPUs: never. Models run on JAX devices instead."""
+    if not isinstance(num_ipus, int) or num_ipus < 1:
+        raise ValueError(f"ipuHardwareIsAvailable: num_ipus must be an integer from 1; got {num_ipus!r}.")
+    return False
+
+
+def ipuHardwareVersion() -> int:
+    """Returns the version of Graphcore's IPUs: 0, because there are none."""
+    return 0

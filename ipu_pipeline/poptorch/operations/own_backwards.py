@@ -18,8 +18,6 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.structures import Structure, flatten
 
-__all__ = ["WITH_BACKWARD", "Context", "OwnBackward", "apply", "find"]
-
 WITH_BACKWARD = f"{markers.NAMESPACE}::with_backward"
 
 # `setup_context` of a function that does not define it: its forward takes the context.

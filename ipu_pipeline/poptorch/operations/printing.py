@@ -13,8 +13,6 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
 
-__all__ = ["PRINT", "Layout", "ipu_print_tensor", "print_array"]
-
 PRINT = f"{markers.NAMESPACE}::print_tensor"
 
 FloatFormat: TypeAlias = Literal["auto", "fixed", "scientific", "none"]

@@ -18,8 +18,6 @@ import torch
 
 from ipu_pipeline.poptorch import logs
 
-__all__ = ["DeviceState", "SavedState", "key_of", "shorten", "split_key"]
-
 _SEPARATOR = "___"
 
 

@@ -1,7 +1,7 @@
 """The settings of a model besides its layers: options and strategies."""
 
-from ipu_pipeline.poptorch.options.config_file import ConfigFileError
+from ipu_pipeline.poptorch.options.inner_groups import TensorLocationSettings
+from ipu_pipeline.poptorch.options.option_texts import ConfigFileError
 from ipu_pipeline.poptorch.options.options import Options
-from ipu_pipeline.poptorch.options.tensor_locations import TensorLocationSettings
 
 __all__ = ["ConfigFileError", "Options", "TensorLocationSettings"]

@@ -12,8 +12,6 @@ from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, 
 
 from ipu_pipeline.poptorch import logs
 
-__all__ = ["UNSET", "Option", "OptionGroup", "configurable", "is_configurable"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 GroupT = TypeVar("GroupT", bound="OptionGroup")

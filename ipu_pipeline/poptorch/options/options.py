@@ -1,29 +1,359 @@
-"""`Options`: all settings of a model."""
+"""Options of a model, with those of its devices and of what it reports."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.poptorch.enums import AutoStage, OutputMode
+from ipu_pipeline.ground.checks import is_real
+from ipu_pipeline.poptorch import logs
+from ipu_pipeline.poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from ipu_pipeline.poptorch.operations import checks
-from ipu_pipeline.poptorch.options import config_file, environment
+from ipu_pipeline.poptorch.options import option_texts
 from ipu_pipeline.poptorch.options.base import Option, OptionGroup, configurable
-from ipu_pipeline.poptorch.options.devices import DeviceOptions
-from ipu_pipeline.poptorch.options.diagnostics import DiagnosticOptions, check_output_mode
-from ipu_pipeline.poptorch.options.distributed import DistributedOptions
-from ipu_pipeline.poptorch.options.jit import JitOptions
-from ipu_pipeline.poptorch.options.popart import PopartOptions
-from ipu_pipeline.poptorch.options.precision import PrecisionOptions
+from ipu_pipeline.poptorch.options.inner_groups import (
+    DistributedOptions,
+    JitOptions,
+    PopartOptions,
+    PrecisionOptions,
+    TensorLocationOptions,
+    TrainingOptions,
+)
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, Strategy
-from ipu_pipeline.poptorch.options.tensor_locations import TensorLocationOptions
-from ipu_pipeline.poptorch.options.training import TrainingOptions
 
-__all__ = ["Options"]
+# Options of devices and replicas.
+
+
+def _check_proportions(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise checks.fail(name, 'a dict as {"IPU0": 0.5}', value)
+    proportions: dict[int, float] = {}
+    for key, proportion in value.items():
+        number = re.fullmatch(r"IPU(\d+)", key) if isinstance(key, str) else None
+        if number is None:
+            raise checks.fail(name, 'a dict with keys as "IPU0"', key)
+        if not is_real(proportion):
+            raise checks.fail(f"{name}[{key!r}]", "a number", proportion)
+        if not 0 <= proportion <= 1:
+            raise ValueError(f"{name}[{key!r}] must be from 0 to 1; got {proportion}.")
+        proportions[int(number[1])] = float(proportion)
+    return proportions
+
+
+class DeviceOptions(OptionGroup):
+    """The options of devices and replicas in `Options`."""
+
+    path = "poptorch.Options()"
+
+    replication_factor = Option(checks.integer(1), 1, doc="Copies of the model.")
+    input_group_size = Option(checks.integer(1), 1, doc="How many replicas get the same inputs.")
+    input_cgt = Option(
+        checks.member(CommGroupType), CommGroupType.Consecutive, doc="How these replicas are chosen."
+    )
+    broadcast_buffers = Option(checks.boolean, True, doc="Whether replicas start from the same buffers.")
+
+    @configurable
+    def replicationFactor(self, replication_factor: int) -> Self:
+        """Sets the number of copies of the model, each with its own devices and micro-batches.
+
+        Replica r of a model on S IPUs has devices r * S to r * S + S - 1.
+
+        Raises:
+          AssertionError: it is not an integer.
+          ValueError: it is below 1, or not a multiple of the group size of `inputReplicaGrouping`.
+        """
+        number = checks.integer(1)(f"{self.path}.replicationFactor", replication_factor)
+        if number % self.input_group_size:
+            raise ValueError(
+                f"{self.path}.replicationFactor must be a multiple of input_group_size, "
+                f"{self.input_group_size}; got {number}. Set inputReplicaGrouping(1, "
+                "poptorch.CommGroupType.Consecutive) before."
+            )
+        return self.set(replication_factor=number)
+
+    @configurable
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Gives groups of replicas the same inputs. It has an effect only with `replicationFactor` above 1.
+
+        Args:
+          input_group_size: the number of replicas in a group.
+          input_group_type: the grouping: `Consecutive`, `Orthogonal`, or `NoGrouping` with groups of 1.
+
+        Raises:
+          AssertionError: an argument has a wrong type.
+          ValueError: the type is `All`, or the size is not a factor of the replication factor.
+        """
+        name = f"{self.path}.inputReplicaGrouping"
+        size = checks.integer(1)(f"{name}: input_group_size", input_group_size)
+        kind = checks.member(CommGroupType)(f"{name}: input_group_type", input_group_type)
+        if kind is CommGroupType.All:
+            raise ValueError(
+                f"{name}: input_group_type must not be poptorch.CommGroupType.All: all replicas would get "
+                "the same inputs. Use Consecutive or Orthogonal."
+            )
+        if kind is CommGroupType.NoGrouping and size > 1:
+            raise ValueError(
+                f"{name}: input_group_size must be 1 with poptorch.CommGroupType.NoGrouping; got {size}."
+            )
+        if self.replication_factor % size:
+            raise ValueError(
+                f"{name}: input_group_size must be a factor of replication_factor, "
+                f"{self.replication_factor}; got {size}. Call replicationFactor before."
+            )
+        return self.set(input_group_size=size, input_cgt=kind)
+
+    @configurable
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> None:
+        """Sets whether replicas must have the same buffers. It returns nothing.
+
+        With True, the default, writing a buffer is an error in models with several replicas. With False,
+        each replica keeps its own buffers from call to call. They start from the host's buffers, again
+        after `copyWeightsToDevice` and `attachToDevice`, and the host gets the first replica's.
+
+        Raises:
+          AssertionError: it is not a boolean.
+        """
+        self.set(broadcast_buffers=broadcast_buffers)
+
+    auto_round_num_ipus = Option(checks.boolean, False)
+
+    @auto_round_num_ipus.setter
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> None:
+        """Sets whether the number of reserved IPUs is rounded up to a power of two."""
+
+    connection_type = Option(checks.member(ConnectionType), ConnectionType.Always)
+
+    @connection_type.setter
+    def connectionType(self, connection_type: ConnectionType) -> None:
+        """Sets whether a model is attached to its devices when compiled. With `Never` it cannot run."""
+
+    sync_pattern = Option(
+        checks.member(SyncPattern),
+        SyncPattern.Full,
+        no_effect="devices wait for the values that they need, and for nothing else.",
+    )
+
+    @sync_pattern.setter
+    def syncPattern(self, sync_pattern: SyncPattern) -> None:
+        """Has no effect: devices wait only for values that they need. Patterns other than `Full` warn."""
+
+    available_memory_proportion = Option(
+        _check_proportions, {}, no_effect="XLA decides how much memory an operation takes while it runs."
+    )
+
+    @available_memory_proportion.setter
+    def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> None:
+        """Has no effect: XLA decides how much memory an operation takes. Non-empty dicts warn.
+
+        Args:
+          available_memory_proportion: as {"IPU0": 0.5}; it is kept as {0: 0.5}.
+
+        Raises:
+          AssertionError: it is not a dict of numbers with such keys.
+          ValueError: a number is not from 0 to 1.
+        """
+
+    use_model = Option(checks.boolean)
+
+    @use_model.setter
+    def useIpuModel(self, use_model: bool) -> None:
+        """Sets whether CPU devices are the IPUs, even if there are accelerators."""
+
+    ipu_id = Option(checks.integer(0))
+
+    @ipu_id.setter
+    def useIpuId(self, ipu_id: int) -> None:
+        """Sets the number of the model's first device."""
+
+    ipu_version = Option(
+        checks.integer(1),
+        no_effect="there is no IPU, and so no generation of it.",
+        neutral=2,
+        doc="Has no effect: there is no IPU.",
+    )
+
+    @configurable
+    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
+        """Compiles without devices: sets `ConnectionType.Never`.
+
+        Args:
+          ipu_version: has no effect. Values other than 2 warn.
+
+        Raises:
+          AssertionError: the version is not an integer.
+          ValueError: it is below 1.
+        """
+        return self.set(ipu_version=ipu_version, connection_type=ConnectionType.Never)
+
+
+# Options of what a model reports: logs, names, profiles, and inner values.
+
+
+class AnchoredTensor(NamedTuple):
+    """An inner value of a model that is kept.
+
+    Attributes:
+      long_name: the name of the value in `getTensorNames`.
+      output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
+      output_return_period: the N of `OutputMode.EveryN`.
+    """
+
+    long_name: str
+    output_mode: OutputMode | None
+    output_return_period: int
+
+
+_anchored: checks.Check[dict[str, AnchoredTensor]] = checks.Check(
+    "a dict of AnchoredTensor, as anchorTensor makes it",
+    lambda value: (
+        isinstance(value, dict) and all(isinstance(one, AnchoredTensor) for one in value.values())
+    ),
+)
+
+
+def check_output_mode(name: str, output_mode: Any, period: Any) -> int:
+    """Returns the period of an output mode: required for `EveryN`, else 1. Warns if it is given in vain."""
+    mode = checks.member(OutputMode)(f"{name}: output_mode", output_mode)
+    if mode is OutputMode.EveryN:
+        if period is None:
+            raise AssertionError(f"{name}: OutputMode.EveryN needs output_return_period, a number from 1.")
+        return int(checks.integer(1)(f"{name}: output_return_period", period))
+    if period not in (None, 1):
+        logs.warn_once(f"{name}: output_return_period has no effect: it is for OutputMode.EveryN.")
+    return 1
+
+
+class DiagnosticOptions(OptionGroup):
+    """The part of `Options` about what a model reports."""
+
+    path = "poptorch.Options()"
+
+    log_dir = Option(
+        checks.directory,
+        ".",
+        no_effect="no files of logs are written: what there is to tell goes to Python's logging.",
+    )
+
+    @log_dir.setter
+    def logDir(self, log_dir: str) -> None:
+        """Has no effect: no files of logs are written. Directories other than "." warn."""
+
+    max_repeat_logs = Option(
+        checks.optional(checks.integer(0)),
+        4,
+        no_effect="there is no log of Poplar, and a warning of this front is logged once.",
+    )
+
+    @max_repeat_logs.setter
+    def maxRepeatLogs(self, max_lines: int | None) -> None:
+        """Has no effect: it is about Poplar's log. Values other than 4 warn.
+
+        Args:
+          max_lines: the number; None for no limit.
+        """
+
+    anchored_tensors = Option(_anchored, {}, doc="Values to keep, by their short names.")
+
+    @configurable
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int = 1,
+    ) -> Self:
+        """Keeps an inner value of the model at each call, for `getAnchoredTensor`.
+
+        Args:
+          short_name: the name that `getAnchoredTensor` takes.
+          long_name: one of `getTensorNames`. "Gradient___" before it keeps the value's gradient: one per
+            micro-batch, of its loss times `loss_scaling`, not averaged.
+          output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
+          output_return_period: the N of `OutputMode.EveryN`.
+
+        Raises:
+          AssertionError: an argument is of a wrong type.
+          ValueError: the period is below 1.
+        """
+        name = f"{self.path}.anchorTensor"
+        short = checks.string(f"{name}: short_name", short_name)
+        long = checks.string(f"{name}: long_name", long_name)
+        mode = OutputMode.Default if output_mode is None else output_mode
+        anchored = AnchoredTensor(long, output_mode, check_output_mode(name, mode, output_return_period))
+        return self.set(anchored_tensors={**self.anchored_tensors, short: anchored})
+
+    log_cycle_count = Option(checks.boolean, False)
+
+    @log_cycle_count.setter
+    def logCycleCount(self, log_cycle_count: bool) -> None:
+        """Whether each call measures how long it takes, for `cycleCount`."""
+
+    profiling = Option(checks.boolean, False, doc="Whether a profile is written.")
+    profile_dir = Option(
+        checks.optional(checks.directory), None, doc="Where it is written; None: where the program runs."
+    )
+
+    @configurable
+    def enableProfiling(self, profile_dir: str | None = None) -> Self:
+        """Writes a profile of the model's first call after it was compiled.
+
+        It is JAX's profile: TensorBoard's profiler and Perfetto show it. Its directory is named after
+        `modelName`, or else "training" or "inference"; several processes write to `process_0`, `process_1`
+        and so on in it.
+
+        Args:
+          profile_dir: the directory to write in; None for the directory where the program runs.
+
+        Raises:
+          AssertionError: it is not a path.
+        """
+        return self.set(profile_dir=profile_dir, profiling=True)
+
+    module_namescope = Option(checks.boolean, True, doc="Whether names of values contain modules' names.")
+
+    @configurable
+    def disableModuleNamescope(self) -> Self:
+        """Leaves the names of modules out of the names of a model's values."""
+        return self.set(module_namescope=False)
+
+    source_location_excludes = Option(checks.list_of_strings, [])
+
+    @source_location_excludes.setter
+    def sourceLocationExcludes(self, excludes: list[str]) -> None:
+        """The files that are passed over when an error names the line of the model that it comes from.
+
+        Args:
+          excludes: parts of their paths. torch and this package are always passed over.
+        """
+
+    @configurable
+    def appendToLocationExcludes(self, *excludes: str) -> Self:
+        """Adds to what `sourceLocationExcludes` set.
+
+        Raises:
+          AssertionError: one is not a string.
+        """
+        return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
+
+    show_compilation_progress_bar = Option(checks.boolean, True)
+
+    @show_compilation_progress_bar.setter
+    def showCompilationProgressBar(self, show: bool = True) -> None:
+        """Whether a bar shows the progress of compiling."""
+
+    model_name = Option(checks.string)
+
+    @model_name.setter
+    def modelName(self, name: str) -> None:
+        """The name of the directory that the model's profile is written to."""
+
+
+# `Options`: all settings of a model.
 
 
 def _check_strategy(name: str, value: Any) -> Strategy:
@@ -78,7 +408,7 @@ class Options(DeviceOptions, DiagnosticOptions):
         """
         super().__init__()
         self._Popart = PopartOptions()
-        environment.apply(self)
+        option_texts.apply_environment(self)
 
     def freeze(self) -> None:
         """Forbids further changes, here and in the inner groups."""
@@ -276,7 +606,7 @@ class Options(DeviceOptions, DiagnosticOptions):
           OSError: the file cannot be read.
         """
         self.check_not_frozen()
-        config_file.load(self, filepath)
+        option_texts.load_file(self, filepath)
         return self
 
     def from_json(self, string: str) -> Self:
@@ -293,5 +623,5 @@ class Options(DeviceOptions, DiagnosticOptions):
           ValueError: the string is not such an object, or a value is out of range.
         """
         self.check_not_frozen()
-        environment.load_json(self, string)
+        option_texts.load_json(self, string)
         return self

@@ -1,4 +1,4 @@
-"""Strategies without phases: the stage and the IPU of each block of a model."""
+"""Execution strategies: the stage, the IPU and the phase of each block of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,142 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.poptorch.enums import AutoStage
-from ipu_pipeline.poptorch.graphs.blocks import Placement
+from ipu_pipeline.poptorch.enums import AutoStage, Liveness
+from ipu_pipeline.poptorch.graphs.partitions import Placement
 from ipu_pipeline.poptorch.operations import checks
-from ipu_pipeline.poptorch.options.stages import EqualByValue, Stage, associate
+from ipu_pipeline.poptorch.options.base import configurable
 
-__all__ = ["PipelinedExecution", "ShardedExecution", "Strategy"]
+# Stages and phases: which blocks of a model run together.
+
+
+class EqualByValue:
+    """A mutable object that equals another of its class with the same attributes."""
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed
+
+
+class Stage(EqualByValue):
+    """Blocks that run one after another on one IPU.
+
+    Example:
+      poptorch.Stage("encoder", "pooler").ipu(1)
+    """
+
+    def __init__(self, *block_ids: str) -> None:
+        """Takes the blocks by their `user_id`.
+
+        Raises:
+          AssertionError: there is none, or one is not a string.
+        """
+        if not block_ids:
+            raise AssertionError("poptorch.Stage needs at least one block.")
+        for block_id in block_ids:
+            checks.string("A block of poptorch.Stage", block_id)
+        self._blocks = block_ids
+        self._ipu: int | None = None
+
+    @property
+    def blocks(self) -> list[str]:
+        """The blocks' names."""
+        return list(self._blocks)
+
+    @property
+    def ipu_id(self) -> int | None:
+        """The IPU of the stage, None if `ipu` was not called."""
+        return self._ipu
+
+    @configurable
+    def ipu(self, ipu: int) -> Self:
+        """Sets the IPU that the stage is on.
+
+        Raises:
+          AssertionError: it is not an integer.
+          ValueError: it is negative.
+        """
+        self._ipu = checks.integer(0)(f"{self!r}: ipu", ipu)
+        return self
+
+    def __repr__(self) -> str:
+        ipu = "" if self._ipu is None else f".ipu({self._ipu})"
+        return f"Stage({', '.join(map(repr, self._blocks))}){ipu}"
+
+
+class Phase(EqualByValue):
+    """Stages that run at the same time, for phased executions."""
+
+    def __init__(self, *stages: Stage | str) -> None:
+        """Takes stages, or names of blocks that make one stage.
+
+        Raises:
+          AssertionError: there are none, one is something else, or both kinds are given.
+        """
+        if not stages:
+            raise AssertionError("poptorch.Phase needs at least one stage, or the names of blocks.")
+        if all(isinstance(stage, str) for stage in stages):
+            stages = (Stage(*stages),)  # type: ignore[arg-type]  # they are strings
+        for stage in stages:
+            if not isinstance(stage, Stage):
+                raise checks.fail("The arguments of poptorch.Phase", "all stages, or all names", stage)
+        self._stages: tuple[Stage, ...] = stages  # type: ignore[assignment]  # they are stages
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages."""
+        return list(self._stages)
+
+    def stage(self, index: int) -> Stage:
+        """Returns a stage by its position.
+
+        Raises:
+          AssertionError: it is not an integer.
+          IndexError: there are fewer stages.
+        """
+        return pick("Phase.stage", self._stages, index)
+
+    @configurable
+    def ipus(self, *ipus: int) -> Self:
+        """Sets the IPU that each stage is on.
+
+        Raises:
+          AssertionError: their number is not the number of stages, or one is not an integer.
+          ValueError: one is negative.
+        """
+        if len(ipus) != len(self._stages):
+            raise AssertionError(
+                f"Phase contains {len(self._stages)} stages but you provided {len(ipus)} ipus"
+            )
+        for stage, ipu in zip(self._stages, ipus, strict=True):
+            stage.ipu(ipu)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Phase({', '.join(map(repr, self._stages))})"
+
+
+def pick(what: str, values: tuple[Any, ...], index: int) -> Any:
+    """Returns a value by its position, from the end if negative. `what` names the caller in errors."""
+    number = checks.integer()(f"{what}: the index", index)
+    if not -len(values) <= number < len(values):
+        raise IndexError(
+            f"{what}: the index must be at least {-len(values)} and below {len(values)}; got {number}."
+        )
+    return values[number]
+
+
+def associate(stages: list[Stage]) -> dict[str, int]:
+    """Returns the position of each block's stage."""
+    positions: dict[str, int] = {}
+    for position, stage in enumerate(stages):
+        for block in stage.blocks:
+            if positions.setdefault(block, position) != position:
+                raise AssertionError(f"{block} associated with more than one stage")
+    return positions
+
+
+# Strategies without phases: the stage and the IPU of each block of a model.
 
 
 class Strategy(EqualByValue):
@@ -190,3 +320,187 @@ class _Counter:
     def place(self, name: str | None, ipu: int | None) -> Placement:
         stage = self._stages.setdefault(object() if name is None else name, len(self._stages))
         return Placement(stage, stage if ipu is None else ipu)
+
+
+# Strategies with phases: a model runs phase by phase, and each phase's tensors move to the devices.
+
+
+class PhasedExecution(Strategy):
+    """The base class of the two strategies with phases.
+
+    The weight update goes phase by phase, too. Stages of a phase run at the same time, unless one reads
+    another's values. A phase may read a buffer's value from before an earlier phase wrote it, but not a
+    value that a later or simultaneous phase overwrites. Buffers that the model writes, and outputs, stay on
+    the devices.
+
+    A stage is on the IPU that it sets, or that its blocks set. Otherwise `SerialPhasedExecution` takes the
+    stage's position in its phase, and `ParallelPhasedExecution` twice that, plus 1 in odd phases.
+
+    Attributes:
+      separate_backward_phase: whether the last phase's backward is a separate phase.
+    """
+
+    separate_backward_phase: bool
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str] | Stage | str) -> None:
+        """Takes the phases.
+
+        Args:
+          phases: each is a `Phase` or what makes one: a list of stages, which run at the same time; or a
+            stage, a block's name or a list of names, which make one stage.
+
+        Raises:
+          AssertionError: there are none, one is something else, or a block is in two stages.
+        """
+        name = type(self).__name__
+        if not phases or any(isinstance(phase, AutoStage) for phase in phases):
+            raise AssertionError(f"There is no AutoStage for {name}: explicitly specify the phases.")
+        self._phases = tuple(_as_phase(name, phase) for phase in phases)
+        self.separate_backward_phase = False
+        super().__init__([stage for phase in self._phases for stage in phase.stages])
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases, in the order of the forward."""
+        return list(self._phases)
+
+    def phase(self, index: int) -> Phase:
+        """Returns a phase by its position.
+
+        Raises:
+          AssertionError: it is not an integer.
+          ValueError: it is negative.
+          IndexError: there are fewer phases.
+        """
+        found: Phase = pick(f"{type(self).__name__}.phase", self._phases, index)
+        return found
+
+    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+        places = [
+            (phase, position)
+            for phase, found in enumerate(self._phases)
+            for position in range(len(found.stages))
+        ]
+
+        def place(name: str | None, ipu: int | None) -> Placement:
+            number = self._find(name)
+            phase, position = places[number]
+            own = self._stages[number].ipu_id
+            if own is None:
+                own = self._default_ipu(phase, position) if ipu is None else ipu
+            return Placement(number, own, phase)
+
+        return place
+
+    @property
+    def liveness(self) -> Liveness:
+        """When tensors of a phase are off the device."""
+        raise NotImplementedError
+
+    def _default_ipu(self, phase: int, position: int) -> int:
+        """Returns the IPU of a phase's stage if neither the stage nor its blocks set it."""
+        raise NotImplementedError
+
+    @configurable
+    def useSeparateBackwardPhase(self, use: bool = True) -> Self:
+        """Sets whether the last phase's backward is a separate phase.
+
+        Otherwise it belongs to the phase of the forward, whose values then stay on the devices.
+
+        Raises:
+          AssertionError: it is not a boolean.
+        """
+        self.separate_backward_phase = checks.boolean("useSeparateBackwardPhase: use", use)
+        return self
+
+    def __repr__(self) -> str:
+        shown = [*map(repr, self._phases)]
+        hidden = ("_phases", "_stages", "_positions")
+        shown += [f"{name}={value!r}" for name, value in vars(self).items() if name not in hidden]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class SerialPhasedExecution(PhasedExecution):
+    """Phases run one after another, all on the same IPUs.
+
+    Attributes:
+      tensors_liveness: the time at which tensors of a phase are off the device.
+    """
+
+    tensors_liveness: Liveness
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str] | Stage | str) -> None:
+        """Takes the phases, as `PhasedExecution` does."""
+        super().__init__(*phases)
+        self.tensors_liveness = Liveness.AlwaysLive
+
+    @property
+    def liveness(self) -> Liveness:
+        """When tensors of a phase are off the device."""
+        return self.tensors_liveness
+
+    def _default_ipu(self, phase: int, position: int) -> int:
+        del phase  # all have the same IPUs
+        return position
+
+    @configurable
+    def setTensorsLiveness(self, liveness: Liveness) -> Self:
+        """Sets when tensors of a phase are off the device.
+
+        Raises:
+          AssertionError: it is not a `Liveness`.
+        """
+        self.tensors_liveness = checks.member(Liveness)("setTensorsLiveness: liveness", liveness)
+        return self
+
+
+class ParallelPhasedExecution(PhasedExecution):
+    """While a phase runs on some IPUs, the next one is brought to the others.
+
+    Attributes:
+      tensors_off_chip_after_fwd: whether tensors leave the device after a phase's forward.
+    """
+
+    tensors_off_chip_after_fwd: bool
+
+    def __init__(self, *phases: Phase | Sequence[Stage] | Sequence[str] | Stage | str) -> None:
+        """Takes the phases, as `PhasedExecution` does."""
+        super().__init__(*phases)
+        self.tensors_off_chip_after_fwd = False
+
+    @property
+    def liveness(self) -> Liveness:
+        """When tensors of a phase are off the device."""
+        return Liveness.OffChipAfterFwd if self.tensors_off_chip_after_fwd else Liveness.AlwaysLive
+
+    def _default_ipu(self, phase: int, position: int) -> int:
+        return 2 * position + phase % 2  # even phases on even IPUs, odd ones on odd IPUs
+
+    @configurable
+    def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> Self:
+        """Sets whether tensors leave the device after a phase's forward.
+
+        Raises:
+          AssertionError: it is not a boolean.
+        """
+        self.tensors_off_chip_after_fwd = checks.boolean("sendTensorsOffChipAfterFwd: off_chip", off_chip)
+        return self
+
+
+def _as_phase(what: str, value: Any) -> Phase:
+    if isinstance(value, Phase):
+        return value
+    if isinstance(value, (Stage, str)):
+        return Phase(value)
+    if isinstance(value, (list, tuple)):
+        if any(isinstance(one, (Phase, list, tuple)) for one in value):
+            raise AssertionError(
+                f"{what} takes its phases as arguments, as {what}(*phases), and each is a list of stages "
+                f"or names; got a list of lists or phases, {list(value)}."
+            )
+        return Phase(*value)
+    raise checks.fail(
+        f"An argument of {what}",
+        "a Phase, a Stage, the name of a block, or a list of stages or names",
+        value,
+    )

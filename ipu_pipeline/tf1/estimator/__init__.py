@@ -1,5 +1,5 @@
 """The parts of the estimators."""
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 
 explain_missing(__name__)

@@ -17,25 +17,14 @@ import jax
 import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, check_writable
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries
-from ipu_pipeline.checkpointing.writable import check_writable
 from ipu_pipeline.engine.fronts import KeptPrograms
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes import selection
-from ipu_pipeline.tf1.estimator.exporting import check_export, export_prediction
-from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData
+from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData, check_export, export_prediction
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys, call_input_fn
-from ipu_pipeline.tf1.estimator.restoring import (
-    CHECKPOINTS,
-    GLOBAL_STEP,
-    agree_on_directory,
-    find_checkpoint,
-    find_newest,
-    find_warm_variables,
-    take_weights,
-)
-from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
+from ipu_pipeline.tf1.estimator.summaries import ScalarWriter
 from ipu_pipeline.tf1.estimator.training import Training, describe_function
 from ipu_pipeline.tf1.ipu_run_config import RunConfig
 from ipu_pipeline.tf1.ipu_session_run_hooks import (
@@ -44,10 +33,17 @@ from ipu_pipeline.tf1.ipu_session_run_hooks import (
     check_hooks,
     check_listeners,
 )
-from ipu_pipeline.tf1.session.resuming import check_optimizers, check_program
+from ipu_pipeline.tf1.session.resumption import check_optimizers, check_program
+from ipu_pipeline.tf1.session.saver import (
+    CHECKPOINTS,
+    GLOBAL_STEP,
+    agree_on_directory,
+    find_checkpoint,
+    find_newest,
+    find_warm_variables,
+    take_weights,
+)
 from ipu_pipeline.tf1.session.session import Session
-
-__all__ = ["Estimator"]
 
 _RESERVED = ("input_fn",)
 _numbers = itertools.count()  # of estimators without a folder of their own

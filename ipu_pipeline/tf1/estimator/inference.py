@@ -1,4 +1,4 @@
-"""Evaluation and prediction of an estimator, over data sets of any length.
+"""Evaluation, prediction and export of an estimator, over data sets of any length.
 
 A pipeline runs whole executions. So after its end, a data set goes on with copies of its last element, and
 the results for these are dropped.
@@ -7,26 +7,87 @@ the results for these are dropped.
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from ipu_pipeline.checkpointing.collective_calls import do_first
 from ipu_pipeline.engine import processes
-from ipu_pipeline.queues.positions import DataPass
-from ipu_pipeline.queues.synthetic import uses_synthetic_data
-from ipu_pipeline.tf1.estimator.logs import apply_to
-from ipu_pipeline.tf1.estimator.programs import EstimatorProgram
-from ipu_pipeline.tf1.estimator.runs import Runs
+from ipu_pipeline.queues.feeder import DataPass
+from ipu_pipeline.queues.synthetic_data import uses_synthetic_data
+from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys, Runs, apply_to
 from ipu_pipeline.tf1.ipu_session_run_hooks import SessionRunHook
 from ipu_pipeline.tf1.metrics import Update
-from ipu_pipeline.tf1.session.running import reads_data
+from ipu_pipeline.tf1.session.exported_programs import make_example
+from ipu_pipeline.tf1.session.program_runs import reads_data
 from ipu_pipeline.tf1.session.session import Session
 
-__all__ = ["Inference", "PaddedData"]
+# Exports the prediction of an estimator.
+
+
+def check_export(
+    export_dir_base: Any,
+    serving_input_receiver_fn: Any,
+    assets_extra: Any,
+    as_text: bool,
+    experimental_mode: ModeKeys | str,
+) -> Callable[[], Any]:
+    """Checks the arguments of `export_saved_model`; returns a maker of an example micro-batch."""
+    if not callable(serving_input_receiver_fn):
+        raise TypeError(
+            "export_saved_model: serving_input_receiver_fn must be a function that returns what a "
+            f"micro-batch is like; got {serving_input_receiver_fn!r}."
+        )
+    os.fspath(export_dir_base)
+    for name, value, only, reason in (
+        ("assets_extra", assets_extra, None, "copy such files into the folder that is returned"),
+        ("as_text", as_text, False, "there is no SavedModel, and what is not an array is JSON already"),
+        ("experimental_mode", experimental_mode, ModeKeys.PREDICT, "only inference pipelines are exported"),
+    ):
+        if value != only:
+            raise NotImplementedError(
+                f"export_saved_model: {name} must be {only!r}; got {value!r}. Leave it out: {reason}."
+            )
+
+    def receive() -> Any:
+        received = serving_input_receiver_fn()
+        described = getattr(received, "features", received)
+        return make_example(described, "export_saved_model: what serving_input_receiver_fn returns")
+
+    return receive
+
+
+def export_prediction(
+    session: Session, made: EstimatorProgram, global_step: int, base: str | os.PathLike[str]
+) -> str:
+    """Exports a program to a folder that is named by the time.
+
+    Returns:
+      The folder.
+    """
+
+    def choose() -> str:
+        number = int(time.time())
+        while (Path(base) / str(number)).exists():
+            number += 1
+        return str((Path(base) / str(number)).absolute())
+
+    path = do_first(choose)
+    session.export(path, made.program, made.feed_steps(global_step))
+    return path
+
+
+# Evaluation and prediction of an estimator, over data sets of any length.
+#
+# A pipeline runs whole executions. So after its end, a data set goes on with copies of its last element,
+# and the results for these are dropped.
 
 
 class PaddedData:

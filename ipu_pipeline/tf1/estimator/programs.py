@@ -1,48 +1,102 @@
-"""Checks what a `model_fn` returns, and makes an estimator's program of it."""
+"""Programs of an estimator: what a `model_fn` returns, compiled and run with a session and hooks."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.processes import share_stacks
+from ipu_pipeline.ground.errors import OutOfRangeError
+from ipu_pipeline.ground.pytrees import as_objects
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1 import ipu_compiler, scopes
-from ipu_pipeline.tf1.estimator.logs import with_logs
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
-from ipu_pipeline.tf1.graph.placeholders import Placeholder, placeholder
-from ipu_pipeline.tf1.graph.symbols import counting_steps
+from ipu_pipeline.tf1.graph import GlobalStep, Placeholder, counting_steps, placeholder
 from ipu_pipeline.tf1.ipu_run_config import RunConfig
 from ipu_pipeline.tf1.ipu_session_run_hooks import (
     IPULoggingTensorHook,
+    SessionRunArgs,
+    SessionRunContext,
     SessionRunHook,
+    SessionRunValues,
     check_hooks,
+    collecting_logs,
     dropping_logs,
 )
 from ipu_pipeline.tf1.ops import pipelining_ops
+from ipu_pipeline.tf1.program.calls import PipelineCall, asking_for
 from ipu_pipeline.tf1.program.program import Program
-from ipu_pipeline.tf1.program.replication import asking_for
+from ipu_pipeline.tf1.session.session import Session
 
-__all__ = [
-    "EstimatorProgram",
-    "IPUPipelineEstimatorSpec",
-    "ModeKeys",
-    "argument_names",
-    "build_estimator_program",
-    "call_input_fn",
-    "call_with",
-    "check_known",
-    "check_model_fn",
-    "compile_spec",
-    "make_infeed",
-]
+# Passes values that hooks log in stages on to the last stage, which enqueues them.
+
+
+def with_logs(
+    stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
+) -> dict[str, Any]:
+    """Returns arguments of a pipeline whose stages also pass on what hooks log.
+
+    The last stage returns a dict of `outputs`, its own results; `logs`, by the `id` of the hook; and in
+    training the `loss`. Passing values on costs nothing.
+    """
+    last = len(stages) - 1
+
+    def wrap(index: int, stage: Any) -> Any:
+        if isinstance(stage, (list, tuple)):
+            raise NotImplementedError(
+                "IPULoggingTensorHook does not support parallel stages; "
+                f"computational_stages[{index}] is a list "
+                "of them. Leave the hook out."
+            )
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            logs: dict[Any, Any] = {}
+            if index > 0:
+                (outputs, logs), named = (named["outputs"], named["logs"]), {}
+                arguments = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
+                if isinstance(outputs, dict):
+                    arguments, named = (), outputs
+            with collecting_logs(hooks) as found:
+                outputs = stage(*arguments, **named)
+            passed_on = {"outputs": outputs, "logs": {**logs, **found}}
+            if index == last and optimizer_function is not None:
+                passed_on["loss"] = jnp.asarray(apply_to(optimizer_function, outputs).loss)
+            return passed_on
+
+        wrapped.__name__ = getattr(stage, "__name__", f"stage{index}")
+        return wrapped
+
+    options: dict[str, Any] = {
+        "computational_stages": [wrap(index, stage) for index, stage in enumerate(stages)]
+    }
+    if optimizer_function is not None:
+
+        def without_logs(outputs: Any, logs: Any, loss: Any) -> Any:
+            del logs, loss
+            return apply_to(optimizer_function, outputs)
+
+        options["optimizer_function"] = without_logs
+        options["outfeed_mask"] = {"outputs": True, "logs": False, "loss": False}
+    return options
+
+
+def apply_to(function: Any, outputs: Any) -> Any:
+    """Calls a function with what a stage returned, as the next stage would be called."""
+    if isinstance(outputs, dict):
+        return function(**outputs)
+    return function(*outputs) if isinstance(outputs, (list, tuple)) else function(outputs)
+
+
+# Checks what a `model_fn` returns, and makes an estimator's program of it.
 
 
 class ModeKeys(enum.StrEnum):
@@ -411,3 +465,137 @@ def check_known(function: Any, what: str, given: Sequence[str] = _GIVEN) -> None
             f"{what} ({getattr(function, '__name__', function)!r}) has following not expected args: "
             f"{unknown}. It may take {', '.join(given)}."
         )
+
+
+# Runs a program for training, evaluation and prediction, with its session and hooks.
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One `Session.run` of an estimator's program.
+
+    Attributes:
+      outputs: the outfeed's elements, without logs, stacked over micro-batches in the order of the data, or
+        over weight updates and, within each, the replicas. Where shapes of elements differ, arrays of
+        objects.
+      num_updates: weight updates, or executions, that it did.
+      context: the context, as hooks left it.
+      data_end: the error with which the data ended in the run, if they did.
+    """
+
+    outputs: Any
+    num_updates: int
+    context: SessionRunContext
+    data_end: OutOfRangeError | None = None
+
+
+class Runs:
+    """Runs a program and calls the hooks."""
+
+    def __init__(
+        self,
+        made: EstimatorProgram,
+        session: Session,
+        hooks: Sequence[SessionRunHook],
+        global_step: int,
+        first_step: int | None = None,
+    ) -> None:
+        """Takes a session that has the program's variables."""
+        self.made = made
+        self.session = session
+        self.hooks = hooks
+        # Training counts on from where it begins; earlier updates may have had other counts per update.
+        per_update = made.spec.micro_batches_per_update if made.mode is ModeKeys.TRAIN else 0
+        offset = global_step - per_update * session.update_count(made.name)
+        first = global_step if first_step is None else first_step
+        self._first_update = (first - offset) // per_update if per_update else 0
+        session.count_steps(per_update, offset)
+        self._feeds = made.feed_steps(offset)
+        self._fetched: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[None]:
+        """Calls the hooks' `after_create_session`, and `end` if there was no error."""
+        self.session.create_variables(self.made.program)  # for the hooks to see
+        for hook in self.hooks:
+            hook.after_create_session(self.session, None)
+        yield
+        for hook in self.hooks:
+            hook.end(self.session)
+
+    def run(
+        self,
+        global_step: int,
+        max_updates: int,
+        loss_of: Callable[[Any], float],
+        should_stop: Callable[[], bool] = lambda: False,
+        num_real: Callable[[int], int] = lambda count: count,
+    ) -> Run:
+        """Runs the program once; if the data end, as far as they go."""
+        made = self.made
+        context = SessionRunContext(self.session, global_step)
+        asked = [hook.before_run(context) for hook in self.hooks]
+        before = self.session.execution_count(made.name)
+        data_end, num_done = None, 0
+        (call,) = made.program.calls
+        # Values that stay the same during a run do so wherever training was interrupted or saved.
+        if isinstance(call, PipelineCall) and call.begin_input is not None:
+            num_done = (self.session.update_count(made.name) - self._first_update) % call.repeat_count
+            max_updates = min(max_updates, call.repeat_count - num_done)
+        try:
+            self.session.run_part(
+                made.program,
+                self._feeds,
+                num_done=num_done,
+                max_updates=max_updates,
+                should_stop=should_stop,
+            )
+        except OutOfRangeError as error:  # updates before the data's end were done
+            data_end = error
+        num_updates = self.session.execution_count(made.name) - before
+        if data_end is not None and num_updates == 0:
+            raise data_end
+        if made.mode is ModeKeys.TRAIN:
+            context.global_step += num_updates * made.spec.micro_batches_per_update
+        outputs = jax.tree.map(self._join_replicas, self.session.run(made.outfeed.dequeue()))
+        if made.mode is not ModeKeys.TRAIN:  # all processes see the results
+            leaves, tree = jax.tree.flatten(outputs)
+            outputs = jax.tree.unflatten(tree, share_stacks(leaves))
+        count = num_real(len(jax.tree.leaves(outputs)[0]))
+        outputs = jax.tree.map(lambda stack: stack[:count], outputs)
+        if made.has_logs:
+            for logging_hook in made.hooks_that_log:
+                logging_hook.receive(outputs["logs"][id(logging_hook)])
+            outputs = outputs["outputs" if made.mode is not ModeKeys.TRAIN else "loss"]
+        loss = loss_of(outputs)
+        for hook, wanted in zip(self.hooks, asked, strict=True):
+            results = None if wanted is None else self._fetch(wanted, loss, context.global_step)
+            hook.after_run(context, SessionRunValues(results))
+        return Run(outputs, num_updates, context, data_end)
+
+    def _join_replicas(self, stack: Any) -> Any:
+        """Joins an outfeed's axes of micro-batches and replicas, in the order of the data."""
+        if self.made.num_replicas == 1:
+            return stack
+        if stack.dtype == object:  # elements of different shapes
+            return as_objects([value for element in stack for value in element])
+        return stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
+
+    def _fetch(self, wanted: Any, loss: float, global_step: int) -> Any:
+        if not isinstance(wanted, SessionRunArgs):
+            raise TypeError(f"before_run must return SessionRunArgs or None; got {wanted!r}.")
+
+        def find(name: Any) -> Any:
+            if isinstance(name, GlobalStep) or name == "global_step":
+                return global_step
+            if name == "loss":
+                return loss
+            try:
+                return np.array(self.session.variable_value(name))
+            except KeyError:
+                raise ValueError(
+                    'SessionRunArgs: fetches must be "loss", "global_step" or names of variables; got '
+                    f"{name!r}. The variables are {', '.join(sorted(self.made.program.variables))}."
+                ) from None
+
+        return jax.tree.map(find, wanted.fetches, is_leaf=lambda name: isinstance(name, GlobalStep))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ipu_pipeline.checkpointing.together import is_any
+from ipu_pipeline.checkpointing.collective_calls import is_any
 from ipu_pipeline.ground.checks import is_int, is_real
 from ipu_pipeline.tf1.estimator.base import Estimator
 from ipu_pipeline.tf1.estimator.programs import check_known
@@ -19,8 +19,6 @@ from ipu_pipeline.tf1.ipu_session_run_hooks import (
     check_hooks,
     check_listeners,
 )
-
-__all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
 
 _START_DELAY = 120
 

@@ -16,20 +16,16 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
-from ipu_pipeline.checkpointing.together import do_first, is_any, largest
-from ipu_pipeline.ground.bars import between_bars, is_shown_on
+from ipu_pipeline.checkpointing.collective_calls import do_first, is_any, largest
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
+from ipu_pipeline.ground.tables import between_bars, is_shown_on
 from ipu_pipeline.processes.interrupts import StoppedAtOnce, StopRequest, stopping_on_signals
-from ipu_pipeline.processes.job_history import JobHistory
-from ipu_pipeline.processes.launched import useful_seconds
-from ipu_pipeline.tf1.estimator.programs import EstimatorProgram
-from ipu_pipeline.tf1.estimator.runs import Runs
-from ipu_pipeline.tf1.estimator.scalars import ScalarWriter
+from ipu_pipeline.processes.launcher import JobHistory, useful_seconds
+from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, Runs
+from ipu_pipeline.tf1.estimator.summaries import ScalarWriter
 from ipu_pipeline.tf1.ipu_run_config import RunConfig
 from ipu_pipeline.tf1.ipu_session_run_hooks import CheckpointSaverListener, SessionRunHook
 from ipu_pipeline.tf1.session.session import Session
-
-__all__ = ["Training", "describe_function"]
 
 _SIGNAL_EXIT = 128  # the exit status of a process that a signal ends is this and the signal's number
 _logger = logging.getLogger("ipu_pipeline.estimator")

@@ -4,14 +4,29 @@ Arguments, defaults and variable names are those of Keras, with channels last. T
 `jax.nn` and `jax.lax`.
 """
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.tf1.layers.base import Layer
-from ipu_pipeline.tf1.layers.convolutional import Conv1D, Conv2D, Conv2DTranspose, DepthwiseConv2D
-from ipu_pipeline.tf1.layers.core import Activation, Dense, Dropout, Embedding, Flatten
+from ipu_pipeline.tf1.layers.core import (
+    Activation,
+    BatchNormalization,
+    Dense,
+    Dropout,
+    Embedding,
+    Flatten,
+    GroupNormalization,
+    LayerNormalization,
+)
 from ipu_pipeline.tf1.layers.flax_adapter import Flax
-from ipu_pipeline.tf1.layers.normalization import BatchNormalization, GroupNormalization, LayerNormalization
-from ipu_pipeline.tf1.layers.pooling import AveragePooling2D, GlobalAveragePooling2D, MaxPooling2D
 from ipu_pipeline.tf1.layers.recurrent import GRU, LSTM
+from ipu_pipeline.tf1.layers.windows import (
+    AveragePooling2D,
+    Conv1D,
+    Conv2D,
+    Conv2DTranspose,
+    DepthwiseConv2D,
+    GlobalAveragePooling2D,
+    MaxPooling2D,
+)
 
 __all__ = [
     "GRU",

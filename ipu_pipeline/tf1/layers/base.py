@@ -1,33 +1,360 @@
-"""What layers share: their scopes, and what they make of common arguments."""
+"""What layers share: arguments, each said once; the dtypes they compute in; their scopes of variables."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, Field, InitVar
-from typing import Any
+from dataclasses import KW_ONLY, Field, InitVar, dataclass
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import get_variable, get_variable_scope
-from ipu_pipeline.engine.fronts import ProgramNames, absolute_scope, current_frame
-from ipu_pipeline.ground.names import join
-from ipu_pipeline.tf1.layers import policies
-from ipu_pipeline.tf1.layers.arguments import ActivationFunction, argument, check_flag, with_arguments
+from ipu_pipeline.engine.fronts import (
+    ProgramNames,
+    absolute_scope,
+    current_frame,
+    find_frame,
+    find_initializer,
+)
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.checks import is_integer, join
 
-__all__ = [
-    "ActivationFunction",
-    "Layer",
-    "PlainLayer",
-    "VariableLayer",
-    "at_least_float32",
-    "check_flag",
-    "common",
-]
+# Arguments of layers, each said once: an annotation of a class is an argument of its `__init__`.
+#
+#     @with_arguments
+#     class Dense(VariableLayer):
+#         units: int = argument("the size of the last axis of the outputs.", check_positive_integer)
+#         activation: InitVar[ActivationFunction] = function(default=None)
+#
+# gives `Dense(units, activation=None, *, name=None, ...)`. Order, inheritance and `KW_ONLY` are those of
+# `dataclasses`, as type checkers know them too. `InitVar` is for what is no attribute of that name and
+# type.
+
+ActivationFunction: TypeAlias = Callable[[jax.Array], jax.Array] | str | None
+# What is kept, of the layer's class and the argument's name, which are for errors, and the value.
+Check: TypeAlias = Callable[[str, str, Any], Any]
+ClassT = TypeVar("ClassT")
+
+_arguments: dict[type, Any] = {}  # by class, a dataclass of its arguments
+
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "elu": jax.nn.elu,
+    "exponential": jnp.exp,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "hard_sigmoid": lambda x: jnp.clip(0.2 * x + 0.5, 0, 1),  # TensorFlow 1's and IPUs'; Keras 3 has x / 6
+    "leaky_relu": lambda x: jax.nn.leaky_relu(x, 0.2),
+    "linear": lambda x: x,
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "selu": jax.nn.selu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softmax": jax.nn.softmax,
+    "softplus": jax.nn.softplus,
+    "softsign": jax.nn.soft_sign,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def argument(
+    meaning: str,
+    check: Check | None = None,
+    *,
+    default: Any = dataclasses.MISSING,
+    attribute: str = "{}",
+) -> Any:
+    """An argument of a layer."""
+    kept = {"meaning": meaning, "check": check, "attribute": attribute}
+    return dataclasses.field(default=default, metadata=kept)
+
+
+def initializer(variable: str, shape: str, *, default: Any) -> Any:
+    """The argument that says how a variable of that name and shape starts."""
+    return argument(
+        f"of `{variable}`, {shape}: a name in Keras, or as for `get_variable`.",
+        lambda _layer, _argument, value: find_initializer(value),
+        default=default,
+        attribute=f"_{variable}_initializer",
+    )
+
+
+def function(of: str = "", *, default: Any = dataclasses.MISSING) -> Any:
+    """The argument that gives an activation function, of what `of` says."""
+    return argument(
+        f"{of}a function, or its name in Keras.",
+        lambda _layer, _argument, value: find_activation(value),
+        default=default,
+        attribute="_{}",
+    )
+
+
+@dataclass_transform(field_specifiers=(argument, initializer, function))
+def with_arguments(cls: type[ClassT]) -> type[ClassT]:
+    """Gives a class of layers its `__init__`, which takes the inherited arguments and the class's own.
+
+    The class's module imports `annotations` from `__future__`.
+    """
+    own = [
+        (name, re.sub(r"^InitVar\[(.*)\]$", r"\1", annotation), vars(cls).get(name, dataclasses.field()))
+        for name, annotation in inspect.get_annotations(cls).items()
+    ]
+    # From Python 3.12 on it would be of this module, in which the annotations have no meaning.
+    module: dict[str, Any] = {"module": cls.__module__} if sys.version_info >= (3, 12) else {}
+    # A class of the arguments alone has the __init__ that takes them, with Python's own errors.
+    inherited = [_arguments[base] for base in cls.__mro__ if base in _arguments][:1]
+    arguments = _arguments[cls] = dataclasses.make_dataclass(
+        cls.__name__,
+        own,
+        bases=(*inherited,),
+        namespace={"__module__": cls.__module__},
+        eq=False,
+        repr=False,
+        **module,
+    )
+    fields = dataclasses.fields(arguments)
+
+    @functools.wraps(vars(arguments)["__init__"])
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
+        self._take(fields, vars(arguments(*args, **options)))
+
+    __init__.__doc__ = _describe(arguments)
+    for name in vars(cls).keys() & inspect.get_annotations(cls).keys():
+        delattr(cls, name)
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def _describe(arguments: Any) -> str:
+    """What `help` says of an `__init__`."""
+    fields = {field.name: field for field in dataclasses.fields(arguments)}
+    lines = ["Describes the layer.", "", "Args:"]
+    for name in inspect.signature(arguments).parameters:
+        text = f"{name}: {fields[name].metadata['meaning']}"
+        lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join([*lines, "", "Raises:", "  TypeError, ValueError: an argument is not usable."])
+
+
+def check_positive_integer(layer: str, argument: str, value: Any) -> int:
+    """The value of an argument that must be a positive integer."""
+    if not is_integer(value, 1):
+        raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
+    return int(value)
+
+
+def check_number(rule: str, holds: Callable[[Any], bool]) -> Check:
+    """A check for numbers of which something holds, which the error calls `rule`."""
+
+    def check(layer: str, argument: str, value: Any) -> float:
+        if not holds(value):
+            raise ValueError(f"{layer}: {argument} must be {rule}; got {value!r}.")
+        return float(value)
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """A check that lets None pass."""
+    return lambda layer, argument, value: None if value is None else check(layer, argument, value)
+
+
+def check_flag(layer: str, argument: str, value: Any) -> bool:
+    """The value of an argument that must be True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{layer}: {argument} must be True or False; got {value!r}.")
+    return bool(value)
+
+
+def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
+    """The function of that name, or the function itself; None is the identity."""
+    if activation is None:
+        return _ACTIVATIONS["linear"]
+    if callable(activation):
+        return activation
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"There is no activation {activation!r}; there are {', '.join(_ACTIVATIONS)}, or give a "
+            "function."
+        )
+    return _ACTIVATIONS[activation]
+
+
+# `mixed_precision`: the dtypes in which layers compute, and the dtypes of their variables.
+#
+# Sources of the method and of the policies' names: P. Micikevicius et al., Mixed Precision Training,
+# arXiv:1710.03740, and Keras's `mixed_precision`. Weights are kept in 32 bits, so that small updates are
+# not rounded away, and are cast to 16 bits where they are used.
+
+_Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Two dtypes; None: not said here.
+
+    Attributes:
+      dtype: of the computation.
+      param_dtype: of variables.
+    """
+
+    dtype: _Dtype | None = None
+    param_dtype: _Dtype | None = None
+
+    def within(self, around: Policy) -> Policy:
+        """What this policy says, and where it says nothing, what the one around it says."""
+        return Policy(
+            around.dtype if self.dtype is None else self.dtype,
+            around.param_dtype if self.param_dtype is None else self.param_dtype,
+        )
+
+
+_policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", default=Policy())  # noqa: B039  # frozen
+
+
+def current_policy() -> Policy:
+    """That of the innermost `mixed_precision`, and of those around it."""
+    return _policy.get()
+
+
+@contextlib.contextmanager
+def mixed_precision(
+    policy: str | Policy | None = None, *, dtype: Any = None, param_dtype: Any = None
+) -> Iterator[Policy]:
+    """Sets the dtypes of layers that are made or applied in a `with` block and have no dtypes of their own.
+
+    Layers cast inputs and variables to `dtype`, which their outputs have, too, and create variables in
+    `param_dtype`. So do the functions of `normalization_ops`. Layers without variables (Dropout,
+    Activation, pooling) keep the dtype of their inputs, and `get_variable` is not affected.
+
+    Some operations use float32 or wider for any dtype: all of a normalization, with `gamma` and `beta` not
+    cast; moving statistics; sums and gates of LSTM and GRU. Values that their backward needs are held in
+    this dtype. Gradients of biases, embeddings and recurrent weights are added in at least `param_dtype`.
+
+    Blocks nest: an inner block overrides the dtypes that it sets. For each dtype, a layer's argument has
+    priority, then the block in which the layer is made, then the block in which it is applied. Without any,
+    layers compute in float32, and a layer's variables have the dtype of its computation. (`layers.Flax`
+    then leaves the dtypes to the module.)
+
+    A block affects what is traced inside it: use it in a stage, or around `ipu_compiler.compile`, in the
+    calling thread.
+
+    Example:
+      >>> def stage(x):
+      ...     with ipu.mixed_precision(dtype=jnp.bfloat16, param_dtype=jnp.float32):
+      ...         x = layers.Dense(64, activation="relu")(x)
+      ...         print(x.dtype)
+      ...         logits = layers.Dense(10, dtype=jnp.float32)(x)
+      ...     print(logits.dtype)
+      ...     return logits
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([8, 16], np.float32))
+      bfloat16
+      float32
+
+    Args:
+      policy: "mixed_bfloat16" or "mixed_float16", as in Keras: computation in this dtype, variables in
+        float32; or the name of a floating-point dtype for both; or the value that another block yielded.
+      dtype: in place of `policy`, the floating-point dtype of the computation. It may be wider than
+        `param_dtype`, which saves memory for weights that are not trained.
+      param_dtype: in place of `policy`, the floating-point dtype of variables.
+
+    Yields:
+      The policy in the block: `dtype` and `param_dtype`, each None if not set.
+
+    Raises:
+      ValueError: there is no such policy, a dtype is not a floating-point dtype, or both a policy and a
+        dtype are given.
+    """
+    given = Policy(
+        check_dtype("mixed_precision", "dtype", dtype),
+        check_dtype("mixed_precision", "param_dtype", param_dtype),
+    )
+    if policy is not None and given != Policy():
+        raise ValueError(
+            f"mixed_precision: a policy must stand alone, since it says both dtypes; got {policy!r} with "
+            f"dtype={dtype!r} and param_dtype={param_dtype!r}. Leave out one or the other."
+        )
+    if policy is not None:
+        given = _find_policy(policy)
+    # JAX keeps traces of inner functions (jax.jit), which say nothing of the block that they were made in.
+    token = _policy.set(given.within(current_policy()))
+    try:
+        with jax_compat.fresh_trace() if find_frame() is not None else contextlib.nullcontext():
+            yield current_policy()
+    finally:
+        _policy.reset(token)
+
+
+def _find_policy(policy: Any) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    name = policy if isinstance(policy, str) else ""
+    if name in ("mixed_bfloat16", "mixed_float16"):
+        return Policy(np.dtype(name.removeprefix("mixed_")), np.dtype(np.float32))
+    found = _as_dtype(name) if name else None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            "mixed_precision: policy must be 'mixed_bfloat16', 'mixed_float16', the name of a "
+            f"floating-point dtype or what another block gave; got {policy!r}. Say others by dtype= and "
+            "param_dtype=."
+        )
+    return Policy(found, found)
+
+
+def check_dtype(owner: str, argument: str, value: Any) -> _Dtype | None:
+    """The dtype that an argument says; None for None."""
+    if value is None:
+        return None
+    dtype = _as_dtype(value)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        got = repr(value) if dtype is None else dtype.name
+        raise ValueError(
+            f"{owner}: {argument} must be a floating-point one; got {got}. Give a dtype like jnp.float32; "
+            "for computation in 16 bits and weights in 32, dtype=jnp.bfloat16 and param_dtype=jnp.float32."
+        )
+    return dtype
+
+
+def check_dtype_is_there(owner: str, dtype: _Dtype | None) -> None:
+    """Checks that what is said is a dtype that JAX has, as it is configured."""
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"{owner}: dtype {dtype.name} needs 64-bit mode; call "
+            'jax.config.update("jax_enable_x64", True) first, or give another dtype.'
+        )
+
+
+def _as_dtype(value: Any) -> _Dtype | None:
+    try:
+        return np.dtype(value)
+    except TypeError:
+        return None
+
+
+def cast_floating(tree: Any, dtype: _Dtype | None) -> Any:
+    """A pytree with its floating-point arrays in a dtype; None: as they are."""
+    if dtype is None:
+        return tree
+
+    def cast(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (jax.Array, np.ndarray))
+        return jnp.asarray(leaf, dtype) if is_array and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+# What layers share: their scopes, and what they make of common arguments.
 
 _COMMON = ("name", "dtype", "param_dtype", "trainable")
 
@@ -75,11 +402,11 @@ class Layer(abc.ABC):
         self.name = name
         layer = type(self).__name__
         self.trainable = check_flag(layer, "trainable", trainable)
-        given = policies.Policy(
-            policies.check_dtype(layer, "dtype", dtype),
-            policies.check_dtype(layer, "param_dtype", param_dtype),
+        given = Policy(
+            check_dtype(layer, "dtype", dtype),
+            check_dtype(layer, "param_dtype", param_dtype),
         )
-        self._made_with = given.within(policies.current())
+        self._made_with = given.within(current_policy())
         self._scopes: weakref.WeakKeyDictionary[ProgramNames, str] = weakref.WeakKeyDictionary()
 
     def _take(self, fields: Sequence[Field[Any]], given: dict[str, Any]) -> None:
@@ -98,9 +425,9 @@ class Layer(abc.ABC):
         del given
 
     @property
-    def _policy(self) -> policies.Policy:
+    def _policy(self) -> Policy:
         """The dtypes that somebody has said: the layer's arguments, or a block of `mixed_precision`."""
-        return self._made_with.within(policies.current())
+        return self._made_with.within(current_policy())
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -130,7 +457,7 @@ class Layer(abc.ABC):
             scope = join(around, self.name or names.layer_name(around, self.kind))
             self._scopes[names] = scope
         with absolute_scope(scope, reuse=is_again, trainable=self.trainable):
-            policies.check_is_there(self._full_name(), self._policy.dtype)
+            check_dtype_is_there(self._full_name(), self._policy.dtype)
             yield
 
     @abc.abstractmethod

@@ -17,12 +17,9 @@ import numpy as np
 from ipu_pipeline.engine import assign, get_variable, get_variable_scope, next_rng_key
 from ipu_pipeline.engine.fronts import absolute_scope, current_frame, find_frame, split_results
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.names import hash_name, join
-from ipu_pipeline.tf1.layers import policies
-from ipu_pipeline.tf1.layers.arguments import argument, with_arguments
-from ipu_pipeline.tf1.layers.base import VariableLayer, common
-
-__all__ = ["Flax"]
+from ipu_pipeline.ground.checks import hash_name, join
+from ipu_pipeline.tf1.layers import base
+from ipu_pipeline.tf1.layers.base import VariableLayer, argument, common, with_arguments
 
 # How linen modules call the argument that says whether they train, and what they get for it in training.
 _TRAINING_ARGUMENTS = {
@@ -278,7 +275,7 @@ class Flax(VariableLayer):
 
     def _cast_floating(self, tree: Any) -> Any:
         """What the module is given, as somebody said that it computes; as it is, if nobody has."""
-        return policies.cast_floating(tree, self._policy.dtype)
+        return base.cast_floating(tree, self._policy.dtype)
 
     def _variable_dtype(self, dtype: Any, is_parameter: bool) -> Any:
         """That of a variable to which the module gives a dtype."""
@@ -289,7 +286,7 @@ class Flax(VariableLayer):
     def _cast_back(self, value: Any, known: Any) -> Any:
         """What a module makes of a variable may have the dtype that it was told to compute in."""
         is_told = self._policy.dtype is not None
-        return policies.cast_floating(value, known.dtype) if is_told else value
+        return base.cast_floating(value, known.dtype) if is_told else value
 
     def _check_concrete(self, leaf: Any, path: tuple[Any, ...]) -> None:
         if jax_compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):

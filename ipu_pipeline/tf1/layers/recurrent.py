@@ -1,33 +1,274 @@
-"""Recurrent layers: LSTM and GRU, with Keras's arguments and variables.
-
-`recurrent_scans` has the formulas and says which dtypes they are computed in.
-"""
+"""Recurrent layers, LSTM and GRU, as in Keras; `rnn_ops` uses their formulas, too."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ipu_pipeline.tf1.layers.arguments import (
+from ipu_pipeline.ground.user_warnings import warn_once
+from ipu_pipeline.tf1.layers import base
+from ipu_pipeline.tf1.layers.base import (
     ActivationFunction,
+    Layer,
+    VariableLayer,
     argument,
+    at_least_float32,
     check_flag,
     check_positive_integer,
+    common,
     function,
     initializer,
     with_arguments,
 )
-from ipu_pipeline.tf1.layers.base import VariableLayer, common
 from ipu_pipeline.tf1.layers.core import Dropout
-from ipu_pipeline.tf1.layers.recurrent_base import Recurrent, without_effect
-from ipu_pipeline.tf1.layers.recurrent_scans import LSTMStateTuple, run_gru, run_lstm
 
-__all__ = ["GRU", "LSTM"]
+# What recurrent layers share, those of `layers` and those of `rnn_ops`.
+
+
+def without_effect(meaning: str) -> Any:
+    """An argument that was for Poplar. Who gives it is told, once, that it has no effect."""
+    return argument(meaning, check_is_without_effect, default=None, attribute="")
+
+
+def check_is_without_effect(layer: str, argument: str, value: Any) -> None:
+    """Warns, once per argument, if something is given for it."""
+    reason = "it was for Poplar's libraries, and XLA compiles here"
+    if argument == "partials_dtype":
+        reason = "products of matrices are summed in float32, or in float64 if the layer computes in it"
+        value = None if base.check_dtype(layer, argument, value) == np.float32 else value
+    if value not in (None, {}):
+        warn_once(f"{layer}.{argument}", f"{layer}: {argument} has no effect: {reason}.")
+
+
+class Recurrent(Layer):
+    """What recurrent layers share: the number of units, activations, and checks of inputs and states."""
+
+    _units: int
+    _recurrent_activation: Callable[[Any], Any]
+
+    def _as_sequence(self, inputs: jax.Array, layout: str) -> jax.Array:
+        """The inputs in the layer's dtype, if they have three axes."""
+        inputs = self._as_own_dtype(inputs)
+        if inputs.ndim != 3:
+            raise ValueError(
+                f"{self._full_name()} needs inputs of rank 3, [{layout}, features]; got shape "
+                f"{inputs.shape}."
+            )
+        return inputs
+
+    def _as_state(self, value: Any, batch: int, name: str = "initial_state") -> jax.Array:
+        """A state in the layer's dtype, [batch, units]; zeros for None."""
+        shape = (batch, self._units)
+        if value is None:
+            return jnp.zeros(shape, self.dtype)
+        if isinstance(value, (tuple, list, dict)):
+            raise TypeError(
+                f"{self._full_name()}: {name} must be an array of shape {shape}; got a "
+                f"{type(value).__name__}."
+            )
+        state = jnp.asarray(value)
+        if not jnp.issubdtype(state.dtype, jnp.floating):
+            raise TypeError(
+                f"{self._full_name()}: {name} must have floating-point numbers; got {state.dtype.name}."
+            )
+        if state.shape != shape:
+            raise ValueError(
+                f"{self._full_name()}: {name} must have shape {shape}, [batch, units]; got {state.shape}."
+            )
+        return self._cast(state)
+
+
+# LSTM, GRU and AUGRU over whole sequences, as functions of their weights.
+#
+# Sources: S. Hochreiter and J. Schmidhuber, Long Short-Term Memory (1997), with the forget gate of F. A.
+# Gers et al. (2000); K. Cho et al., arXiv:1406.1078, version 3, and version 1 for `reset_after`; G. Zhou et
+# al., Deep Interest Evolution Network, arXiv:1809.03672, for AUGRU.
+#
+# In the formulas x is the input of a step, h the output of the step before, c the cell state, W the kernel,
+# U the recurrent kernel, b the bias, d the recurrent bias, s the recurrent activation (sigmoid), and g the
+# activation (tanh). W, U, b and d have one block of columns for each gate; * multiplies element by element.
+#
+# LSTM, with the gates in the order i (input), f (forget), candidate, o (output):
+#
+#     i, f, o = s(x W + h U + b)
+#     c' = f * c + i * g(x W + h U + b)
+#     h' = o * g(c')
+#
+# GRU, with the gates in the order z (update), r (reset), candidate:
+#
+#     z, r = s(x W + h U + b)
+#     candidate = g(x W + (r * h) U + b)
+#     h' = z * h + (1 - z) * candidate
+#
+# With `reset_after`, the reset gate is applied after the product with U:
+#
+#     z, r = s(x W + h U + b + d)
+#     candidate = g(x W + b + r * (h U + d))
+#
+# AUGRU is a GRU that uses (1 - a) * z in place of z, where a is the attention score of the step. (The paper
+# writes 1 - z for our z, and multiplies it by a.)
+#
+# Outputs and states have the dtype of the inputs. Matrix products have factors of that dtype and are summed
+# in float32 or wider. Gates are computed in float32 or wider too, and the gradient of a weight is summed
+# over the steps in it.
+
+Activation: TypeAlias = "Callable[[Any], Any]"
+_State: TypeAlias = "tuple[jax.Array, ...]"  # the output of the step before comes last
+
+
+class LSTMStateTuple(NamedTuple):
+    """The state of an LSTM, as TensorFlow 1's `tf.nn.rnn_cell.LSTMStateTuple`.
+
+    Example:
+      >>> zeros = np.zeros([8, 32], np.float32)
+      >>> def stage(inputs):
+      ...     start = ipu.rnn_ops.LSTMStateTuple(c=zeros, h=zeros)
+      ...     outputs, _ = ipu.rnn_ops.PopnnLSTM(32)(inputs, initial_state=start)
+      ...     return outputs
+      >>> engine.Pipeline([stage], num_micro_batches=1).trace(np.ones([50, 8, 16], np.float32))
+
+    Attributes:
+      c: the cell state, [batch, units].
+      h: the output of the last step, [batch, units].
+    """
+
+    c: jax.Array
+    h: jax.Array
+
+
+def run_lstm(
+    inputs: jax.Array,
+    state: LSTMStateTuple,
+    kernel: jax.Array,
+    recurrent_kernel: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation,
+    recurrent_activation: Activation,
+    *,
+    lengths: jax.Array | None = None,
+    unroll: bool = False,
+) -> tuple[jax.Array, LSTMStateTuple]:
+    """Runs an LSTM.
+
+    Returns:
+      The outputs, [time, batch, units], and the state after the last step.
+    """
+    wide = at_least_float32(inputs.dtype)
+    kernel, recurrent_kernel = kernel.astype(wide), recurrent_kernel.astype(wide)
+    projected = _add(_product(inputs, kernel), bias)
+
+    def step(state: _State, own: tuple[jax.Array, ...]) -> _State:
+        c, h = state
+        gates = own[0] + _product(h, recurrent_kernel)
+        i, f, candidate, o = jnp.split(gates, 4, axis=-1)
+        i, f, o = (recurrent_activation(gate) for gate in (i, f, o))
+        new_c = f * c.astype(gates.dtype) + i * activation(candidate)
+        # h comes from the rounded cell state, so that a sequence may be cut between any two steps.
+        c = new_c.astype(c.dtype)
+        return c, (o * activation(c.astype(gates.dtype))).astype(h.dtype)
+
+    outputs, (c, h) = _scan(step, tuple(state), (projected,), lengths, unroll)
+    return outputs, LSTMStateTuple(c, h)
+
+
+def run_gru(
+    inputs: jax.Array,
+    state: jax.Array,
+    kernel: jax.Array,
+    recurrent_kernel: jax.Array,
+    bias: jax.Array | None,
+    recurrent_bias: jax.Array | None,
+    activation: Activation,
+    recurrent_activation: Activation,
+    *,
+    reset_after: bool,
+    attention: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    unroll: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a GRU, or with `attention` an AUGRU.
+
+    Returns:
+      The outputs, [time, batch, units], and the state after the last step.
+    """
+    units = state.shape[-1]
+    wide = at_least_float32(inputs.dtype)
+    kernel, recurrent_kernel = kernel.astype(wide), recurrent_kernel.astype(wide)
+    projected = _add(_product(inputs, kernel), bias)
+    per_step = (projected,) if attention is None else (projected, attention.astype(projected.dtype))
+
+    def step(state: _State, own: tuple[jax.Array, ...]) -> _State:
+        (h,) = state
+        of_inputs, of_candidate = jnp.split(own[0], [2 * units], axis=-1)
+        if reset_after:
+            of_state, reset = jnp.split(
+                _add(_product(h, recurrent_kernel), recurrent_bias), [2 * units], axis=-1
+            )
+        else:
+            of_state = _product(h, recurrent_kernel[:, : 2 * units])
+        z, r = (recurrent_activation(gate) for gate in jnp.split(of_inputs + of_state, 2, axis=-1))
+        if not reset_after:
+            before = (r * h.astype(r.dtype)).astype(h.dtype)
+            candidate = activation(of_candidate + _product(before, recurrent_kernel[:, 2 * units :]))
+        else:
+            candidate = activation(of_candidate + r * reset)
+        if attention is not None:
+            z = z * (1 - own[1][:, jnp.newaxis])
+        return ((z * h.astype(z.dtype) + (1 - z) * candidate).astype(h.dtype),)
+
+    outputs, (h,) = _scan(step, (state,), per_step, lengths, unroll)
+    return outputs, h
+
+
+def _scan(
+    step: Callable[[_State, tuple[jax.Array, ...]], _State],
+    state: _State,
+    per_step: tuple[jax.Array, ...],
+    lengths: jax.Array | None,
+    unroll: bool,
+) -> tuple[jax.Array, _State]:
+    """The outputs of all steps, and the last state."""
+    if lengths is None:
+
+        def whole(state: _State, own: tuple[jax.Array, ...]) -> tuple[_State, jax.Array]:
+            new = step(state, own)
+            return new, new[-1]
+
+        final, outputs = jax.lax.scan(whole, state, per_step, unroll=unroll)
+        return outputs, final
+
+    limits = lengths.astype(jnp.int32)
+
+    def masked(state: _State, numbered: tuple[jax.Array, Any]) -> tuple[_State, jax.Array]:
+        number, own = numbered
+        is_within = (number < limits)[:, jnp.newaxis]
+        new = step(state, own)
+        kept = tuple(jnp.where(is_within, after, before) for after, before in zip(new, state, strict=True))
+        return kept, jnp.where(is_within, new[-1], jnp.zeros_like(new[-1]))
+
+    numbers = jnp.arange(per_step[0].shape[0], dtype=jnp.int32)
+    final, outputs = jax.lax.scan(masked, state, (numbers, per_step), unroll=unroll)
+    return outputs, final
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """`left @ right` with factors in the dtype of `left`, summed in that of `right`."""
+    return jnp.matmul(left, right.astype(left.dtype), preferred_element_type=right.dtype)
+
+
+def _add(values: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return values if bias is None else values + bias.astype(values.dtype)
+
+
+# Recurrent layers: LSTM and GRU, with Keras's arguments and variables.
+#
+# `recurrent_scans` has the formulas and says which dtypes they are computed in.
 
 
 def _check_stateful(layer: str, argument: str, value: Any) -> None:

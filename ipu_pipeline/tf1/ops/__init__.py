@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 
 if TYPE_CHECKING:
     from ipu_pipeline.tf1.ops import (

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline import engine
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_int
 
 __all__ = ["cross_replica_mean", "cross_replica_sum"]

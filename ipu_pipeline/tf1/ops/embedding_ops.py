@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.fronts import find_initializer, make_spec
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.ground.warned import warn_once
-from ipu_pipeline.tf1.graph.operations import HostVariable
+from ipu_pipeline.ground.user_warnings import warn_once
+from ipu_pipeline.tf1.graph import HostVariable
 from ipu_pipeline.tf1.program.host_tables import HostTable
 from ipu_pipeline.tf1.session.session import Session
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine import get_variable, variable_scope
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_int
-from ipu_pipeline.tf1.layers import policies
+from ipu_pipeline.tf1.layers import base
 from ipu_pipeline.tf1.layers.base import at_least_float32
 
 __all__ = ["group_norm", "instance_norm", "layer_norm"]
@@ -221,10 +221,10 @@ def _normalize(
     initializers = {"beta": 0.0, "gamma": 1.0, **(param_initializers or {})}
     if unknown := initializers.keys() - {"beta", "gamma"}:
         raise ValueError(f"{kind}: param_initializers are for beta and gamma; got {sorted(unknown)}.")
-    policy = policies.current()
+    policy = base.current_policy()
     dtype = inputs.dtype if policy.dtype is None else policy.dtype
     param_dtype = dtype if policy.param_dtype is None else policy.param_dtype
-    policies.check_is_there(kind, dtype)
+    base.check_dtype_is_there(kind, dtype)
     inputs = inputs.astype(dtype)
     wide = jnp.moveaxis(inputs, axis, -1).astype(at_least_float32(inputs.dtype))
     sizes = (channels // number, number) if is_strided else (number, channels // number)

@@ -22,23 +22,18 @@ from ipu_pipeline.engine import auto_stages as engine_auto_stages
 from ipu_pipeline.engine import split as engine_split
 from ipu_pipeline.engine.fronts import Captures, Hooks, InsideOfBodyError, find_frame, join_layers
 from ipu_pipeline.engine.schedules import Schedule
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.processes import selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
-from ipu_pipeline.queues.operations import Operation
-from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
+from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
-from ipu_pipeline.tf1.graph.placeholders import Placeholder, as_traced_inputs, input_shapes
-from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder
-from ipu_pipeline.tf1.program.global_steps import give_steps, keep_steps
-from ipu_pipeline.tf1.program.optimizer_functions import (
-    LossAndTransformation,
-    OptimizerFunction,
-    OptimizerFunctionOutput,
-)
+from ipu_pipeline.tf1.graph import Placeholder, as_traced_inputs, input_shapes
+from ipu_pipeline.tf1.program.calls import PipelineCall, current_builder, make_replication
 from ipu_pipeline.tf1.program.pipeline_arguments import (
+    OPTION_NAMES,
     PipelineSchedule,
+    PipelineStageOptions,
     RecomputationMode,
     apply_mask,
     check_accumulator_dtype,
@@ -54,11 +49,17 @@ from ipu_pipeline.tf1.program.pipeline_arguments import (
     check_recomputation_checkpoints,
     check_replication,
     check_sharding,
+    compiler_options,
     find_pipeline_schedule,
 )
-from ipu_pipeline.tf1.program.registry import reserve_ipus
-from ipu_pipeline.tf1.program.replication import make_replication
-from ipu_pipeline.tf1.program.stage_options import OPTION_NAMES, PipelineStageOptions, compiler_options
+from ipu_pipeline.tf1.program.pipeline_functions import (
+    LossAndTransformation,
+    OptimizerFunction,
+    OptimizerFunctionOutput,
+    give_steps,
+    keep_steps,
+)
+from ipu_pipeline.tf1.program.program import reserve_ipus
 
 __all__ = [
     "AutoStages",

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.fronts import draw_key
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_number
-from ipu_pipeline.ground.warned import warn_once
+from ipu_pipeline.ground.user_warnings import warn_once
 
 __all__ = ["dropout"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from ipu_pipeline import engine
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 
 __all__ = ["replication_index"]
 

@@ -1,21 +1,19 @@
 """Optimizers around Optax transformations, and TensorFlow 1's."""
 
 from ipu_pipeline.engine import with_metrics
-from ipu_pipeline.graphcore.importing import explain_missing
+from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.optimizers import tf1
-from ipu_pipeline.tf1.optimizers.averaging import with_averaged_weights
-from ipu_pipeline.tf1.optimizers.cross_replica_optimizer import CrossReplicaOptimizer
-from ipu_pipeline.tf1.optimizers.gradient_accumulation_optimizer import (
+from ipu_pipeline.tf1.optimizers.wrappers import (
     CrossReplicaGradientAccumulationOptimizerV2,
+    CrossReplicaOptimizer,
     GradientAccumulationOptimizerV2,
-)
-from ipu_pipeline.tf1.optimizers.map_gradient_optimizer import (
+    LossScalingOptimizer,
     MapGradientOptimizer,
     OutfeedOptimizer,
     OutfeedOptimizerMode,
+    with_averaged_weights,
 )
-from ipu_pipeline.tf1.optimizers.scaling import LossScalingOptimizer
 
 __all__ = [
     "CrossReplicaGradientAccumulationOptimizerV2",

@@ -22,10 +22,8 @@ from jax.experimental import io_callback
 
 from ipu_pipeline.engine import AUTO_REUSE, VariableSpec, get_variable, variable_scope
 from ipu_pipeline.engine.fronts import current_frame
-from ipu_pipeline.tf1.graph.internal_variables import HOST_TABLES
+from ipu_pipeline.tf1.graph import HOST_TABLES
 from ipu_pipeline.tf1.program.calls import Call, LoopCall
-
-__all__ = ["HostTable", "RowGradients", "check_tables"]
 
 
 class RowGradients(NamedTuple):

@@ -1,31 +1,108 @@
-"""A compiled program: an ordered list of jitted segments, pipelines and loops."""
+"""Compiled programs: what they run and return, and those that are still in use."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import numbers
+import operator
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from ipu_pipeline.checkpointing.snapshots import KeptOptimizer
 from ipu_pipeline.engine import Chunking, VariableSpec
 from ipu_pipeline.engine.fronts import SegmentedFunction
 from ipu_pipeline.processes import selection
-from ipu_pipeline.processes.launched import MEMORY_VARIABLE
+from ipu_pipeline.processes.launcher import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
-from ipu_pipeline.queues.operations import Operation
-from ipu_pipeline.reports.programs import Placement, ProgramSummary
-from ipu_pipeline.tf1.graph.internal_variables import is_internal
-from ipu_pipeline.tf1.graph.placeholders import Placeholder, live_placeholders, standing
-from ipu_pipeline.tf1.graph.symbols import Symbol
-from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building
+from ipu_pipeline.queues.outfeed import Operation
+from ipu_pipeline.reports.program_summary import Placement, ProgramSummary
+from ipu_pipeline.tf1.graph import Placeholder, Symbol, is_internal, live_placeholders, standing
+from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building, current_builder
 from ipu_pipeline.tf1.program.host_tables import HostTable, check_tables
-from ipu_pipeline.tf1.program.outputs import Output
 
-__all__ = ["Program", "build_program", "returned_values"]
+# The values that a program returns, one by one, and values computed from them on the host.
+
+
+class Fetched:
+    """A value for `Session.run`. Python's operators on it give another such value, computed on the host."""
+
+    __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to it
+    __iter__ = None  # it has no length before it is run
+
+
+@dataclass(frozen=True, eq=False)
+class Output(Fetched):
+    """A value that a compiled function returns; `Session.run` runs the program once for all of them."""
+
+    program: Any  # the program
+    number: int  # the position of the value among the leaves of what the function returns
+
+
+@dataclass(frozen=True, eq=False)
+class Computed(Fetched):
+    """A value that is computed from other values when these have been fetched."""
+
+    function: Callable[..., Any]  # computes it
+    parts: tuple[Any, ...]  # its arguments: values to fetch, or plain values
+
+
+def _forward(name: str, is_reflected: bool = False) -> Callable[..., Computed]:
+    function = getattr(operator, name)
+
+    def method(self: Fetched, *others: Any) -> Computed:
+        for other in others:
+            _check_operand(other, name)
+        parts = (*others, self) if is_reflected else (self, *others)
+        return Computed(function, parts)
+
+    return method
+
+
+def _check_operand(value: Any, name: str) -> None:
+    """Raises if an operand for the host is not a number, array or index."""
+    if isinstance(value, Fetched):
+        return
+    is_usable = isinstance(value, (numbers.Number, np.generic, np.ndarray, jax.Array))
+    if name == "getitem":
+        parts = value if isinstance(value, tuple) else (value,)
+        limits = [limit for part in parts if isinstance(part, slice) for limit in _limits(part)]
+        is_usable = not any(isinstance(one, Fetched) for one in (*parts, *limits))
+    elif isinstance(value, (list, tuple)):
+        is_usable = np.asarray(value, dtype=object if _has_fetched(value) else None).dtype.kind in "biufc"
+    if not is_usable:
+        raise TypeError(
+            f"What a program returns was an operand of {name}, with {type(value).__name__}. The host takes "
+            "numbers, arrays and other values of programs with it. Compute the rest in the program, or "
+            "from what Session.run returns."
+        )
+
+
+def _limits(part: slice) -> tuple[Any, Any, Any]:
+    return part.start, part.stop, part.step
+
+
+def _has_fetched(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_fetched, value))
+    return isinstance(value, Fetched)
+
+
+for _name in ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"]:
+    setattr(Fetched, f"__{_name}__", _forward(_name))
+    setattr(Fetched, f"__r{_name}__", _forward(_name, is_reflected=True))
+for _name in ["neg", "pos", "abs", "getitem"]:
+    setattr(Fetched, f"__{_name}__", _forward(_name))
+
+
+# A compiled program: an ordered list of jitted segments, pipelines and loops.
 
 
 class Program:
@@ -344,3 +421,71 @@ def returned_values(values: Any) -> Any:
 
 def _without_operations(values: Any) -> Any:
     return jax.tree.map(lambda leaf: None if isinstance(leaf, Operation) else leaf, values)
+
+
+# The compiled programs that are still in use.
+
+_programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(program: Program) -> None:
+    """Adds a program, for as long as it is referred to elsewhere."""
+    _programs[next(_numbers)] = program
+
+
+def compiled_programs() -> list[Program]:
+    """The programs that are still in use, in the order in which they were compiled."""
+    return [program for _number, program in sorted(_programs.items())]
+
+
+def find_trained(name: str, optimizer: KeptOptimizer) -> set[str] | None:
+    """The full names of the variables that an optimizer's state is for; None if no such program is used."""
+    for program in compiled_programs():
+        for call in program.calls:
+            is_its = call.trains and not optimizer.find_differences(call.optimizer_shapes)
+            if call.name == name and is_its:
+                return call.trained
+    return None
+
+
+def global_variables() -> list[VariableSpec]:
+    """Returns specifications of all variables: `name` (the full one), `shape`, `dtype`, `trainable`.
+
+    In a function that is being compiled, these are the variables that it has asked for so far; elsewhere,
+    the variables of all compiled programs that are still in use. They are in the order in which they were
+    first asked for.
+
+    Example:
+      >>> def model(x):
+      ...     return layers.BatchNormalization()(layers.Dense(4)(x))
+      >>> with ipu.scopes.ipu_scope("/device:IPU:0"):
+      ...     program = ipu.ipu_compiler.compile(model, [np.ones([2, 8], np.float32)])
+      >>> [spec.name for spec in ipu.global_variables()]
+      ['dense/kernel', 'dense/bias', 'batch_normalization/moving_mean', ...]
+    """
+    builder = current_builder()
+    if builder is not None:
+        names = builder.names
+        own = [spec for spec in names.variables.values() if not is_internal(spec.name)]
+        return own + [table.spec for table in names.host_tables.values()]
+    found: dict[str, VariableSpec] = {}
+    for program in compiled_programs():
+        for name, spec in program.variables.items():
+            found.setdefault(name, spec)
+    return list(found.values())
+
+
+def trainable_variables() -> list[VariableSpec]:
+    """Returns the variables of `global_variables` that pipelines with an optimizer train.
+
+    Example:
+      >>> names = [spec.name for spec in ipu.trainable_variables()]
+    """
+    return [spec for spec in global_variables() if spec.trainable]
+
+
+def reserve_ipus(ipu_device: int, number: int) -> None:
+    """Reserves IPUs for a program that is being compiled, in addition to those of other programs."""
+    known = [(program.ipu_device, program.num_ipus) for program in compiled_programs()]
+    selection.reserve([*known, (ipu_device, number)])

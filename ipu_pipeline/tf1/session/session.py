@@ -21,29 +21,27 @@ from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep, read_outfeed
 from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
-from ipu_pipeline.graphcore import table
+from ipu_pipeline.graphcore import sdk_names
 from ipu_pipeline.processes import executable_cache, interrupts, selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
-from ipu_pipeline.reports.capturing import start_automatic_report
+from ipu_pipeline.reports.trace_capture import start_automatic_report
 from ipu_pipeline.tf1 import utils
-from ipu_pipeline.tf1.graph.internal_variables import is_internal
-from ipu_pipeline.tf1.graph.operations import HostVariable, InitializerOperation
-from ipu_pipeline.tf1.graph.placeholders import Placeholder
-from ipu_pipeline.tf1.graph.symbols import GlobalStep
-from ipu_pipeline.tf1.program.program import Program
-from ipu_pipeline.tf1.program.registry import compiled_programs, find_trained
-from ipu_pipeline.tf1.session import entries, exporting
-from ipu_pipeline.tf1.session.agreeing import agree_on_run
-from ipu_pipeline.tf1.session.fetches import concerns_devices, find_runs, give_results
-from ipu_pipeline.tf1.session.host_rows import check_registered
-from ipu_pipeline.tf1.session.missing import make_missing
-from ipu_pipeline.tf1.session.resuming import Resumption, check_snapshot
-from ipu_pipeline.tf1.session.running import Limit, check_feeds, run_program
-from ipu_pipeline.tf1.session.store import Store
-from ipu_pipeline.tf1.session.turns import Turns
-
-__all__ = ["Session"]
+from ipu_pipeline.tf1.graph import GlobalStep, HostVariable, InitializerOperation, Placeholder, is_internal
+from ipu_pipeline.tf1.program.program import Program, compiled_programs, find_trained
+from ipu_pipeline.tf1.session import exported_programs, store
+from ipu_pipeline.tf1.session.program_runs import (
+    Limit,
+    Turns,
+    check_feeds,
+    check_registered,
+    concerns_devices,
+    find_runs,
+    give_results,
+    run_program,
+)
+from ipu_pipeline.tf1.session.resumption import Resumption, check_snapshot, make_missing
+from ipu_pipeline.tf1.session.store import Store, agree_on_run
 
 _OF_TENSORFLOW = {"config": "tf.ConfigProto", "graph": "tf.Graph"}
 
@@ -195,7 +193,7 @@ class Session:
           KeyError: no pipeline or loop of this name has trained.
         """
         with self._turns.alone(changes=False):
-            return entries.read_state(self._store.optimizer(name))
+            return store.read_state(self._store.optimizer(name))
 
     @contextlib.contextmanager
     def weights_of(self, entry: str, name: str = "Pipeline") -> Iterator[None]:
@@ -220,7 +218,7 @@ class Session:
             self._store.check_weights("weights_of")
             variables = self._store.state.variables
             optimizer = self._store.optimizer(name)
-            found = entries.find_weights(optimizer, entry, variables, find_trained(name, optimizer))
+            found = store.find_weights(optimizer, entry, variables, find_trained(name, optimizer))
             with self._store.lending(entry, found):
                 yield
 
@@ -297,11 +295,11 @@ class Session:
             something else.
         """
         with self._turns.alone(changes=False):
-            exporting.export(
+            exported_programs.export(
                 path,
                 program,
                 dict(inputs or {}),
-                exporting.Exported(
+                exported_programs.Exported(
                     self._store.variable,
                     lambda: self.key,
                     self.seed,
@@ -645,7 +643,7 @@ def _choose_seed(seed: int | None, others: Collection[str]) -> int:
     for name in others:
         text = f"Session() got an unexpected keyword argument {name!r}"
         if name in _OF_TENSORFLOW:
-            text += f", which is TensorFlow's. {table.read_rows()[_OF_TENSORFLOW[name]].why}"
+            text += f", which is TensorFlow's. {sdk_names.read_rows()[_OF_TENSORFLOW[name]].why}"
         raise TypeError(text)
     if seed is None:
         return utils.current_seed()

@@ -1,30 +1,303 @@
-"""The store of a session: its state, which is replaced whole, and the key that random numbers come from."""
+"""The store of a session: its state, replaced as a whole, metrics, and agreement between processes."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import difflib
+import hashlib
+import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.checkpointing.session_state import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.checkpointing.snapshots import KeptGradients, KeptOptimizer, Record, SessionState
 from ipu_pipeline.engine import PipelineState, VariableSpec, processes
-from ipu_pipeline.engine.fronts import RunState, initial_values
-from ipu_pipeline.ground.values import cast_exactly
+from ipu_pipeline.engine.fronts import NUMBERS, Progress, Reported, RunState, initial_values
+from ipu_pipeline.engine.processes import group_sharding, read_gathered
+from ipu_pipeline.ground.pytrees import cast_exactly
 from ipu_pipeline.processes import interrupts
+from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.tf1.program.host_tables import RowGradients
 from ipu_pipeline.tf1.program.program import Program
-from ipu_pipeline.tf1.session import agreeing
-from ipu_pipeline.tf1.session.metrics import MetricLog
 
-__all__ = ["Store"]
+# Compares values between the processes of a run before a session runs, so that all have the same.
+#
+# All of them run the same programs, with the same feeds, on variables that were set in the same way. Values
+# that each process makes for itself (initial, loaded or restored values) are compared once, by digests;
+# values from runs are on devices, and the same for all.
+
+_MOST_SHOWN = 4  # elements of an array that an error shows
+
+
+def agree_on_run(
+    programs: Sequence[Program],
+    feeds: Mapping[Placeholder, Any],
+    changes: Mapping[str, int],
+    fault: Exception | None = None,
+    beside: str = "",
+) -> list[str]:
+    """Compares the next run with the other processes', if there are any; all of them call it.
+
+    Returns:
+      What is `beside` in each process.
+    """
+    others = processes.current()
+    if others is None:
+        return [beside]
+    told = {
+        "the programs": "; ".join(
+            ", ".join(call.name for call in program.calls) or "no pipeline or loop" for program in programs
+        )
+    }
+    told |= {f"calls of {way}": str(number) for way, number in changes.items()}
+    for program in programs:
+        for placeholder in program.placeholders:
+            told[f"the value fed to {placeholder!r}"] = _describe_fed(placeholder, feeds)
+    return _agree(others, "a run of a session", told, fault, beside)
+
+
+def _agree(
+    others: processes.Peers,
+    what: str,
+    told: Mapping[str, str],
+    fault: Exception | None,
+    beside: str = "",
+) -> list[str]:
+    """Also compares this process's fault, and raises it if it is the same for all."""
+    described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
+    try:
+        besides = others.agree(what, {"what keeps it from running": described, **told}, beside=beside)
+    except ValueError as error:
+        raise error from fault
+    if fault is not None:
+        raise fault
+    return besides
+
+
+def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) -> str:
+    if placeholder not in feeds:
+        return "nothing"
+    try:
+        return _describe(placeholder.check_value(feeds[placeholder]))
+    except ValueError:  # the run raises it, if all processes feed it
+        return "a value that does not fit"
+
+
+def agree_on_state(state: SessionState, fault: Exception | None = None) -> None:
+    """Compares the values that each process has made by itself, if there are others; all call it."""
+    others = processes.current()
+    if others is None:
+        return
+    own = dict(_own_arrays(state))
+    told = {name: _digest(array) for name, array in own.items()}
+    told |= {
+        f"the number of weight updates of {name!r}": str(record.update_count)
+        for name, record in state.pipelines.items()
+    }
+    together = hashlib.blake2b(
+        repr((sorted(told.items()), repr(fault))).encode(), digest_size=16
+    ).hexdigest()
+    if len(set(others.exchange("values of a session", together))) > 1 or fault is not None:
+        described = {name: _describe(array) for name, array in own.items()}
+        _agree(others, "values of a session", {**told, **described}, fault)
+
+
+def _own_arrays(state: SessionState) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The arrays that this process made or read by itself, with their names in errors."""
+    for name, value in state.variables.items():
+        if group_sharding(value) is None:
+            yield f"variable {name}", _as_numpy(value)
+    for name, record in state.pipelines.items():
+        if record.optimizer is not None:
+            leaves = jax.tree.leaves(record.optimizer.tree)
+            for path, leaf in zip(record.optimizer.shapes, leaves, strict=True):
+                if group_sharding(leaf) is None:
+                    yield f"{path} of the optimizer's state of {name!r}", _as_numpy(leaf)
+        if record.accumulated is not None:
+            for key, value in record.accumulated.accumulators.items():
+                if group_sharding(value) is None:
+                    yield f"gradients of {key} that {name!r} has accumulated", _as_numpy(value)
+
+
+def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    content = np.ascontiguousarray(array).tobytes()
+    return f"{array.dtype}{list(array.shape)} {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+
+
+def _describe(array: np.ndarray[Any, Any]) -> str:
+    if array.size <= _MOST_SHOWN:
+        return f"{array.tolist()} ({array.dtype})"
+    first = ", ".join(map(str, array.flat[:_MOST_SHOWN]))
+    return f"{_digest(array)}, beginning with {first}"
+
+
+# The metrics of a session: it keeps what pipelines reported until it is read.
+
+_MAX_UPDATES = 10_000  # the updates of one pipeline that are kept unread
+_MAX_PENDING = 4  # entries that stay on the devices
+
+
+class _Entry:
+    """The metrics of some weight updates, on the devices or, once they have been read, on the host."""
+
+    def __init__(self, numbers: range, reported: Reported) -> None:
+        self.numbers = numbers
+        self._reported: Reported | None = reported
+        self._values: dict[str, np.ndarray[Any, Any]] = {}
+
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        reported = self._reported
+        return reported is None or reported.is_ready()
+
+    def read(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Returns the values by name; waits for the devices, which need not keep them any longer."""
+        reported = self._reported
+        if reported is not None:
+            self._values = reported.read(len(self.numbers))
+            self._reported = None
+        return self._values
+
+
+class _Log:
+    """The unread reports of one pipeline, the oldest first.
+
+    Attributes:
+      entries: all entries.
+      on_device: the entries that are still on the devices; after an interrupt, some may be missing.
+      num_updates: the number of their weight updates.
+    """
+
+    def __init__(self, entries: Sequence[_Entry] = ()) -> None:
+        self.entries = collections.deque(entries)
+        self.on_device: collections.deque[_Entry] = collections.deque()
+        self.num_updates = sum(len(entry.numbers) for entry in entries)
+
+    def add(self, entry: _Entry) -> None:
+        """Takes one more, moves computed entries to the host, and drops those that are too old."""
+        self.entries.append(entry)
+        self.on_device.append(entry)
+        self.num_updates += len(entry.numbers)
+        while len(self.on_device) > _MAX_PENDING and self.on_device[0].is_ready():
+            self.on_device.popleft().read()
+        while self.num_updates - len(self.entries[0].numbers) >= _MAX_UPDATES:
+            self.num_updates -= len(self.entries.popleft().numbers)
+
+
+class MetricLog:
+    """The reports of a session's pipelines.
+
+    It may be read while another thread runs them, and by a signal's handler: no thread waits for the
+    devices while it holds the lock, and a handler that interrupts the thread that holds the lock has it,
+    too.
+    """
+
+    def __init__(self) -> None:
+        """Starts without reports."""
+        self._lock = threading.RLock()
+        self._logs: dict[tuple[str, bool], _Log] = {}
+
+    def add(self, call: PipelineCall, num_updates: int, last: int, progress: Progress) -> None:
+        """Takes a report of a pipeline; does not wait for its values."""
+        reader = call.pipeline.built.metrics
+        if not reader:
+            return
+        entry = _Entry(range(last - num_updates + 1, last + 1), reader.select(progress))
+        with self._lock:
+            self._logs.setdefault((call.name, call.trains), _Log()).add(entry)
+
+    def read(self, name: str, training: bool) -> dict[str, np.ndarray[Any, Any]]:
+        """Returns what a pipeline reported since the last call; see `Session.metrics`."""
+        if not isinstance(name, str):
+            raise TypeError(f"metrics: name must be the name of a pipeline; got {name!r}.")
+        key = (name, training)
+        with self._lock:
+            if key not in self._logs:
+                known = dict.fromkeys(other for other, _training in self._logs)
+                if known and name not in known:
+                    raise KeyError(
+                        f"metrics: no pipeline named {name!r} has reported anything; these have: "
+                        f"{', '.join(known)}."
+                    )
+                return {NUMBERS: np.zeros(0, np.int64)}
+            log, self._logs[key] = self._logs[key], _Log()
+        try:
+            return _join(log.entries)
+        except BaseException:  # it was not returned, so the next call returns it
+            with self._lock:
+                self._logs[key] = _Log([*log.entries, *self._logs[key].entries])
+            raise
+
+
+def _join(entries: Collection[_Entry]) -> dict[str, np.ndarray[Any, Any]]:
+    """Joins the values of entries; NaN where a program of that name reports other metrics."""
+    parts = [(len(entry.numbers), entry.read()) for entry in entries]
+    numbers = [np.asarray(entry.numbers, np.int64) for entry in entries]
+    found = {NUMBERS: np.concatenate([np.zeros(0, np.int64), *numbers])}
+    for name in dict.fromkeys(name for _size, values in parts for name in values):
+        own = [values.get(name, np.full(size, np.nan, np.float32)) for size, values in parts]
+        found[name] = np.concatenate(own)
+    return found
+
+
+# Entries of an optimizer's state, by name: to be read, or used as weights.
+
+
+def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns copies of all leaves, by path."""
+    leaves = read_gathered(jax.tree.leaves(optimizer.tree))
+    return {path: _as_numbers(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
+
+
+def _as_numbers(leaf: Any) -> np.ndarray[Any, Any]:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def find_weights(
+    optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
+) -> dict[str, Any]:
+    """Returns the arrays of an entry that has one for each trained variable, in the variables' dtypes."""
+    leaves = dict(zip(optimizer.shapes, jax.tree.leaves(optimizer.tree), strict=True))
+    entries: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        for name, variable in variables.items():
+            ending = jax.tree_util.keystr((jax.tree_util.DictKey(name),))
+            if path.endswith(ending) and leaf.shape == variable.shape:
+                entries.setdefault(path.removesuffix(ending), {})[name] = leaf
+    if trained is None:
+        trained = {name for found in entries.values() for name in found}
+    whole = {path: found for path, found in entries.items() if found.keys() == set(trained)}
+    matching = [path for path in whole if entry in (path, _last_name(path))]
+    if len(matching) != 1:
+        known = ", ".join(map(repr, sorted(whole))) or "none"
+        what = "is not one of" if not matching else "is the last name of several of"
+        raise ValueError(
+            f"weights_of: {entry!r} {what} the entries of the optimizer's state with an array for each "
+            f"trained variable. These are, by path: {known}."
+        )
+    return {name: leaf.astype(variables[name].dtype) for name, leaf in whole[matching[0]].items()}
+
+
+def _last_name(path: str) -> str:
+    """`ema` of `[1].ema`, and `mu` of `['inner'][0].mu`."""
+    found = re.search(r"""(?:\.(\w+)|\['([^']*)'\])$""", path)
+    return "" if found is None else found[1] or found[2]
+
+
+# The store of a session: its state, which is replaced whole, and the key that random numbers come from.
 
 
 class Store:
@@ -82,7 +355,7 @@ class Store:
         except Exception as error:
             fault = error
         if self._is_own or fault is not None:
-            agreeing.agree_on_values(self.state, fault)
+            agree_on_state(self.state, fault)
             self._is_own = False
 
     def reset_seed(self, seed: int) -> None:

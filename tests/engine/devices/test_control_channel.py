@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ipu_pipeline.engine.devices.control_channel import ControlChannel
+from ipu_pipeline.engine.devices.links import ControlChannel
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_texts_come_in_order_whatever_else_connects(make):
 
 
 def test_who_waits_looks_whether_the_others_live(make, monkeypatch):
-    monkeypatch.setattr("ipu_pipeline.engine.devices.control_channel._SLICE", 0.01)
+    monkeypatch.setattr("ipu_pipeline.engine.devices.links._CHANNEL_SLICE", 0.01)
 
     def check():
         raise LookupError("Process 1 has died.")

@@ -11,7 +11,7 @@ import pytest
 from ipu_pipeline.engine.devices import links
 from ipu_pipeline.engine.devices.device_groups import make_groups
 from ipu_pipeline.engine.devices.links import Tag
-from ipu_pipeline.engine.devices.placing import copy_to, put
+from ipu_pipeline.engine.devices.placement import copy_to, put
 from tests.support import joined
 
 SIZE = 1024

@@ -11,7 +11,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine.devices.feeds import Feed
-from ipu_pipeline.engine.execution.single_device.runner import BlockSizes, block_sizes
+from ipu_pipeline.engine.execution.block_runner import BlockSizes, block_sizes
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput

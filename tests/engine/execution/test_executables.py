@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.executables import Executable
+from ipu_pipeline.engine.execution.compilation import Executable
 from tests.support import beside, models
 from tests.support.compilations import compilations
 

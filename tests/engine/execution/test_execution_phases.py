@@ -14,8 +14,8 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.execution import runner
 from ipu_pipeline.engine.plan.plan import Op
-from ipu_pipeline.engine.plan.readers.run import Underway
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.plan.run import Underway
+from ipu_pipeline.engine.schedules.timetables import ActionKind
 from tests.support import models, watchers
 
 ALL = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.engine.execution import executables
-from ipu_pipeline.engine.execution.kept import KeptPrograms, current, identify, text_of
+from ipu_pipeline.engine.execution import compilation
+from ipu_pipeline.engine.execution.compilation import KeptPrograms, current_programs, identify, text_of
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
@@ -77,8 +77,8 @@ def test_programs_that_call_python():
 def test_what_is_let_go():
     kept = KeptPrograms()
     with kept.building():
-        assert current() is kept
-    assert current() is None
+        assert current_programs() is kept
+    assert current_programs() is None
     kept.keep(("a",), 1)
     kept.keep(("b",), 2)
     kept.keep(None, 3)
@@ -116,7 +116,7 @@ def test_with_replicas(tmp_path, monkeypatch):
     One that computes too little to be loaded is compiled for each replica, and again in the next training;
     here all are large enough, whether there is a cache or not.
     """
-    monkeypatch.setattr(executables, "_LEAST_OPERATIONS", 0)
+    monkeypatch.setattr(compilation, "_LEAST_OPERATIONS", 0)
     estimator = test_replicas_estimator.make(tmp_path)
     numbers = []
     for _time in range(2):

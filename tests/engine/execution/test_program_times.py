@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.engine.devices.device_groups import make_groups
-from ipu_pipeline.engine.execution import program_times
-from ipu_pipeline.engine.execution.program_times import (
+from ipu_pipeline.engine.execution import measured_costs
+from ipu_pipeline.engine.execution.measured_costs import (
     ProgramTime,
     TimedProgram,
     find_directory,
@@ -19,7 +19,7 @@ from ipu_pipeline.engine.execution.program_times import (
     time_programs,
     time_shortest,
 )
-from ipu_pipeline.ground.cores import count_cores
+from ipu_pipeline.ground.host import count_cores
 
 FOUND = ProgramTime(0.5, 1.5, 8)
 
@@ -27,9 +27,9 @@ FOUND = ProgramTime(0.5, 1.5, 8)
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """Where times are kept; nothing is known of earlier tests."""
-    monkeypatch.setattr(program_times, "_known", {})
-    monkeypatch.setattr(program_times, "find_directory", lambda: tmp_path / "times")
-    monkeypatch.setattr(program_times, "_PASSES", 1)
+    monkeypatch.setattr(measured_costs, "_known", {})
+    monkeypatch.setattr(measured_costs, "find_directory", lambda: tmp_path / "times")
+    monkeypatch.setattr(measured_costs, "_PASSES", 1)
     return tmp_path / "times"
 
 
@@ -43,7 +43,7 @@ def timed(monkeypatch):
         seen.append((*program.arguments[0].shape, num_copies))
         return FOUND
 
-    monkeypatch.setattr(program_times, "_time", time)
+    monkeypatch.setattr(measured_costs, "_time", time)
     return seen
 
 
@@ -72,8 +72,8 @@ def test_what_disturbs_one_measurement_does_not_count(directory, monkeypatch):
         order.append(program.arguments[0].shape)
         return FOUND._replace(seconds=next(times))
 
-    monkeypatch.setattr(program_times, "_time", time)
-    monkeypatch.setattr(program_times, "_PASSES", 2)
+    monkeypatch.setattr(measured_costs, "_time", time)
+    monkeypatch.setattr(measured_costs, "_PASSES", 2)
     assert [found.seconds for found in time_programs([make(), make(shape=(5,))])] == [2.0, 1.0]
     assert order == [(4,), (5,)] * 2
 
@@ -93,7 +93,7 @@ def test_programs_that_read_much_together_run_on_copies(directory, timed):
 
 def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
     time_programs([make()])
-    monkeypatch.setattr(program_times, "_known", {})
+    monkeypatch.setattr(measured_costs, "_known", {})
     assert time_programs([make()]) == [FOUND]
     assert len(timed) == 1
     (path,) = directory.iterdir()
@@ -117,7 +117,7 @@ def test_a_file_that_says_nothing_usable_is_replaced(directory, timed, text, mon
     time_programs([make()])
     (path,) = directory.iterdir()
     path.write_text(text)
-    monkeypatch.setattr(program_times, "_known", {})
+    monkeypatch.setattr(measured_costs, "_known", {})
     assert time_programs([make()]) == [FOUND]
     assert len(timed) == 2
     assert json.loads(path.read_text()) == FOUND._asdict()
@@ -125,13 +125,13 @@ def test_a_file_that_says_nothing_usable_is_replaced(directory, timed, text, mon
 
 
 def test_what_another_process_wrote_meanwhile_counts(directory, timed, monkeypatch):
-    keep, other = program_times._keep, ProgramTime(7.0, 1.0, 0)
+    keep, other = measured_costs._keep, ProgramTime(7.0, 1.0, 0)
 
     def keep_second(key, found, where):
         keep(key, other, where)
         return keep(key, found, where)
 
-    monkeypatch.setattr(program_times, "_keep", keep_second)
+    monkeypatch.setattr(measured_costs, "_keep", keep_second)
     assert time_programs([make()]) == [other]
 
 
@@ -140,7 +140,7 @@ def test_a_place_that_is_none(directory, timed, is_file, monkeypatch):
     if is_file:
         directory.write_text("not a directory")
     else:
-        monkeypatch.setattr(program_times, "find_directory", lambda: None)
+        monkeypatch.setattr(measured_costs, "find_directory", lambda: None)
     assert time_programs([make()]) == [FOUND]
     assert time_programs([make()]) == [FOUND]
     assert len(timed) == 1
@@ -183,7 +183,7 @@ def test_copies_take_turns(num_copies, directory):
         return compiled(x)
 
     run.memory_analysis = lambda: None
-    found = program_times._time(program, run, num_copies)
+    found = measured_costs._time(program, run, num_copies)
     assert found.num_temporary_bytes == 0
     assert len(set(given[:num_copies])) == num_copies
     assert len(given) > num_copies
@@ -210,13 +210,13 @@ def test_transfers_are_timed_once(directory, monkeypatch):
     avals = [jax.ShapeDtypeStruct((8, 8), np.float32)]
     first = time_copy(avals, groups[0], groups[1])
     assert first > 0
-    monkeypatch.setattr(program_times, "_repeat", lambda _call: pytest.fail("It was timed again."))
+    monkeypatch.setattr(measured_costs, "_repeat", lambda _call: pytest.fail("It was timed again."))
     assert time_copy(avals, groups[1], groups[2]) == first
 
 
 def test_a_transfer_to_the_same_device_is_not_timed(directory, monkeypatch):
     """It would say nothing of others, under whose name it would be kept."""
-    monkeypatch.setattr(program_times, "_repeat", lambda _call: pytest.fail("It was timed."))
+    monkeypatch.setattr(measured_costs, "_repeat", lambda _call: pytest.fail("It was timed."))
     source, target = make_groups(jax.devices()[:1] * 2, [0, 1])
     small, large = (
         time_copy([jax.ShapeDtypeStruct((size,), np.float32)], source, target) for size in (8, 2**20)
@@ -244,7 +244,7 @@ def test_an_interrupt_leaves_nothing_behind(directory, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(program_times, "_repeat", interrupt)
+        patch.setattr(measured_costs, "_repeat", interrupt)
         with pytest.raises(KeyboardInterrupt):
             time_programs([make()])
     assert not directory.exists()
@@ -254,7 +254,7 @@ def test_an_interrupt_leaves_nothing_behind(directory, monkeypatch):
 
 def test_threads_time_one_program_at_a_time(directory, monkeypatch):
     running, most = [], []
-    repeat = program_times._repeat
+    repeat = measured_costs._repeat
 
     def counted(call):
         running.append(1)
@@ -263,7 +263,7 @@ def test_threads_time_one_program_at_a_time(directory, monkeypatch):
         running.pop()
         return found
 
-    monkeypatch.setattr(program_times, "_repeat", counted)
+    monkeypatch.setattr(measured_costs, "_repeat", counted)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(time_programs, ([make(float(n))] for n in range(3))))
     assert most == [1, 1, 1]

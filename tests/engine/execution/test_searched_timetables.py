@@ -10,14 +10,13 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.execution import program_times
-from ipu_pipeline.engine.execution.measured_costs import divide_last, make_measured
-from ipu_pipeline.engine.execution.program_times import ProgramTime
+from ipu_pipeline.engine.execution import measured_costs
+from ipu_pipeline.engine.execution.measured_costs import ProgramTime, divide_last, make_measured
 from ipu_pipeline.engine.inspect import find_facts, find_searched, summarize
+from ipu_pipeline.engine.measured_choices import check_one_process
 from ipu_pipeline.engine.planning import measure_costs, measure_scenario, plan_ipu_memory
 from ipu_pipeline.engine.schedules import ActionKind, Costs
-from ipu_pipeline.engine.searched_timetables import check_one_process
-from ipu_pipeline.ground.cores import count_cores
+from ipu_pipeline.ground.host import count_cores
 
 WIDTH, COUNT = 8, 4
 TRAINING = {"optimizer": optax.adam(1e-2)}
@@ -314,8 +313,8 @@ def test_an_interrupt_while_measuring_leaves_a_pipeline_that_can_be_prepared(is_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(program_times, "_repeat", interrupt)
-        patch.setattr(program_times, "_find", lambda *_arguments: None)
+        patch.setattr(measured_costs, "_repeat", interrupt)
+        patch.setattr(measured_costs, "_find", lambda *_arguments: None)
         with pytest.raises(KeyboardInterrupt):
             pipeline.prepare(devices)
     assert find_searched(pipeline) is None

@@ -10,7 +10,7 @@ import pytest
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.plan.readers.describe import describe
+from ipu_pipeline.engine.plan.plan import describe
 from ipu_pipeline.ground.errors import OutOfRangeError
 from tests.support import beside, models, watchers
 

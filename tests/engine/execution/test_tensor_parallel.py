@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.devices.gathered import read_gathered
+from ipu_pipeline.engine.devices.process_exchange import read_gathered
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import plan_ipu_memory, plan_memory
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
-from ipu_pipeline.reports.events import EventKind
+from ipu_pipeline.reports.profile import EventKind
 from tests.engine.execution.test_replicas import COUNT, begun, make, make_steps
 from tests.support import beside, front, joined, models
 from tests.support.compilations import compilations

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.inspect.whole_layers import name_whole_layers
+from ipu_pipeline.engine.inspect.layers import name_whole_layers
 
 WIDTH = 4
 

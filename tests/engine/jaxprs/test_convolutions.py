@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.jaxprs import convolution_forms, convolution_layouts
+from ipu_pipeline.engine.jaxprs import convolutions
 from ipu_pipeline.engine.jaxprs.convolutions import has_convolutions, with_fast_convolutions
 
 FIRST = ("NCHW", "OIHW", "NCHW")
@@ -60,11 +60,11 @@ def make_convolution(choose):
 )
 def test_random_convolutions_and_their_gradients(seed, monkeypatch):
     choose = random.Random(seed)  # noqa: S311  # shapes, the same in every run
-    monkeypatch.setattr(convolution_forms, "_BLOCK_BYTES", choose.choice([100, 3000, 10**9]))
-    monkeypatch.setattr(convolution_forms, "_FEW_TAPS", choose.choice([1, 9]))
-    monkeypatch.setattr(convolution_forms, "_MAX_SUMMED", choose.choice([1, 8]))
-    monkeypatch.setattr(convolution_forms, "_FEW_PLACES", choose.choice([1, 10, 10**9]))
-    monkeypatch.setattr(convolution_layouts, "_MAX_TAPS", choose.choice([1, 64, 64]))
+    monkeypatch.setattr(convolutions, "_BLOCK_BYTES", choose.choice([100, 3000, 10**9]))
+    monkeypatch.setattr(convolutions, "_FEW_TAPS", choose.choice([1, 9]))
+    monkeypatch.setattr(convolutions, "_MAX_SUMMED", choose.choice([1, 8]))
+    monkeypatch.setattr(convolutions, "_FEW_PLACES", choose.choice([1, 10, 10**9]))
+    monkeypatch.setattr(convolutions, "_MAX_TAPS", choose.choice([1, 64, 64]))
     with jax.enable_x64(True):
         for _attempt in itertools.count():
             convolve, image, kernel = make_convolution(choose)
@@ -83,7 +83,7 @@ def test_random_convolutions_and_their_gradients(seed, monkeypatch):
 
         expected = everything(image, kernel)
         fast = jax.jit(with_fast_convolutions(everything))
-        if convolution_layouts._MAX_TAPS > 1:
+        if convolutions._MAX_TAPS > 1:
             assert not has_convolutions(jax.make_jaxpr(fast)(image, kernel).jaxpr)
         for one, other in zip(fast(image, kernel), expected, strict=True):
             difference = np.linalg.norm(one - other)
@@ -126,7 +126,7 @@ def test_loops_branches_and_calls_have_none_left(within):
 
 @pytest.mark.parametrize(("layouts", "groups"), [(FIRST, 4), (LAST, 1)])
 def test_narrow_floats_are_summed_wide_and_rounded_once(layouts, groups, monkeypatch):
-    monkeypatch.setattr(convolution_forms, "_BLOCK_BYTES", 1000)  # several blocks, whose sums are added
+    monkeypatch.setattr(convolutions, "_BLOCK_BYTES", 1000)  # several blocks, whose sums are added
     x, w = draw(0, 8, 4, 9, 9, dtype=jnp.bfloat16), draw(1, 4, 4 // groups, 3, 3, dtype=jnp.bfloat16)
     if layouts is LAST:
         x, w = x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.jaxprs.random_bits import draws_bits, with_fast_random_bits
+from ipu_pipeline.engine.jaxprs.cpu_forms import draws_bits, with_fast_random_bits
 
 KEY = jax.random.key(7)
 DRAWS = {

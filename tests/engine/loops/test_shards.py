@@ -10,12 +10,11 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
-from ipu_pipeline.engine.loop import Loop
-from ipu_pipeline.engine.loops.bodies import trace_body
+from ipu_pipeline.engine.loop import Loop, trace_body
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import initial_value
-from ipu_pipeline.engine.tracing.traced import Source
+from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2
 from ipu_pipeline.scopes import ipu_shard
 from tests.support import models

@@ -10,8 +10,8 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.execution import runner
+from ipu_pipeline.engine.plan.memory import Sizes, follow_memory
 from ipu_pipeline.engine.plan.plan import ALL
-from ipu_pipeline.engine.plan.readers.memory import Sizes, follow_memory
 
 MEMORY = ["weight_update_variables", "activations", "gradient_accumulation_buffers", "weights"]
 ONE_BY_ONE = engine.Chunking(1)

@@ -8,8 +8,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.plan.plan import ALL, Block, Instruction, Op, Results, Value
-from ipu_pipeline.engine.plan.registers import Laid, Registers
+from ipu_pipeline.engine.plan.plan import ALL, Block, Instruction, Laid, Op, Registers, Results, Value
 
 NOTHING = Results({}, (), {}, (), (), (), (), ())
 

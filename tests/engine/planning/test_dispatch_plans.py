@@ -11,11 +11,11 @@ import optax
 import pytest
 
 from ipu_pipeline import engine, layers
-from ipu_pipeline.engine import measuring, reference, rehearsing
-from ipu_pipeline.engine.execution import executables
+from ipu_pipeline.engine import measured_choices, measuring, reference
+from ipu_pipeline.engine.execution import compilation
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.pipeline import chunked_step
-from ipu_pipeline.engine.planning import choosing
+from ipu_pipeline.engine.planning import dispatch_plans
 from ipu_pipeline.ground.tables import describe_bytes
 from tests.support import beside, models
 from tests.support.compilations import compilations
@@ -386,7 +386,7 @@ def test_recomputation_is_chosen_for_anew():
 def test_sizes_to_choose_from():
     sizes = {1: [1], 7: [1], 8: [1, 2], 12: [1, 2], 16: [1, 2, 4], 64: [1, 2, 4, 8, 16]}
     sizes[4096] = sizes[64]
-    assert {count: choosing.possible_chunk_sizes(count) for count in sizes} == sizes
+    assert {count: dispatch_plans.possible_chunk_sizes(count) for count in sizes} == sizes
 
 
 @functools.cache
@@ -413,12 +413,12 @@ def choose(cost, platform="cpu", max_live_bytes=16, rehearsal=None, **changes):
         live_bytes=lambda size: size,
         max_live_bytes=max_live_bytes,
     )
-    return choosing.choose_dispatch_plan(step, platform, rehearsal)
+    return dispatch_plans.choose_dispatch_plan(step, platform, rehearsal)
 
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(choosing, "count_cores", lambda: 2)
+    monkeypatch.setattr(dispatch_plans, "count_cores", lambda: 2)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -472,11 +472,10 @@ def test_steps_are_timed(compile_seconds, seconds, asked, chosen):
     assert steps.asked == asked
     assert plan.chunk_size == chosen
     if len(asked) > 1:
-        own = choosing.describe_seconds(seconds.pop(chosen))
+        own = dispatch_plans.describe_seconds(seconds.pop(chosen))
         other = min(seconds, key=seconds.get)
-        expected = (
-            f"a step takes {own}, with {other} per program {choosing.describe_seconds(seconds[other])}"
-        )
+        slower = dispatch_plans.describe_seconds(seconds[other])
+        expected = f"a step takes {own}, with {other} per program {slower}"
         assert plan.reason.startswith(expected)
 
 
@@ -495,9 +494,9 @@ def test_where_measuring_fails_the_estimate_decides(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     failed, pipeline = [], traced(num_micro_batches=8)
-    monkeypatch.setattr(rehearsing, "_known", {})
-    monkeypatch.setattr(rehearsing, "find_directory", lambda: None)
-    monkeypatch.setattr(rehearsing.StepTimes, "time", fail)
+    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices, "find_directory", lambda: None)
+    monkeypatch.setattr(measured_choices.StepTimes, "time", fail)
     pipeline.step(pipeline.init(jax.random.key(0), ELEMENT), [ELEMENT] * 8)
     assert failed
     assert pipeline.dispatch_plan == traced(num_micro_batches=8).dispatch_plan
@@ -506,8 +505,8 @@ def test_where_measuring_fails_the_estimate_decides(monkeypatch):
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """The directory of choices; nothing is known of earlier tests."""
-    monkeypatch.setattr(rehearsing, "_known", {})
-    monkeypatch.setattr(rehearsing, "find_directory", lambda: tmp_path)
+    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices, "find_directory", lambda: tmp_path)
     return tmp_path
 
 
@@ -540,8 +539,8 @@ def test_steps_on_zeros_leave_no_trace(kept, options):
 def test_later_processes_choose_the_same_without_timing(kept, monkeypatch):
     plan = train()[0]
     assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr(rehearsing, "_known", {})
-    monkeypatch.setattr(rehearsing.StepTimes, "time", lambda *_arguments: pytest.fail("timed again"))
+    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices.StepTimes, "time", lambda *_arguments: pytest.fail("timed again"))
     assert train()[0] == plan
 
 
@@ -551,8 +550,10 @@ def test_a_file_without_a_usable_plan_is_replaced(kept, monkeypatch, text):
     (path,) = kept.iterdir()
     written = path.read_text()
     path.write_text(text)
-    monkeypatch.setattr(rehearsing, "_known", {})
-    monkeypatch.setattr(rehearsing, "choose_dispatch_plan", lambda *given: given[2].time([2]) and plan)
+    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(
+        measured_choices, "choose_dispatch_plan", lambda *given: given[2].time([2]) and plan
+    )
     assert train()[0] == plan
     assert path.read_text() == written
 
@@ -579,7 +580,7 @@ def test_a_choice_is_for_one_pipeline(kept):
 
 def test_the_kind_of_random_key_may_change(no_cache, monkeypatch):
     """Steps on zeros have keys of JAX's default; what was compiled for these is compiled again."""
-    monkeypatch.setattr(executables, "_LEAST_OPERATIONS", 0)  # one program is loaded for two devices
+    monkeypatch.setattr(compilation, "_LEAST_OPERATIONS", 0)  # one program is loaded for two devices
 
     def dropping(name):
         return lambda x: layers.Dropout(0.5)(x @ models.weight(name, x, size=8))

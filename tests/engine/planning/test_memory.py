@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution import compiling
+from ipu_pipeline.engine.execution import compilation
 from ipu_pipeline.engine.inspect import LiveBytes
 from ipu_pipeline.engine.planning import plan_ipu_memory, plan_memory
 from tests.support import models
@@ -237,7 +237,7 @@ def test_an_ipu_that_only_infers_has_its_variables_alone():
 
 def test_the_temporaries_are_those_of_the_largest_program(monkeypatch):
     # Else, without a persistent cache of JAX, a program that two IPUs share is compiled for one of them.
-    monkeypatch.setattr(compiling, "is_portable", lambda _devices: False)
+    monkeypatch.setattr(compilation, "is_portable", lambda _devices: False)
     pipeline = make(3, "grouped", None, dispatch_plan=engine.Chunking())
     before = plan_ipu_memory(pipeline)
     assert [plan.num_temporary_bytes for plan in before] == [None] * 3

@@ -11,8 +11,8 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import watching
-from ipu_pipeline.engine.devices import placing
-from ipu_pipeline.engine.plan.readers.run import Underway
+from ipu_pipeline.engine.devices import placement
+from ipu_pipeline.engine.plan.run import Underway
 from ipu_pipeline.engine.planning import plan_host_memory, plan_ipu_memory, plan_memory
 from tests.support import watchers
 from tests.support.memory import pipeline_memory_over_time
@@ -228,7 +228,7 @@ def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
     state = pipeline.init(jax.random.key(0), step[0])
     state, _outputs = pipeline.step(state, step)
     moved = {"device": 0, "pinned_host": 0}
-    plain = placing._put_as
+    plain = placement._put_as
 
     def put_as(arrays, row, sharding, *rest):
         for array in arrays:
@@ -236,7 +236,7 @@ def test_what_the_simulator_counts_is_what_is_moved(phases, monkeypatch):
                 moved[sharding.memory_kind] += array.nbytes
         return plain(arrays, row, sharding, *rest)
 
-    monkeypatch.setattr(placing, "_put_as", put_as)
+    monkeypatch.setattr(placement, "_put_as", put_as)
     pipeline.step(state, step)
     found = plan_host_memory(pipeline, engine.LinkSpeed())
     for way, kind in (("to", "device"), ("from", "pinned_host")):

@@ -11,7 +11,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine.programs.stage_programs import ValueKind
-from ipu_pipeline.engine.schedules.actions import ActionKind
+from ipu_pipeline.engine.schedules.timetables import ActionKind
 from tests.support import beside, models, scheduled
 
 F, B, INPUTS, WEIGHTS = ActionKind

@@ -6,7 +6,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind, ScheduleError
+from ipu_pipeline.engine.schedules.timetables import Action, ActionKind, ScheduleError
 from tests.support import scheduled
 
 F, B, I, W = ActionKind  # noqa: E741

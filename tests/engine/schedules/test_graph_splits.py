@@ -7,7 +7,7 @@ import pytest
 
 from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.engine.schedules.graph_splits import find_graph_split, find_orders, reorder
-from ipu_pipeline.engine.schedules.splitting import (
+from ipu_pipeline.engine.schedules.layer_splits import (
     FusedPair,
     LayerMemory,
     SentValue,

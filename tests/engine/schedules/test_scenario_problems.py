@@ -2,12 +2,11 @@ import dataclasses
 
 import pytest
 
-from ipu_pipeline.engine.schedules.checking import check
-from ipu_pipeline.engine.schedules.costs import Costs, Memory
-from ipu_pipeline.engine.schedules.named import SearchedSchedule
-from ipu_pipeline.engine.schedules.scenarios import Scenario
-from ipu_pipeline.engine.schedules.searching import search
+from ipu_pipeline.engine.schedules.order_search import search
+from ipu_pipeline.engine.schedules.scenarios import Costs, Memory, Scenario
+from ipu_pipeline.engine.schedules.schedule_arguments import SearchedSchedule
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
+from ipu_pipeline.engine.schedules.timetables import check
 
 COSTS = Costs.of(
     3,

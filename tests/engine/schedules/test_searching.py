@@ -4,11 +4,6 @@ import random
 
 import pytest
 
-from ipu_pipeline.engine.schedules.actions import ActionKind, ScheduleError
-from ipu_pipeline.engine.schedules.checking import check
-from ipu_pipeline.engine.schedules.dispatching import Rule, dispatch
-from ipu_pipeline.engine.schedules.named import named_schedules
-from ipu_pipeline.engine.schedules.order_bounds import find_bound, find_heads, find_preemptive, find_tails
 from ipu_pipeline.engine.schedules.order_problems import (
     FORWARD,
     INPUTS,
@@ -16,12 +11,18 @@ from ipu_pipeline.engine.schedules.order_problems import (
     OrderProblem,
     as_order,
     as_rows,
+    find_bound,
+    find_heads,
     find_peaks,
+    find_preemptive,
     find_step_time,
+    find_tails,
     fits,
 )
+from ipu_pipeline.engine.schedules.order_search import Rule, dispatch, search
 from ipu_pipeline.engine.schedules.rows import grouped, interleaved, sequential, zero_bubble
-from ipu_pipeline.engine.schedules.searching import search
+from ipu_pipeline.engine.schedules.schedule_arguments import named_schedules
+from ipu_pipeline.engine.schedules.timetables import ActionKind, ScheduleError, check
 from tests.support.judging import find_smallest_time
 
 KINDS = (FORWARD, INPUTS, WEIGHTS)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline.engine.schedules import Costs, Scenario, SearchedSchedule
-from ipu_pipeline.engine.schedules.simulator import predict_step_time
-from ipu_pipeline.engine.schedules.splitting import (
+from ipu_pipeline.engine.schedules.layer_splits import (
     FusedPair,
     LayerMemory,
     SentValue,
@@ -19,6 +18,7 @@ from ipu_pipeline.engine.schedules.splitting import (
     find_split,
     weigh,
 )
+from ipu_pipeline.engine.schedules.simulator import predict_step_time
 
 CASES = [  # schedule, IPUs of the stages
     ("grouped", [0, 1, 2, 3]),

@@ -3,8 +3,7 @@
 import pytest
 
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.schedules.actions import ScheduleError
-from ipu_pipeline.engine.schedules.checking import check
+from ipu_pipeline.engine.schedules.timetables import ScheduleError, check
 from tests.support.walking import Times, walk
 
 # (p, m): IPUs, and numbers of micro-batches around those at which formulas change.

@@ -7,7 +7,7 @@ import pytest
 from jax.nn import initializers
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.tracing import drawing
+from ipu_pipeline.engine.tracing import initializers as drawing
 from ipu_pipeline.engine.tracing.initializers import find_initializer
 from tests.support.compilations import compilations
 

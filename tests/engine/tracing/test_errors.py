@@ -13,7 +13,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.ground.shapes import check_like, describe_structure, describe_structures
+from ipu_pipeline.ground.pytrees import check_like, describe_structure, describe_structures
 from tests.support import front
 
 

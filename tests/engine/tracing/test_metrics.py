@@ -15,7 +15,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.optimizers import LossScalingOptimizer, with_metrics
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
-from ipu_pipeline.tf1.session import metrics as session_metrics
+from ipu_pipeline.tf1.session import store as session_metrics
 from tests.support import front, models
 
 COUNT, UPDATES = 4, 3

@@ -7,7 +7,7 @@ import pytest
 
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.schedules.actions import Action, ActionKind
+from ipu_pipeline.engine.schedules.timetables import Action, ActionKind
 from tests.support import beside, models
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD

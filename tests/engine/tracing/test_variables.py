@@ -10,7 +10,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
 from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.specs import initial_value
-from ipu_pipeline.ground import names
+from ipu_pipeline.ground import checks
 from tests.support import beside, front
 
 
@@ -72,7 +72,7 @@ def test_initial_values():
     counter, spec = value_of("i", (), jnp.int32)
     assert (counter, counter.dtype) == (0, jnp.int32)
     assert not spec.trainable
-    key = jax.random.fold_in(jax.random.key(0), names.hash_name("u"))
+    key = jax.random.fold_in(jax.random.key(0), checks.hash_name("u"))
     np.testing.assert_array_equal(
         value_of("u", (3,), initializer=jax.nn.initializers.normal())[0],
         jax.nn.initializers.normal()(key, (3,), jnp.float32),

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader, process
-from ipu_pipeline.poptorch.data.parcels import put_together, take_apart
-from ipu_pipeline.poptorch.data.rebatching import rebatch
+from ipu_pipeline.poptorch.data import AsynchronousDataAccessor, DataLoader, loading_process
+from ipu_pipeline.poptorch.data.shared_memory import put_together, take_apart
+from ipu_pipeline.poptorch.data.worker import rebatch
 from ipu_pipeline.poptorch.enums import CommGroupType, DataLoaderMode, SharingStrategy
 from ipu_pipeline.poptorch.errors import Error
 
@@ -569,7 +569,7 @@ def test_terminated_in_the_middle():
 
 def test_ended_while_it_loads(monkeypatch):
     """Else the test would never end."""
-    monkeypatch.setattr(process, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(loading_process, "_STOP_SECONDS", 0.1)
     accessor = AsynchronousDataAccessor(Rows(8, at=2, what=wait_for_good), **FORK)
     iterator = iter(accessor)
     next(iterator)

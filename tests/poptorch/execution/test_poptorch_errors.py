@@ -11,7 +11,7 @@ import torch
 
 import ipu_pipeline as ipu
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch.execution.jax_errors import translate
+from ipu_pipeline.poptorch.execution.compiled_model import translate
 from tests.support.poptorch_front import (
     TwoLayers,
     assert_close,

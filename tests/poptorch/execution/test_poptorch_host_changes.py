@@ -7,7 +7,7 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.poptorch import logs
-from ipu_pipeline.poptorch.execution.host_changes import HostChanges, OptimizerChanges
+from ipu_pipeline.poptorch.execution.host_weights import HostChanges, OptimizerChanges
 from tests.support.poptorch_front import assert_close, make_options, seeded
 
 WEIGHTS = "call copyWeightsToDevice()"

@@ -11,7 +11,7 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.engine import peers
-from ipu_pipeline.poptorch.execution import together
+from ipu_pipeline.poptorch.execution import process_groups
 from tests.support import joined
 from tests.support import poptorch_processes as processes
 from tests.support.poptorch_front import assert_close, join, make_options, reference, second, seeded
@@ -124,7 +124,7 @@ def test_weights_that_differ_are_named(monkeypatch):
     monkeypatch.setattr(peers, "_current", OtherProcess())
     said = "The weights differ between the 2 processes: linear.bias, more. Give all processes the same"
     with pytest.raises(poptorch.Error, match=said):
-        together.compare_weights(processes.OneLayer(), together.Processes(0, 2))
+        process_groups.compare_weights(processes.OneLayer(), process_groups.Processes(0, 2))
 
 
 def test_micro_batches_are_dealt_to_the_replicas_of_all_processes():
@@ -133,7 +133,7 @@ def test_micro_batches_are_dealt_to_the_replicas_of_all_processes():
     executor = poptorch.trainingModel(processes.OneLayer(), options)
     executor.compile(*make_call(0, 8, 2))
     compiled = executor._compiled
-    compiled._processes = together.Processes(1, 4)
+    compiled._processes = process_groups.Processes(1, 4)
     own = [(number,) for number in range(4)]
     dealt = [None if leaves is compiled.program.elsewhere else leaves for leaves in compiled._deal(own)]
     assert dealt == [None, None, *own[:2], *[None] * 4, None, None, *own[2:], *[None] * 4]

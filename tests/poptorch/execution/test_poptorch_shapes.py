@@ -11,7 +11,7 @@ import torch
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline import engine
-from ipu_pipeline.poptorch.execution import building
+from ipu_pipeline.poptorch.execution import compilation
 from tests.support.poptorch_front import (
     TrainedAlike,
     TwoLayers,
@@ -51,8 +51,8 @@ class Trained(TrainedAlike):
 
 
 def test_shapes_in_turn_train_as_in_torch(monkeypatch, caplog):
-    capture, captured = building.capture, []
-    monkeypatch.setattr(building, "capture", lambda *args: captured.append(args) or capture(*args))
+    capture, captured = compilation.capture, []
+    monkeypatch.setattr(compilation, "capture", lambda *args: captured.append(args) or capture(*args))
     caplog.set_level(logging.INFO, "poptorch::python")
     trained = Trained(make_options(2, 2).allowNewShapes(True, max_shapes=2))
     executor = trained.executor
@@ -114,7 +114,7 @@ def test_what_fails_leaves_the_other_shapes(monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    for place, name in ((building, "capture"), (engine.Pipeline, "trace"), (engine.Pipeline, "compile")):
+    for place, name in ((compilation, "capture"), (engine.Pipeline, "trace"), (engine.Pipeline, "compile")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(place, name, interrupt)
             executor(*make_batch(6))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch.files import tensor_files
+from ipu_pipeline.poptorch.files import model_files
 from tests.support.poptorch_front import make_options, seeded
 
 x = torch.ones(2, 3)
@@ -61,7 +61,7 @@ def with_manifest(content, change):
     text = json.dumps(manifest)
     tensors = safetensors.torch.load(content)
     in_order = {name: tensors[name] for name in sorted(tensors, key=int)}
-    header["__metadata__"] = {KEY: text, "crc32": tensor_files._check_sum(text, in_order)}
+    header["__metadata__"] = {KEY: text, "crc32": model_files._check_sum(text, in_order)}
     return join(header, data)
 
 
@@ -269,7 +269,7 @@ def test_a_manifest_that_is_deep(tmp_path, exported):
     header, data = split(exported)
     header["__metadata__"][KEY] = text = "[" * 10**5
     tensors = {name: safetensors.torch.load(exported)[name] for name in "012"}
-    header["__metadata__"]["crc32"] = tensor_files._check_sum(text, tensors)
+    header["__metadata__"]["crc32"] = model_files._check_sum(text, tensors)
     refuse(tmp_path, join(header, data), "RecursionError")
 
 

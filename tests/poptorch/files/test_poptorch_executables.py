@@ -22,8 +22,8 @@ from torch import nn
 
 import ipu_pipeline.poptorch as poptorch
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.poptorch.files import tensor_files
-from ipu_pipeline.poptorch.files.options_json import decode_options, encode_options
+from ipu_pipeline.poptorch.files import model_files
+from ipu_pipeline.poptorch.files.value_json import decode_options, encode_options
 from ipu_pipeline.poptorch.lowering import registry
 from tests.poptorch.test_poptorch_structures import Box, BoxParser, Pair
 from tests.support import lowered
@@ -631,7 +631,7 @@ def test_an_export_that_fails_leaves_the_old_file(tmp_path, monkeypatch, executo
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_files, "save_file", fail)
+            patch.setattr(model_files, "save_file", fail)
             is_told = isinstance(error, (OSError, SafetensorError))
             with pytest.raises(poptorch.Error if is_told else type(error), match="disk full|^$"):
                 executor.save(file)
@@ -670,7 +670,7 @@ while True:
         assert process.stdout.readline() == b"begin\n"
         for _time in range(40):
             time.sleep(0.005)
-            with tensor_files.read_file(file) as (_manifest, tensors):  # as it is being replaced
+            with model_files.read_file(file) as (_manifest, tensors):  # as it is being replaced
                 assert tensors
         process.send_signal(signal.SIGKILL)
     poptorch.load(file)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch.graphs.blocks import cut_into_sections
 from ipu_pipeline.poptorch.graphs.capture import capture
+from ipu_pipeline.poptorch.graphs.partitions import cut_into_sections
 from ipu_pipeline.poptorch.structures import flatten
 from tests.support.poptorch_front import assert_close, make_options, model_of
 

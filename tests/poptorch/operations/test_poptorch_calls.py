@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch.operations import custom_registry
+from ipu_pipeline.poptorch.operations import custom_ops
 from tests.poptorch.operations.test_poptorch_operations import (
     Trained,
     draw,
@@ -292,7 +292,7 @@ def test_functions_of_the_host_that_are_refused():
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch):
-    monkeypatch.setattr(custom_registry, "_registered", {})
+    monkeypatch.setattr(custom_ops, "_registered", {})
 
 
 def cube(x, bias):
@@ -490,7 +490,7 @@ def test_registrations_that_are_refused():
     ]:
         with pytest.raises(error, match=text):
             poptorch.register_custom_op(*arguments, **keywords)
-    assert not custom_registry._registered
+    assert not custom_ops._registered
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "poptorch_operations.md"

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ipu_pipeline.poptorch import optim
-from ipu_pipeline.poptorch.optim.compatibility import check_compatible
-from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
+from ipu_pipeline.poptorch.optim.specs import assign_groups, check_compatible, describe
 from ipu_pipeline.poptorch.optim.transformations import (
     inner_state,
     make_transformation,

@@ -12,9 +12,7 @@ import torch
 
 from ipu_pipeline.poptorch import optim
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.optim.compatibility import check_compatible, check_same_groups
-from ipu_pipeline.poptorch.optim.describing import describe
-from ipu_pipeline.poptorch.optim.specs import LossScaling
+from ipu_pipeline.poptorch.optim.specs import LossScaling, check_compatible, check_same_groups, describe
 
 pytestmark = pytest.mark.usefixtures("nothing_said")
 

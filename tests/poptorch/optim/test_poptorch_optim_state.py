@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from ipu_pipeline.poptorch import optim
-from ipu_pipeline.poptorch.optim.describing import assign_groups, describe
 from ipu_pipeline.poptorch.optim.device_state import DeviceState, SavedState
-from ipu_pipeline.poptorch.optim.saving import export_state, import_state
-from ipu_pipeline.poptorch.optim.transformations import inner_state
+from ipu_pipeline.poptorch.optim.specs import assign_groups, describe
+from ipu_pipeline.poptorch.optim.transformations import export_state, import_state, inner_state
 from tests.poptorch.optim.test_poptorch_optim import Ours, make_gradients, make_parameters, step_torch
 from tests.support import models
 

@@ -25,11 +25,14 @@ from ipu_pipeline.poptorch.enums import (
 )
 from ipu_pipeline.poptorch.options import ConfigFileError, Options, TensorLocationSettings
 from ipu_pipeline.poptorch.options.base import UNSET, is_configurable
-from ipu_pipeline.poptorch.options.diagnostics import AnchoredTensor
-from ipu_pipeline.poptorch.options.names import find_value
-from ipu_pipeline.poptorch.options.phased import SerialPhasedExecution
-from ipu_pipeline.poptorch.options.stages import Stage
-from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
+from ipu_pipeline.poptorch.options.option_texts import find_value
+from ipu_pipeline.poptorch.options.options import AnchoredTensor
+from ipu_pipeline.poptorch.options.strategies import (
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+)
 from tests.support import pages
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "poptorch_options.md"

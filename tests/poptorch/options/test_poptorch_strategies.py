@@ -6,9 +6,15 @@ import pickle
 import pytest
 
 from ipu_pipeline.poptorch.enums import AutoStage, Liveness
-from ipu_pipeline.poptorch.options.phased import ParallelPhasedExecution, SerialPhasedExecution
-from ipu_pipeline.poptorch.options.stages import Phase, Stage
-from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, Placement, ShardedExecution
+from ipu_pipeline.poptorch.options.strategies import (
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    Placement,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+)
 
 UNPHASED = [PipelinedExecution, ShardedExecution]
 PHASED = [SerialPhasedExecution, ParallelPhasedExecution]

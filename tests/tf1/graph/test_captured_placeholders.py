@@ -193,7 +193,7 @@ def test_copies_are_the_same_and_trees_have_them_as_leaves():
 
 
 def test_programs_keep_no_placeholders_but_their_own():
-    from ipu_pipeline.tf1.graph.placeholders import live_placeholders
+    from ipu_pipeline.tf1.graph import live_placeholders
 
     gc.collect()
     before = len(live_placeholders())

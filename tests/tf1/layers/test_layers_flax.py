@@ -12,7 +12,7 @@ from flax import linen, nnx, traverse_util
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers
-from ipu_pipeline.ground import names
+from ipu_pipeline.ground import checks
 from tests.support import front, models
 
 NUM = 2  # micro-batches
@@ -174,7 +174,7 @@ def check_initial_values(variables):
     with jax.numpy_dtype_promotion("standard"):
         init = jax.jit(lambda key: Block(6).init(key, batches()[0], train=False))
         for name in ("a/Dense_0/kernel", "a/batch_stats/BatchNorm_0/var"):
-            made = init(jax.random.fold_in(jax.random.key(3), names.hash_name(name)))
+            made = init(jax.random.fold_in(jax.random.key(3), checks.hash_name(name)))
             *_scope, module, leaf = name.split("/")
             collection = "batch_stats" if "batch_stats" in name else "params"
             np.testing.assert_array_equal(variables[name], made[collection][module][leaf])
@@ -221,7 +221,7 @@ def test_masks_differ_between_layers_micro_batches_and_executions_and_not_by_the
     np.testing.assert_array_equal(*found)
     for index, mask in enumerate(found[1][::3][:NUM]):  # by the key of the micro-batch, and the name
         key = jax.random.fold_in(jax.random.fold_in(state.key, 0), index)
-        key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(names.hash_name("a"))), np.uint32(0))
+        key = jax.random.fold_in(jax.random.fold_in(key, np.uint32(checks.hash_name("a"))), np.uint32(0))
         rngs, ones = {"dropout": key}, jnp.ones((8, 12))
         expected = linen.Dropout(0.5).apply({}, ones, deterministic=False, rngs=rngs)
         np.testing.assert_array_equal(mask, expected)

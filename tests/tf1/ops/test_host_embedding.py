@@ -23,7 +23,7 @@ from ipu_pipeline.optimizers import (
     tf1,
 )
 from ipu_pipeline.pipelining_ops import PipelineSchedule, RecomputationMode, pipeline
-from ipu_pipeline.tf1.session import host_rows
+from ipu_pipeline.tf1.session import program_runs
 from tests.support import front, models
 
 ROWS, COLUMNS, CLASSES, BATCH = 20, 6, 5, 4
@@ -413,7 +413,7 @@ def test_others_read_weights_and_table_of_one_update(monkeypatch):
         return minimize(table.lookup(np.array([0])).sum() + ipu.get_variable("w", ()))
 
     program = front.compile_program(lambda: loops.repeat(3, body))
-    read, threads, descend = [], [], host_rows._descend
+    read, threads, descend = [], [], program_runs._descend
 
     def read_variables(has_begun):
         has_begun.set()
@@ -428,7 +428,7 @@ def test_others_read_weights_and_table_of_one_update(monkeypatch):
         descend(*arguments)
         threads.append(thread)
 
-    monkeypatch.setattr(host_rows, "_descend", descend_while_others_read)
+    monkeypatch.setattr(program_runs, "_descend", descend_while_others_read)
     with ipu.Session() as session, table.register(session):
         session.load({"w": np.float32(0)})
         session.run(program)

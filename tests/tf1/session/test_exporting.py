@@ -12,7 +12,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.checkpointing import checkpoints
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.pipelining_ops import pipeline
-from ipu_pipeline.tf1.session import loaded_program
+from ipu_pipeline.tf1.session import exported_programs
 from tests.support import forked, front
 from tests.support.resumable import Batches, Training, make_stages
 
@@ -272,7 +272,7 @@ def test_other_versions_and_devices(exported, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="was exported with jax_enable_x64 True"):
         ipu.load_program(changed(path, tmp_path / "wide", has_wide_dtypes=True))
     other = changed(path, tmp_path / "jax", jax="0.1.2")
-    monkeypatch.setattr(loaded_program.jax.export, "deserialize", lambda _content: 1 / 0)
+    monkeypatch.setattr(exported_programs.jax.export, "deserialize", lambda _content: 1 / 0)
     message = "stage0.jax_export, exported by JAX 0.1.2, cannot be read by JAX"
     with pytest.raises(CheckpointError, match=message):
         ipu.load_program(other)

@@ -10,7 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import loops
-from ipu_pipeline.tf1.program.outputs import Computed
+from ipu_pipeline.tf1.program.program import Computed
 from tests.support import front
 
 MATRIX = np.arange(6, dtype=np.float32).reshape(2, 3)

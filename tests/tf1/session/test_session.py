@@ -12,7 +12,7 @@ import ipu_pipeline as ipu
 from ipu_pipeline.engine import reference
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.errors import OutOfRangeError
-from ipu_pipeline.ground import names
+from ipu_pipeline.ground import checks
 from ipu_pipeline.ipu_outfeed_queue import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput, pipeline
 from ipu_pipeline.tf1.session.store import Store
@@ -46,7 +46,7 @@ def test_training_equals_the_reference():
     with ipu.Session(seed=3) as session:
         session.run(ipu.global_variables_initializer())
         start, name = session.variables, "first/dense/kernel"
-        key = jax.random.fold_in(jax.random.key(3), names.hash_name(name))
+        key = jax.random.fold_in(jax.random.key(3), checks.hash_name(name))
         initial = jax.nn.initializers.glorot_uniform()(key, (12, 16), jnp.float32)
         np.testing.assert_array_equal(start[name], initial)
         session.run(model.initializer)

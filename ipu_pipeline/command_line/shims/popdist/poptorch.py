@@ -4,8 +4,6 @@ import warnings
 
 import ipu_pipeline.poptorch
 
-__all__ = ["Options"]
-
 
 class Options(ipu_pipeline.poptorch.Options):
     """PopTorch's options, which know by themselves which process this is and how many there are."""

@@ -1,0 +1,83 @@
+"""Calls functions in the processes that write a checkpoint together, and tells all of them of an error.
+
+All processes call the functions of this module in the same order. In a process that runs alone, these only
+call the function that they are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from ipu_pipeline.engine import processes
+
+T = TypeVar("T")
+_place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="checkpoint")
+
+
+def process_index() -> int:
+    """The number of this process."""
+    others = processes.current()
+    return 0 if others is None else others.index
+
+
+def is_first() -> bool:
+    """Whether this is the process that acts for all of them."""
+    return process_index() == 0
+
+
+def do_first(function: Callable[[], T]) -> T:
+    """Calls a function in process 0; the other processes wait for it."""
+    told: list[T] = _do(function, takes_part=is_first())
+    return told[0]
+
+
+def do_each(function: Callable[[], T]) -> list[T]:
+    """Calls a function in each process, and waits for all of them."""
+    return _do(function, takes_part=True)
+
+
+@contextlib.contextmanager
+def beside(what: str) -> Iterator[None]:
+    """Keeps this thread's exchanges with other processes apart from another saving thread's."""
+    token = _place.set(what)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def is_any(value: bool, what: str) -> bool:
+    """Whether `value` is True in any process; waits for all."""
+    return largest(value, what) > 0
+
+
+def largest(value: int, what: str) -> int:
+    """The largest `value` of all processes; waits for all."""
+    others = processes.current()
+    return value if others is None else max(map(int, others.exchange(what, str(int(value)))))
+
+
+def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
+    others = processes.current()
+    if others is None:
+        return [function()]
+    value: Any = None
+    error: Exception | None = None
+    if takes_part:
+        try:
+            with processes.occupied("a checkpoint"):
+                value = function()
+        except Exception as raised:
+            error = raised
+    fault = None if error is None else f"{type(error).__name__}: {error}"
+    told = [json.loads(text) for text in others.exchange(_place.get(), json.dumps([fault, value]))]
+    if error is not None:
+        raise error
+    for process, (fault, _value) in enumerate(told):
+        if fault is not None:
+            raise OSError(f"In process {process}: {fault}")
+    return [value for _fault, value in told]

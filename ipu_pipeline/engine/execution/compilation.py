@@ -1,0 +1,350 @@
+"""Compiles the programs of a step before it first runs; keeps them for other devices and pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.engine.devices.xla_settings import Options
+from ipu_pipeline.engine.plan.lowering import Layout
+from ipu_pipeline.engine.plan.memory import find_shapes, trace
+from ipu_pipeline.engine.plan.plan import Plan, Program, Value
+from ipu_pipeline.engine.programs.stage_programs import BindingKind
+from ipu_pipeline.engine.progress import Compilation, compiling
+from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.pytrees import num_bytes
+
+# Compiled programs that outlive their pipeline, for the next one that has the same.
+#
+# Code that builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
+# functions may have closed over other values. So it is traced again, and the comparison is between what XLA
+# would compile: the program's text, constants included, its devices and its options.
+
+Key: TypeAlias = "tuple[Any, ...]"
+
+_current: contextvars.ContextVar[KeptPrograms | None] = contextvars.ContextVar("kept", default=None)
+
+
+class KeptPrograms:
+    """The compiled programs of successive pipelines, without those that the last one did not use."""
+
+    def __init__(self) -> None:
+        """Begins without any programs."""
+        self._used: dict[Key, Any] = {}
+        self._earlier: dict[Key, Any] = {}
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Makes pipelines built inside the `with` block take programs from here, whenever they compile."""
+        if self._used:  # else the last block ended without compiling anything
+            self._earlier, self._used = self._used, {}
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def find(self, key: Key | None) -> Any:
+        """The program, ready to be called; None if there is none."""
+        if key is None:
+            return None
+        found = self._used.get(key, self._earlier.get(key))
+        if found is not None:
+            self._used[key] = found
+        return found
+
+    def keep(self, key: Key | None, compiled: Any) -> None:
+        """Keeps a compiled program. Without a key it does nothing."""
+        if key is not None:
+            self._used[key] = compiled
+
+
+def current_programs() -> KeptPrograms | None:
+    """The programs that a pipeline being built may take; None outside of `KeptPrograms.building`."""
+    return _current.get()
+
+
+def text_of(lowered: Any) -> str:
+    """The text of a program before XLA, without the first line, which has its name."""
+    _name, text = lowered.as_text().split("\n", 1)
+    return str(text)
+
+
+def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) -> Key | None:
+    """The key of a program: equal programs have equal keys."""
+    if "callback" in text:
+        return None
+    read = jax_compat.kept_arguments(lowered)
+    if read is None:
+        begin = text.find("@main(")
+        read = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
+        if len(read) != len(jax.tree.leaves(lowered.in_avals)):
+            return None
+    digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
+    place = tuple((device.platform, device.id) for device in devices)
+    return digest, read, place, tuple(sorted(options.items())), lowered.in_tree, lowered.out_tree
+
+
+def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
+    """A function that makes zeros of these shapes and dtypes; all pipelines share it: it compiles once."""
+    return _jit_zeros(tuple((aval.shape, aval.dtype) for aval in avals), sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _jit_zeros(avals: tuple[tuple[tuple[int, ...], Any], ...], sharding: Any) -> Callable[[], Any]:
+    def make_zeros() -> list[jax.Array]:
+        return [jnp.zeros(shape, dtype) for shape, dtype in avals]
+
+    return jax.jit(make_zeros, out_shardings=sharding)
+
+
+# Compiled programs, loaded for other devices than they were compiled for.
+#
+# XLA compiles a program anew for each device, even where stages compute the same, as the blocks of a
+# transformer do. This module writes out what XLA made for one device and reads it in for another, in about
+# a tenth of the time or less.
+
+_LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU client
+
+
+def is_portable(devices: Sequence[Any]) -> bool:
+    """Whether what is compiled for such devices can be loaded for others.
+
+    It cannot with JAX's persistent compilation cache, which saves as much. Only CPUs have been tried.
+    """
+    if len(devices) > 1:
+        return False
+    (device,) = devices
+    return device.platform == "cpu" and jax_compat.can_move_executables(device.client)
+
+
+class Executable:
+    """A compiled program, written out."""
+
+    def __init__(self, compiled: jax.stages.Compiled) -> None:
+        """Writes a compiled program out."""
+        costs = compiled.cost_analysis() or {}
+        if costs.get("flops", 0) < _LEAST_OPERATIONS:
+            raise ValueError("The program is run where it is started, and must be compiled for that.")
+        self._written = jax_compat.write_executable(compiled)
+
+    def load(self, device: Any) -> jax.stages.Compiled:
+        """The program for a device of the same kind, where its arguments must lie."""
+        return jax_compat.read_executable(self._written, device)
+
+
+# Compiles the programs of a step before its first run, several at a time.
+#
+# A jitted function compiles at its first call, one after another as the step goes along. Here each is
+# lowered with the shapes that it will be called with, and XLA compiles them in threads; the calls find them
+# compiled (JAX keeps an executable with what was lowered). Programs that differ only in their device are
+# compiled once; on the other devices, a loaded executable takes the place of the jitted function.
+
+
+class Compiled(NamedTuple):
+    """What is known of programs once they have been compiled. All sizes are in bytes."""
+
+    # by device, the most that a program takes besides its arguments and results
+    temporary_bytes: dict[int, int]
+    # by stage, what a device holds of a micro-batch's residuals; only for stages that several devices
+    # compute together
+    residual_bytes: dict[int, int]
+
+
+class _Lowered(NamedTuple):
+    """A program before XLA, where it runs, and a function that puts the compiled one in its place."""
+
+    lowered: Any
+    group: DeviceGroup
+    install: Callable[[Any], None]
+    key: Key | None = None  # the key to keep it by
+
+
+class _Divided(NamedTuple):
+    """A result whose sharding XLA's partitioner may choose, while its program is being compiled."""
+
+    struct: jax.ShapeDtypeStruct
+    compiled: Future[Any]
+    place: int
+
+    def wait(self) -> jax.ShapeDtypeStruct:
+        """Waits for XLA's choice. Returns the result's shape, dtype and sharding."""
+        sharding = self.compiled.result().output_shardings[self.place]
+        return jax.ShapeDtypeStruct(self.struct.shape, self.struct.dtype, sharding=sharding)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of a device's part of it."""
+        known = self.wait()
+        return num_bytes([jax.ShapeDtypeStruct(known.sharding.shard_shape(known.shape), known.dtype)])
+
+
+class _Compiler:
+    """Compiles programs in threads; equal programs only once."""
+
+    def __init__(self, is_shared: bool, told: Compilation, kept: KeptPrograms | None) -> None:
+        self._told = told
+        self._kept = kept
+        self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
+        self._is_shared = is_shared
+        self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
+        self._known: dict[Any, list[_Lowered]] = {}
+        self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
+
+    def start(
+        self,
+        function: Any,
+        arguments: Sequence[Any],
+        group: DeviceGroup,
+        options: Options,
+        install: Callable[[Any], None] | None,
+    ) -> Future[Any] | None:
+        """Starts to compile a program, unless the same one was started for another device, or is kept."""
+        program = function.lower(*arguments)
+        is_portable_here = self._is_shared and install is not None and is_portable(group.devices)
+        key, text = None, ""
+        if is_portable_here or (self._kept is not None and install is not None):
+            text = text_of(program)
+        if self._kept is not None and install is not None:
+            key = identify(program, text, group.devices, options)
+        lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
+        same = [lowered]
+        if self._kept is not None and (known := self._kept.find(key)) is not None:
+            future: Future[Any] = Future()
+            future.set_result(known)
+            lowered.install(known)
+            self._told.note_kept()
+            self._started.append((future, same))
+            return future
+        if is_portable_here:
+            digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
+            read = jax_compat.kept_arguments(program)  # the text does not say which these are
+            same = self._known.setdefault((digest, read, tuple(sorted(options.items()))), same)
+            if same[0] is not lowered:
+                same.append(lowered)
+                return None
+        future = self.threads.submit(self._compile, lowered)
+        self._started.append((future, same))
+        return future
+
+    def _compile(self, program: _Lowered) -> Any:
+        with self._told.program():
+            return program.lowered.compile()
+
+    def finish(self, chunk_size: int) -> Compiled:
+        """Waits for what was started, and loads equal programs for other devices."""
+        temporary_bytes: dict[int, int] = {}
+        compiled = [(future.result(), same) for future, same in self._started]
+        waiting = [
+            (same[1:], self.threads.submit(self._load, one, same[1:]))
+            for one, same in compiled
+            if len(same) > 1
+        ]
+        for one, same in compiled:
+            for lowered in same:
+                note_temporaries(temporary_bytes, lowered.group, one)
+            self._keep(same[0], one)
+        loaded = [(programs, future.result()) for programs, future in waiting]
+        for programs, functions in loaded:  # only when all is there: until here it can be repeated
+            for program, function in zip(programs, functions, strict=False):
+                program.install(function)
+                self._keep(program, function)
+        residual_bytes: dict[int, int] = {}
+        for (stage, _kind), divided in self.divided.items():
+            size = sum(one.num_bytes for one in divided) // chunk_size
+            residual_bytes[stage] = residual_bytes.get(stage, 0) + size
+        return Compiled(temporary_bytes, residual_bytes)
+
+    def _keep(self, program: _Lowered, compiled: Any) -> None:
+        if self._kept is not None:
+            self._kept.keep(program.key, compiled)
+
+    def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
+        """Loads a compiled program for the other programs' devices.
+
+        Where that cannot be done, they are compiled. Then it returns nothing, as JAX finds them.
+        """
+        try:
+            executable = Executable(compiled)
+            loaded = [executable.load(program.group.devices[0]) for program in programs]
+        except Exception:  # any error of JAX or XLA: loading only saves time
+            for program in programs:
+                self._compile(program)
+            return []
+        self._told.note_loaded(len(loaded))
+        return loaded
+
+
+def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compiled: Any) -> None:
+    """Enters by device the most that a compiled program takes besides its arguments and results."""
+    analysis = compiled.memory_analysis()  # None on some backends
+    if analysis is not None:
+        known = temporary_bytes.get(group.ipu, 0)
+        temporary_bytes[group.ipu] = max(known, int(analysis.temp_size_in_bytes))
+
+
+def compile_ahead(
+    plan: Plan,
+    layout: Layout,
+    given: Callable[[Value], Any],
+    chunk_size: int,
+    is_shared: bool,
+    kept: KeptPrograms | None,
+    note: str = "",
+) -> Compiled:
+    """Compiles all programs of a plan; returns when all are compiled.
+
+    Returns:
+      What is known of the programs then.
+    """
+    blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
+    programs = dict.fromkeys(one.program for block in blocks for one in block.code if one.program)
+    new = [program for program in programs if program.group.is_here and not program.is_compiled]
+    started: dict[Program, Any] = {}
+    with compiling(len(new), note) as told:
+        compiler = _Compiler(is_shared, told, kept)
+
+        def launch(program: Program, arguments: Sequence[Any]) -> list[Any]:
+            arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
+            results: list[Any] = trace(program, arguments)
+            group = program.group
+            if program not in started and not program.is_compiled and group.is_here:
+                install = functools.partial(setattr, program, "function")
+                is_joint = program.kind is not None and group.num_replicas > 1
+                # Programs between others take values of several shapes, an executable does not.
+                is_fixed = bool(program.binds) and not is_joint
+                started[program] = compiler.start(
+                    program.jitted, arguments, group, program.options, install if is_fixed else None
+                )
+            is_chosen = program.kind is not None and isinstance(program.shardings, list)
+            if is_chosen and (compiled := started.get(program)) is not None:
+                residuals = [
+                    _Divided(results[place], compiled, place)
+                    for place, bound in enumerate(program.results)
+                    if any(binding.kind is BindingKind.RESIDUAL for binding in bound)
+                ]
+                for place, sharding in enumerate(program.shardings):
+                    if sharding is None:
+                        results[place] = _Divided(results[place], compiled, place)
+                if residuals:
+                    compiler.divided[program.stage, program.kind.name] = residuals
+            return results
+
+        try:
+            find_shapes(plan, layout, given, launch)
+            compiled = compiler.finish(chunk_size)
+            for program in started:
+                program.is_compiled = True
+            return compiled
+        finally:  # after an error, compilations that have not begun are not waited for
+            compiler.threads.shutdown(wait=False, cancel_futures=True)

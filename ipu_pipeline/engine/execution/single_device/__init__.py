@@ -1,1 +1,0 @@
-"""Everything on one device: one program, block by block."""

@@ -1,0 +1,264 @@
+"""Rewrites of flat jaxprs: scans over layers taken apart, and one loss in place of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ipu_pipeline.engine.jaxprs.flat import (
+    Atom,
+    Equation,
+    FlatJaxpr,
+    InlineFunction,
+    Var,
+    aval_struct,
+    close,
+    flatten,
+    fresh,
+)
+from ipu_pipeline.ground import jax_compat, jax_core
+
+# Takes apart scans over layers, so that a model can be cut between two of their iterations.
+#
+# A scan over layers is one whose iterations have parameters of their own, stacked on a first axis: the
+# scan's `xs` has an input that is a parameter, or such an input in another dtype. Its iterations are
+# written out, and the parameter becomes as many inputs as there are iterations. Other scans, over time or
+# over parts of a sequence, share their parameters and stay as they are. So does one with more iterations
+# than models have layers.
+
+_MOST_LAYERS = 256  # that a scan over layers may have; more iterations are over something else
+_CASTS = ("convert_element_type", "copy", "copy_p")
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """A jaxpr without scans over layers.
+
+    Attributes:
+      flat: the jaxpr. Its inputs are the parameters and values that stay whole, in the original order, and
+        then the slices of the others.
+      origins: for each input the number of the original's, and which slice of it; None for all of it.
+    """
+
+    flat: FlatJaxpr
+    origins: list[tuple[int, int | None]]
+
+
+def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
+    """Writes out the iterations of all scans over layers."""
+    casts = _find_casts(flat, parameters)
+    sizes: dict[Var, int] = {}  # parameter -> its number of slices
+    for equation in flat.equations:
+        for var in _stacked(equation, casts):
+            sizes[casts[var][0]] = equation.params["length"]
+    slices = {
+        var: [
+            jax_core.Var(jax_compat.shaped_array(var.aval.shape[1:], var.aval.dtype)) for _n in range(size)
+        ]
+        for var, size in sizes.items()
+    }
+
+    def rule(equation: Equation, inputs: list[Atom], inline: InlineFunction) -> list[Atom] | None:
+        is_over_layers = bool(_stacked(equation, casts))
+        return _unroll(equation, inputs, inline, casts, slices) if is_over_layers else None
+
+    found = flatten(close(flat).closed_jaxpr, rule)
+    found = dataclasses.replace(found, equations=_used(found.equations, found.outputs))
+    read = {atom for equation in found.equations for atom in equation.invars if _is_var(atom)}
+    read |= {atom for atom in found.outputs if _is_var(atom)}
+    equations: list[Equation] = []
+    for old, new in zip(flat.inputs, found.inputs, strict=True):
+        if old in slices and new in read:  # what reads all of it
+            equations += _stack(slices[old], new)
+    whole = [(number, var) for number, var in enumerate(found.inputs) if flat.inputs[number] not in slices]
+    parts = [
+        (number, place, var)
+        for number, old in enumerate(flat.inputs)
+        for place, var in enumerate(slices.get(old, ()))
+    ]
+    return Unrolled(
+        FlatJaxpr(
+            [*(var for _number, var in whole), *(var for *_place, var in parts)],
+            equations + found.equations,
+            found.outputs,
+            found.constants,
+        ),
+        [*((number, None) for number, _var in whole), *((number, place) for number, place, _var in parts)],
+    )
+
+
+def _is_var(atom: Atom) -> bool:
+    return not isinstance(atom, jax_core.Literal)
+
+
+def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple[Var, list[Equation]]]:
+    """The variables that are parameters, or these in other dtypes, with the equations that cast them."""
+    found: dict[Var, tuple[Var, list[Equation]]] = {
+        var: (var, []) for var in flat.inputs if var in parameters
+    }
+    for equation in flat.equations:
+        source = equation.invars[0] if equation.primitive.name in _CASTS else None
+        if source is not None and _is_var(source) and source in found:
+            origin, casts = found[source]
+            found[equation.outvars[0]] = origin, [*casts, equation]
+    return found
+
+
+def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
+    """The stacked parameters of a scan; none if it is not one over layers, or has no iterations."""
+    if equation.primitive.name != "scan" or not 0 < equation.params["length"] <= _MOST_LAYERS:
+        return []
+    params = equation.params
+    xs = equation.invars[sum(jax_core.scan_counts(params)) :]
+    return [atom for atom in xs if _is_var(atom) and atom in casts]
+
+
+def _unroll(
+    equation: Equation,
+    inputs: list[Atom],
+    inline: InlineFunction,
+    casts: dict[Var, tuple[Var, list[Equation]]],
+    slices: dict[Var, list[Var]],
+) -> list[Atom]:
+    """Writes out the iterations of a scan."""
+    params = equation.params
+    body, length = params["jaxpr"], params["length"]
+    num_consts, num_carry = jax_core.scan_counts(params)
+    first = num_consts + num_carry
+    consts, carry, xs = inputs[:num_consts], inputs[num_consts:first], inputs[first:]
+    originals = equation.invars[first:]
+
+    def compute(function: Callable[..., Any], *atoms: Atom) -> Atom:
+        return inline(jax.make_jaxpr(function)(*(aval_struct(atom.aval) for atom in atoms)), list(atoms))[0]
+
+    def element(number: int, original: Atom, atom: Atom) -> Atom:
+        if not _is_var(original) or original not in casts:
+            return compute(lambda value: jax.lax.index_in_dim(value, number, keepdims=False), atom)
+        origin, equations = casts[original]
+        own: Atom = slices[origin][number]
+        for cast in equations:
+            dtype = cast.outvars[0].aval.dtype
+            own = compute(lambda value, dtype=dtype: jax.lax.convert_element_type(value, dtype), own)
+        return own
+
+    stacked: list[list[Atom]] = [[] for _result in equation.outvars[num_carry:]]
+    numbers = range(length)
+    for number in reversed(numbers) if params["reverse"] else numbers:
+        elements = [element(number, *pair) for pair in zip(originals, xs, strict=True)]
+        results = inline(body, [*consts, *carry, *elements])
+        carry = results[:num_carry]
+        for own, result in zip(stacked, results[num_carry:], strict=True):
+            own.append(result)
+    if params["reverse"]:
+        stacked = [own[::-1] for own in stacked]
+    return [*carry, *(compute(lambda *values: jnp.stack(values), *own) for own in stacked)]
+
+
+def _stack(slices: list[Var], whole: Var) -> list[Equation]:
+    """The equations that make all of a parameter of its slices."""
+    avals = [aval_struct(var.aval) for var in slices]
+    flat = flatten(jax.make_jaxpr(lambda *values: jnp.stack(values))(*avals))
+    renamed = {**dict(zip(flat.inputs, slices, strict=True)), flat.outputs[0]: whole}
+
+    def rename(atoms: Iterable[Atom]) -> list[Atom]:
+        return [renamed.get(atom, atom) if _is_var(atom) else atom for atom in atoms]
+
+    return [
+        equation.replace(invars=rename(equation.invars), outvars=rename(equation.outvars))
+        for equation in flat.equations
+    ]
+
+
+def _used(equations: list[Equation], outputs: list[Atom]) -> list[Equation]:
+    """The equations whose results are read, or that have effects."""
+    needed = {atom for atom in outputs if _is_var(atom)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or any(var in needed for var in equation.outvars):
+            kept.append(equation)
+            needed.update(atom for atom in equation.invars if _is_var(atom))
+    return kept[::-1]
+
+
+# One loss in place of several that train different variables.
+#
+# The gradient of the sum of all losses would be another one: a loss may depend on variables that another
+# one trains. So what computes a loss from those is copied, with their gradients stopped, and the sum is
+# that of the copies. XLA computes a copy and its original once.
+
+
+def join_losses(
+    flat: FlatJaxpr, losses: Sequence[Atom], frozen: Sequence[Collection[Var]]
+) -> tuple[FlatJaxpr, Atom]:
+    """Adds a loss whose gradients are those of several losses together.
+
+    Returns:
+      The function with more equations, and the loss among their results.
+    """
+    equations = list(flat.equations)
+    parts = [_stop(flat, equations, loss, own) for loss, own in zip(losses, frozen, strict=True)]
+    dtype = functools.reduce(jnp.promote_types, [part.aval.dtype for part in parts])
+    total, constants = _append(
+        equations, lambda *values: sum(value.astype(dtype) for value in values), parts, equations[-1]
+    )
+    return FlatJaxpr(flat.inputs, equations, flat.outputs, {**flat.constants, **constants}), total
+
+
+def _stop(flat: FlatJaxpr, equations: list[Any], loss: Atom, frozen: Collection[Var]) -> Atom:
+    """Appends a copy of what computes a loss from frozen inputs. Returns the loss of the copy."""
+    known: dict[Any, Any] = {}
+    for equation in _needed_for(flat, loss):
+        read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+        for var in read:
+            if var in frozen and var not in known:
+                known[var], _constants = _append(equations, jax.lax.stop_gradient, [var], equation)
+        if not any(var in known for var in read):
+            continue
+        if equation.effects:
+            raise NotImplementedError(
+                "minimize was called several times, and what computes a loss from variables that another "
+                "one trains prints or calls back within a loop, a branch or jax.checkpoint "
+                f"({equation.primitive.name}), which would happen twice. Do that outside, or train in two "
+                "loops."
+            )
+        copies = fresh(equation.outvars)
+        known.update(zip(equation.outvars, copies, strict=True))
+        invars = [
+            atom if isinstance(atom, jax_core.Literal) else known.get(atom, atom)
+            for atom in equation.invars
+        ]
+        equations.append(equation.replace(invars=invars, outvars=copies))
+    return loss if isinstance(loss, jax_core.Literal) else known.get(loss, loss)
+
+
+def _needed_for(flat: FlatJaxpr, loss: Atom) -> list[Equation]:
+    """The equations that a loss depends on, in their order."""
+    needed, found = set() if isinstance(loss, jax_core.Literal) else {loss}, []
+    for equation in reversed(flat.equations):
+        if any(var in needed for var in equation.outvars):
+            found.append(equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)}
+    return found[::-1]
+
+
+def _append(
+    equations: list[Any], function: Any, arguments: Sequence[Atom], like: Equation
+) -> tuple[Atom, dict[Any, Any]]:
+    """Appends a function's equations, in the scopes of another one. Returns its result and constants."""
+    avals = [aval_struct(atom.aval) for atom in arguments]
+    added = flatten(jax.make_jaxpr(function)(*avals))
+    known: dict[Any, Any] = dict(zip(added.inputs, arguments, strict=True))
+    for equation in added.equations:
+        invars = [
+            atom if isinstance(atom, jax_core.Literal) else known.get(atom, atom)
+            for atom in equation.invars
+        ]
+        equations.append(jax_compat.in_place_of(like, equation.replace(invars=invars)))
+    (result,) = added.outputs
+    return known.get(result, result), added.constants

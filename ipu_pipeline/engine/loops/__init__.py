@@ -1,1 +1,0 @@
-"""Loop bodies, and their shards."""

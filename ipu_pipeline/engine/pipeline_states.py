@@ -1,0 +1,210 @@
+"""States of a pipeline: made of initial values or of another pipeline's state, and kept between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
+from ipu_pipeline.engine.execution.contract import Runner
+from ipu_pipeline.engine.progress import initializing
+from ipu_pipeline.engine.state import PipelineState, RunState
+from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
+from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight, without_weights
+from ipu_pipeline.engine.updates.update_programs import Updates
+from ipu_pipeline.ground.pytrees import describe
+from ipu_pipeline.ground.tables import shorten
+
+# Makes the state that training begins with.
+
+
+def make_state(runner: Runner[Any], key: Any) -> PipelineState:
+    """Makes a state, on the devices of its stages."""
+    placement = runner.placement
+    variables = make_variables(placement, placement.traced.variables, key)
+    return PipelineState(
+        variables=variables,
+        optimizer_state=make_optimizer_state(runner, variables),
+        update_count=0,
+        execution_count=0,
+        key=key,
+    )
+
+
+def initial_values(specs: Sequence[VariableSpec], key: Any) -> dict[str, Any]:
+    """Makes the initial values of variables, by full name."""
+    with initializing(len(specs)) as progress:
+        values = {}
+        for spec in specs:
+            values[spec.name] = initial_value(spec, key)
+            progress.num_done += 1
+    return values
+
+
+def make_variables(placement: StatePlacement, names: Iterable[str], key: Any) -> dict[str, Any]:
+    """Makes the initial values of variables, placed."""
+    variables: dict[str, Any] = {}
+    names = list(names)
+    with initializing(len(names)) as progress:
+        for name in names:  # one at a time: all of them may not fit one device
+            spec = placement.traced.variables[name]
+            made = initial_value(spec, key) if placement.has_variable(name) else spec
+            variables |= placement.place_variables({name: made})
+            progress.num_done += 1
+    return variables
+
+
+def make_optimizer_state(
+    runner: Runner[Any], variables: Mapping[str, Any], outputs: Sequence[Any] | None = None
+) -> Any:
+    """Makes the optimizer's state; None without training, or if it needs outputs that are not given."""
+    updates = runner.placement.updates
+    if updates is None or (updates.init_needs_outputs and outputs is None):
+        return None
+    placed = runner.placement.place_variables(variables)
+    return runner.init_optimizer_state(placed, [dict(enumerate(outputs or ()))] * len(runner.homes))
+
+
+# Makes a state from another pipeline's: common variables are kept, others start from initial values.
+
+_MAX_NAMES = 300  # characters
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """The result of comparing two states in `Pipeline.adopt`; `print` shows it.
+
+    Example:
+      >>> old = engine.Pipeline([layers.Dense(4)], num_micro_batches=1)
+      >>> state = old.init(jax.random.key(0), np.ones([2, 8], np.float32))
+      >>> new = engine.Pipeline([layers.Dense(4), layers.Dense(2, name="head")], num_micro_batches=1)
+      >>> new.trace(np.ones([2, 8], np.float32))
+      >>> state, adoption = new.adopt(state)
+      >>> adoption.taken, adoption.new
+      (('dense/kernel', 'dense/bias'), ('head/kernel', 'head/bias'))
+
+    Attributes:
+      taken: full names of the variables that were kept, in the pipeline's order.
+      new: full names of the variables that the state lacked, which have their initial values.
+      left: full names of the state's variables that the pipeline does not have.
+      takes_optimizer_state: whether the optimizer's state was kept; False: it is a new one. None without an
+        optimizer.
+    """
+
+    taken: tuple[str, ...]
+    new: tuple[str, ...]
+    left: tuple[str, ...]
+    takes_optimizer_state: bool | None = None
+
+    def __str__(self) -> str:
+        """Formats the names."""
+        lists = {"taken": self.taken, "new": self.new, "left in the state": self.left}
+        lines = [
+            f"{what}: {len(names)} variable{'s' * (len(names) != 1)}"
+            + (f", {shorten(', '.join(names), _MAX_NAMES)}" if names else "")
+            for what, names in lists.items()
+        ]
+        told = {True: "taken", False: "new", None: "none"}
+        return "\n".join([*lines, f"optimizer state: {told[self.takes_optimizer_state]}"])
+
+
+def compare(known: Mapping[str, Any], wanted: Mapping[str, VariableSpec]) -> Adoption:
+    """Compares a state's variables with a pipeline's by name; the pipeline takes those that both have."""
+    known = without_weights(known)
+    taken = [name for name in wanted if name in known]
+    other = [
+        f"{name} is {describe(known[name])} there, {describe(wanted[name])} here"
+        for name in taken
+        if (tuple(known[name].shape), known[name].dtype) != (wanted[name].shape, wanted[name].dtype)
+    ]
+    if other:
+        raise ValueError(
+            "Pipeline.adopt: variables of the same names must have the same shapes and dtypes: "
+            f"{shorten('; '.join(other), _MAX_NAMES)}. To begin such a variable anew, give it another "
+            "name, or leave it out of the state (dataclasses.replace(state, variables=...))."
+        )
+    if not taken:
+        listed = [shorten(", ".join(names), _MAX_NAMES) for names in (known, wanted)]
+        raise ValueError(
+            f"Pipeline.adopt: the state has none of the pipeline's variables. It has {listed[0]}; the "
+            f"pipeline has {listed[1]}. engine.resplit(state, pipeline) moves a state of another split."
+        )
+    new, left = (name for name in wanted if name not in known), (n for n in known if n not in wanted)
+    return Adoption(tuple(taken), tuple(new), tuple(left))
+
+
+def adopt_optimizer_state(
+    known: Any, updates: Updates, new: Collection[str], make: Callable[[], Any]
+) -> tuple[Any, bool]:
+    """Takes another optimizer state if it fits: all that belongs to no variable, or to one that was taken.
+
+    Returns:
+      The state, and whether it was taken.
+    """
+    made = make()
+    if known is None or made is None:
+        return made, False
+    with_paths = jax.tree_util.tree_leaves_with_path(known)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
+    found = list(jax.tree.leaves(made))
+    has_variables = takes_variables = False
+    for number, leaf in enumerate(updates.state_leaves):
+        has_variables |= leaf.variable is not None
+        if leaf.variable in new:
+            continue
+        own = leaves.get(leaf.path)
+        if own is None or (tuple(own.shape), own.dtype) != (leaf.aval.shape, leaf.aval.dtype):
+            return made, False
+        found[number] = own
+        takes_variables |= leaf.variable is not None
+    if has_variables and not takes_variables:  # counts of updates of other variables
+        return made, False
+    return updates.state_tree.unflatten(found), True
+
+
+# What a pipeline has between two steps: accumulators, and the state that is in place.
+
+
+class BetweenSteps:
+    """The accumulators that the last update left, zeros, and the last state that is known to be placed."""
+
+    def __init__(self) -> None:
+        self.accumulators: dict[str, Any] | None = None
+        # The state, and its variables that count weights, which users do not see. One value, as another
+        # thread may step the pipeline between two reads.
+        self._placed: tuple[Callable[[], PipelineState | None], Mapping[str, Any]] = (lambda: None), {}
+
+    def take_accumulators(self, runner: Runner[Any], dtypes: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the accumulators. If there are none, the runner makes them."""
+        accumulators, self.accumulators = self.accumulators, None
+        return runner.make_accumulators(dtypes) if accumulators is None else accumulators
+
+    def keep(self, state: RunState) -> None:
+        """Keeps the accumulators after an update, and notes that the new state is placed."""
+        self.accumulators = state.accumulators
+        self._placed = weakref.ref(state.pipeline), {}
+
+    def hide_weights(self, state: PipelineState) -> PipelineState:
+        """The placed state without the variables that count weights, which are kept here."""
+        hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
+        if not hidden:
+            return state
+        given = dataclasses.replace(state, variables=without_weights(state.variables))
+        self._placed = weakref.ref(given), hidden
+        return given
+
+    def is_placed(self, state: Any) -> bool:
+        """Whether a state is the last one that is known to be placed."""
+        return state is self._placed[0]()
+
+    def find_placed(self, state: PipelineState) -> PipelineState | None:
+        """The last state with the variables that count weights; None if the given one is another."""
+        placed, hidden = self._placed
+        if state is not placed():
+            return None
+        return dataclasses.replace(state, variables={**state.variables, **hidden}) if hidden else state

@@ -1,0 +1,240 @@
+"""Processes that run one model together (`Options.Distributed`), and the devices of each.
+
+Each has whole replicas of the model, and its own part of the data. Values that must be the same in all are
+compared before they are used: the program is the same everywhere, but what it reads may not be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ipu_pipeline.engine.processes import current as current_peers
+from ipu_pipeline.poptorch.dtypes import to_numpy
+from ipu_pipeline.poptorch.enums import ConnectionType
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.execution.host_weights import on_host
+from ipu_pipeline.poptorch.optim.device_state import SavedState
+from ipu_pipeline.poptorch.options import Options
+from ipu_pipeline.poptorch.options.strategies import PhasedExecution
+from ipu_pipeline.poptorch.replica_groups import find_groups
+from ipu_pipeline.processes import selection
+from ipu_pipeline.processes.rendezvous import join_by_environment
+from ipu_pipeline.processes.selection import have_cpu_devices
+
+# Several processes that run one model together: `Options.Distributed`.
+#
+# Each has whole replicas of the model, and its own part of the data. Values that must be the same in all
+# are compared before they are used: the program is the same everywhere, but what it reads may not be.
+
+_PATH = "poptorch.Options().Distributed"
+# Options of the process and its machine; the seed is compared as it is in use.
+_OWN = {
+    "executable_cache_path",
+    "ipu_version",
+    "log_dir",
+    "model_name",
+    "profile_dir",
+    "profiling",
+    "random_seed",
+    "show_compilation_progress_bar",
+    "source_location_excludes",
+}
+_MEND = (
+    "Give all processes the same: torch.manual_seed with one number before the model is made, or one state "
+    "dict for all. Buffers that each process keeps for itself, such as those of batch normalization, need "
+    "Options.broadcastBuffers(False)."
+)
+_SHOWN = 5  # names in an error
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that run a model."""
+
+    index: int = 0  # the number of this process, from 0
+    count: int = 1  # the number of processes
+    keep_buffers: bool = False  # whether each may have its own values of buffers
+
+    @classmethod
+    def of(cls, options: Options) -> Processes:
+        """Reads the processes from options."""
+        distributed = options.Distributed
+        return cls(distributed.processId, distributed.numProcesses, not options.broadcast_buffers)
+
+
+ALONE = Processes()
+
+
+def join(options: Options) -> None:
+    """Joins the processes that the environment names, and checks that they are those of the options."""
+    asked = Processes.of(options)
+    if asked.count > 1:
+        _check_supported(options)
+    join_by_environment()
+    others = current_peers()
+    joined = ALONE if others is None else Processes(others.index, others.count)
+    if (asked.index, asked.count) == (joined.index, joined.count):
+        return
+    said = f"{_PATH} says that this is process {asked.index} of {asked.count}, but it has joined"
+    if others is not None:
+        raise Error(
+            f"{said} the others as process {joined.index} of {joined.count}. Leave configureProcessId and "
+            f"disable out, or call configureProcessId({joined.index}, {joined.count}): all processes of a "
+            "run have all models together."
+        )
+    if jax.distributed.is_initialized():
+        raise Error(
+            f"{said} others by jax.distributed only. Call ipu_pipeline.distributed.initialize instead."
+        )
+    raise Error(
+        f"{said} none. Start the program by `ipu-pipeline launch -n {asked.count}`; or call "
+        f'ipu_pipeline.distributed.initialize("host:port", {asked.count}, {asked.index}) at its top, with '
+        "the address of process 0."
+    )
+
+
+def _check_supported(options: Options) -> None:
+    groups = find_groups(options.input_cgt, options.input_group_size, options.replication_factor)
+    refused = {
+        f"poptorch.{type(options.execution_strategy).__name__}": isinstance(
+            options.execution_strategy, PhasedExecution
+        ),
+        "useReplicatedTensorSharding": bool(options.TensorLocations.asked_to_shard),
+        "inputReplicaGrouping": len(set(groups)) < len(groups),
+        "Precision.enableFloatingPointExceptions": options.Precision.floating_point_exceptions,
+        "ConnectionType.Never (useOfflineIpuTarget)": options.connection_type is ConnectionType.Never,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            check_alone(options, what)
+
+
+def check_alone(options: Options, what: str) -> None:
+    """Refuses several processes."""
+    number = Processes.of(options).count
+    if number > 1:
+        raise NotImplementedError(
+            f"{what} does not exist here yet for several processes, and {_PATH} has {number}. Leave it "
+            "out, or use one process with more replicas (replicationFactor)."
+        )
+
+
+def describe_options(options: Options) -> dict[str, str]:
+    """Returns the options that must be the same in all processes, by name."""
+    groups = {"": options, **{name: getattr(options, name) for name in options.groups}}
+    del groups["Distributed"]
+    return {
+        f"Options.{path}{'.' * bool(path)}{name}": getattr(value, "__qualname__", None) or repr(value)
+        for path, group in groups.items()
+        for name, value in group.values_by_name().items()
+        if name not in _OWN
+    }
+
+
+def agree(what: str, document: Mapping[str, str]) -> None:
+    """Compares documents of all processes, which must call it in the same order."""
+    others = current_peers()
+    if others is None:
+        return
+    try:
+        others.agree(what, document)
+    except ValueError as error:
+        raise Error(str(error)) from None
+
+
+def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
+    """Compares values that must be the same in all processes, like `agree`."""
+    others = current_peers()
+    if others is None:
+        return
+    own = json.dumps({name: _digest(array) for name, array in arrays.items()})
+    told = [json.loads(text) for text in others.exchange(f"PopTorch: {what}", own)]
+    names = dict.fromkeys(itertools.chain(*told))
+    differing = [name for name in names if len({one.get(name) for one in told}) > 1]
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise Error(
+            f"{what} differ between the {others.count} processes: {', '.join(differing[:_SHOWN])}{more}. "
+            f"{mend}"
+        )
+
+
+def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
+    """Compares a model's parameters on the host, and buffers that processes share, like `agree`."""
+    if current_peers() is None:
+        return
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if not processes.keep_buffers:
+        tensors |= dict(model.named_buffers())
+    with on_host(*tensors.values()):
+        compare_arrays("The weights", {name: to_numpy(tensor, name) for name, tensor in tensors.items()})
+
+
+def compare_state(saved: SavedState | None) -> None:
+    """Compares the state that an optimizer has from before, if any, like `agree`."""
+    if current_peers() is None:
+        return
+    tensors = {} if saved is None else {**saved.ipu_state, **saved.ipu_param}
+    arrays = {name: to_numpy(torch.as_tensor(value), name) for name, value in tensors.items()}
+    compare_arrays("The optimizer's states", arrays, "Load one state for all processes, or none.")
+
+
+def _digest(array: Any) -> str:
+    array = np.asarray(array)
+    digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
+    return f"{array.dtype}{list(array.shape)} {digest}"
+
+
+# Selects the JAX devices that are a model's IPUs.
+
+# Virtual CPU devices: a model that is compiled later may need more than the first one. XLA has at least one
+# thread per device, and with many more threads than cores its matrix products take twice as long.
+_USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
+
+
+def select_devices(num_ipus: int, options: Options) -> list[Any]:
+    """Returns a model's JAX devices, one per IPU, process by process. Starts JAX's backend."""
+    wanted = 1 << (num_ipus - 1).bit_length()
+    if wanted != num_ipus and not options.auto_round_num_ipus:
+        raise Error(
+            f"The model specifies the use of {num_ipus} IPUs, however PopTorch must reserve a minimum of "
+            f"{wanted} in order to allow the model to run, because PopTorch must reserve a power of 2 or "
+            "maximum of 64 IPUs per process. Please reconfigure your model to use a different number of "
+            "IPUs or set poptorch.Options().autoRoundNumIPUs(True)."
+        )
+    first = options.ipu_id if options.is_set("ipu_id") else 0
+    use_model = options.is_set("use_model") and options.use_model
+    number = options.Distributed.numProcesses
+    if selection.is_selected() and not first and not use_model:
+        found = selection.devices_for(0, number * wanted)
+    else:
+        have_cpu_devices(number * max(first + wanted, _USUAL_NUMBER))
+        found = selection.find_devices(number * (first + wanted), use_model)
+    if number == 1:
+        return found[first : first + wanted]
+    return _of_each_process(found, number, range(first, first + num_ipus))
+
+
+def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list[Any]:
+    """Selects some devices of each process."""
+    chosen = []
+    for process in range(number):
+        own = [device for device in devices if device.process_index == process]
+        if len(own) < places.stop:
+            raise ValueError(
+                f"Each process needs {places.stop} IPUs for its replicas of the model, but process "
+                f"{process} has {len(own)} of the {len(devices)}. Give each process that many devices, or "
+                "use fewer replicas (replicationFactor is per process)."
+            )
+        chosen += own[places.start : places.stop]
+    return chosen

@@ -1,1 +1,0 @@
-"""Operations of torch.nn's layers and losses."""

@@ -1,1 +1,0 @@
-"""Linear algebra, Fourier transforms, special functions and complex numbers."""

@@ -1,1 +1,0 @@
-"""Computes PopTorch's operations by JAX."""

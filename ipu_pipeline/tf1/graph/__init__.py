@@ -1,1 +1,0 @@
-"""Objects that stand for a value before it exists: placeholders and operations."""
