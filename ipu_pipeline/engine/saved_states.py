@@ -26,9 +26,6 @@ from ipu_pipeline.ground.errors import CheckpointError
 # For the fronts; `engine` has the other names.
 __all__ = ["first_rows", "place_state", "take_parts"]
 
-# For the fronts; `engine` has the others.
-
-
 # States of the engine's pipelines as snapshots, and back.
 
 _NAME = "Pipeline"

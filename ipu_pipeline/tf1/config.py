@@ -31,17 +31,12 @@ from ipu_pipeline.processes.selection import (
 
 __all__ = [
     "CACHE_DIR_VARIABLE",
-    "CATEGORIES",
-    "SETTINGS",
-    "Category",
     "DeviceConnectionType",
     "ExecutionProfileType",
     "IPUConfig",
-    "IPUModel",
     "MergeRemoteBuffersBehaviour",
     "SchedulingAlgorithm",
     "SelectionOrder",
-    "Setting",
     "StochasticRoundingBehaviour",
     "configure_ipu_system",
     "enable_executable_cache",

@@ -51,8 +51,6 @@ from ipu_pipeline.tf1.optimizers.wrappers import (
 __all__ = [
     "IPUEstimator",
     "IPUEstimatorSpec",
-    "build_model_program",
-    "check_model_function",
 ]
 
 

@@ -28,7 +28,8 @@ def show():
 if __name__ == "__main__":
     assert poptorch is ours and poptorch.optim is ours.optim and OutputMode is ours.OutputMode
     assert poptorch.optim.__name__ == poptorch.optim.__spec__.name == "ipu_pipeline.poptorch.optim"
-    found = [importlib.util.find_spec(f"poptorch.{name}") for name in ("optim.adam", "optin", "_impl")]
+    names = ("optim.optimizers", "optin", "_impl")
+    found = [importlib.util.find_spec(f"poptorch.{name}") for name in names]
     assert [spec is not None for spec in found] == [True, False, False]
     assert isinstance(popdist.poptorch.Options(), ours.Options) and not popdist.isPopdistEnvSet()
     assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)

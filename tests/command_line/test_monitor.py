@@ -230,12 +230,12 @@ with front.session_of(model) as session:
 """
 FORKING = """
 import os, sys, time
-from ipu_pipeline.processes import announcing, board
-announcing._announcer.start()  # without JAX's backend, with which no process can be forked and end
+from ipu_pipeline.processes import announcements, board
+announcements._announcer.start()  # without JAX's backend, with which no process can be forked and end
 while not board.read_all().announced:
     time.sleep(0.01)
 if os.fork() == 0:
-    assert announcing._announcer._thread is None
+    assert announcements._announcer._thread is None
     sys.exit(0)  # what its parent announces stays
 assert os.wait()[1] == 0
 print(len(board.read_all().announced), flush=True)

@@ -141,22 +141,22 @@ IN_A_NEW_PROCESS = """
 import importlib.util, sys
 from concurrent.futures import ThreadPoolExecutor
 import ipu_pipeline
-from ipu_pipeline.graphcore import table
-caches = [table.read_rows, table.read_sdk_names]
+from ipu_pipeline.graphcore import sdk_names
+caches = [sdk_names.read_rows, sdk_names.read_sdk_names]
 assert "jax" not in sys.modules and not any(cache.cache_info().currsize for cache in caches)
 
-from ipu_pipeline.session.fetches import *
-import ipu_pipeline.tf1.session.fetches as own
-import ipu_pipeline.session.fetches as other
-assert own is other is sys.modules["ipu_pipeline.session"].fetches
+from ipu_pipeline.session.store import *
+import ipu_pipeline.tf1.session.store as own
+import ipu_pipeline.session.store as other
+assert own is other is sys.modules["ipu_pipeline.session"].store
 import pickle
 from ipu_pipeline import errors
 assert pickle.loads(b"cipu_pipeline.errors\\nOutOfRangeError\\n.") is errors.OutOfRangeError
-assert len({id(m) for name, m in sys.modules.items() if name.endswith(".fetches")}) == 1
+assert len({id(m) for name, m in sys.modules.items() if name.endswith(".session.store")}) == 1
 
 def use(_number):
     from ipu_pipeline.serving import export_single_step
-    from ipu_pipeline.session.missing import __all__
+    from ipu_pipeline.session.resumption import __doc__
     return export_single_step
 
 spec = importlib.util.find_spec("ipu_pipeline.serving")

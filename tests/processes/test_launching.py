@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="need
 BEGIN = """
 import os, signal, sys, time
 import ipu_pipeline.distributed as distributed
-from ipu_pipeline.processes import joining
-joining.join_by_environment()
+from ipu_pipeline.processes import rendezvous
+rendezvous.join_by_environment()
 import jax, jax.numpy as jnp, numpy as np
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices import action_log
@@ -44,7 +44,7 @@ while num_told() < 2:
     time.sleep(0.02)
 one.meet("begin")
 """
-EVALUATING = BEGIN.partition("import jax,")[0].replace("joining.join_by", "eval(sys.argv[1])\n#")
+EVALUATING = BEGIN.partition("import jax,")[0].replace("rendezvous.join_by", "eval(sys.argv[1])\n#")
 LISTENING = """
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -198,7 +198,7 @@ def test_listening_at_an_address_that_was_given(tmp_path):
         pytest.skip("this machine has no other address than the loopback one")
     joins = 'distributed.initialize(os.environ["ADDRESS"], 2, int(sys.argv[1]), death_timeout=120)'
     program = tmp_path / "program.py"
-    program.write_text(f"{BEGIN.replace('joining.join_by_environment()', joins)}{LISTENING}")
+    program.write_text(f"{BEGIN.replace('rendezvous.join_by_environment()', joins)}{LISTENING}")
     address = free_address(own)
     started = [begin(program, index, ADDRESS=address) for index in range(2)]
     texts = [one.communicate(timeout=GUARD)[1] for one in started]
@@ -398,7 +398,7 @@ def test_wrong_arguments_of_the_launcher(options, message, capsys, monkeypatch):
 def test_all_are_started_again_until_there_were_too_many_failures_of_one_cause(tmp_path):
     """And a process hears from the launcher which other one has failed."""
     text = """
-from ipu_pipeline.processes.launched import hear_failures
+from ipu_pipeline.processes.launcher import hear_failures
 if index == 1:
     sys.exit(f"file {restart} is missing")
 while not hear_failures():
@@ -420,7 +420,7 @@ sys.exit(f"heard {hear_failures()}")
 
 def test_results_are_shown_once(tmp_path):
     text = """
-from ipu_pipeline.processes.launched import tell_results
+from ipu_pipeline.processes.launcher import tell_results
 print("prepared by", index)
 tell_results(1)
 print("results of", index)
@@ -447,7 +447,7 @@ def test_signals_reach_all_processes_which_end_with_the_launcher(tmp_path, numbe
 PATIENT = """
 import sys
 from ipu_pipeline.command_line.main import main
-from ipu_pipeline.launching.causes import Restarts
+from ipu_pipeline.launching.local_job import Restarts
 Restarts.after = lambda *_given: 1000.0
 sys.exit(main(["launch", "-n", "2", "--restarts", "9", sys.argv[1]]))
 """
@@ -536,7 +536,7 @@ for text in told:
     os.write(own, f"progress {text}\\n".encode())
 if told:
     sys.exit("failed")
-from ipu_pipeline.processes.job_history import JobHistory
+from ipu_pipeline.processes.launcher import JobHistory
 print(JobHistory.of_environment().describe(), file=sys.stderr)
 """
     status, _out, errors = run(tmp_path, text, "--restarts", "9", "-n", "1")

@@ -68,6 +68,6 @@ def test_a_program_that_fails(tmp_path, monkeypatch):
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ipu_pipeline.launching.ray_job", raising=False)
-    monkeypatch.delattr(launching, "on_ray", raising=False)  # else it is found there, and a job is run
+    monkeypatch.delattr(launching, "ray_job", raising=False)  # else it is found there, and a job is run
     with pytest.raises(ImportError, match=r"ray.train needs Ray Train: pip install 'ipu_pipeline\[ray\]'"):
         ray.train(print, 2, storage_path="jobs")

@@ -48,7 +48,6 @@ from ipu_pipeline.tf1.layers.recurrent import (
 
 __all__ = [
     "LSTMStateTuple",
-    "Popnn",
     "PopnnAUGRU",
     "PopnnDynamicGRU",
     "PopnnDynamicLSTM",

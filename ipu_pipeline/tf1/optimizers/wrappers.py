@@ -27,34 +27,11 @@ from ipu_pipeline.engine.fronts import (
     record_training_step,
     scale_loss,
 )
-from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_integer, is_number, list_members
 from ipu_pipeline.ground.pytrees import as_loss, check_float_dtype
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph import GlobalStep, is_internal
-
-__all__ = [
-    "Accumulation",
-    "AveragedWeightsState",
-    "CrossReplicaGradientAccumulationOptimizerV2",
-    "CrossReplicaOptimizer",
-    "GradientAccumulationOptimizerV2",
-    "GradientAccumulationReductionMethod",
-    "LossScalingOptimizer",
-    "MapGradientOptimizer",
-    "Minimized",
-    "Optimizer",
-    "OutfeedOptimizer",
-    "OutfeedOptimizerMode",
-    "Unwrapped",
-    "Watched",
-    "choose_trained",
-    "collecting_minimized",
-    "unwrap",
-    "with_averaged_weights",
-]
-
 
 # Optimizers around an Optax transformation: the combined effect of nested ones, and `minimize`.
 
@@ -321,9 +298,6 @@ def averaged(inner: Unwrapped) -> Unwrapped:
     return dataclasses.replace(inner, averages_replicas=True)
 
 
-explain_missing(__name__)
-
-
 # Optimizers for the bodies of loops that update the weights every few iterations.
 
 _MAX_INT32 = 2**31 - 1
@@ -422,9 +396,6 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
     def wrap(self, inner: Unwrapped) -> Unwrapped:
         """Adds the accumulation, and the mean over replicas."""
         return averaged(super().wrap(inner))
-
-
-explain_missing(__name__)
 
 
 # Optimizers that change or report the gradients of micro-batches.
@@ -573,9 +544,6 @@ def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[
                 f"{', '.join(known)}."
             )
     return known if names is None else list(names)
-
-
-explain_missing(__name__)
 
 
 # An optimizer that scales the loss, for gradients in float16.

@@ -16,7 +16,7 @@ from ipu_pipeline.optimizers import (
     LossScalingOptimizer,
     MapGradientOptimizer,
 )
-from ipu_pipeline.optimizers.base import unwrap
+from ipu_pipeline.optimizers.wrappers import unwrap
 from tests.support import front, models
 
 NAMES = ("a", "b", "c")

@@ -11,7 +11,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.optimizers import LossScalingOptimizer
-from ipu_pipeline.optimizers.base import unwrap
+from ipu_pipeline.optimizers.wrappers import unwrap
 from tests.support import joined, models
 
 LENGTHS = [5, 1, 0, 4, 2, 5, 3, 1]  # of the tokens that count, in each micro-batch

@@ -147,7 +147,7 @@ def test_a_cache_is_left_out(caplog):
 
 
 def test_generate_refuses_what_it_does_not_support():
-    """Before anything is captured. `poptorch/generation` has the tests of what it generates."""
+    """Before anything is captured. `tests/poptorch/generation` has the tests of what it generates."""
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**hf._GPT2, "n_layer": 1})).eval()
     wrapped = poptorch.inferenceModel(model)
     number, most = model.config.vocab_size, model.config.n_positions

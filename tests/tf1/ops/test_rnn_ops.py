@@ -11,7 +11,7 @@ import torch
 
 import ipu_pipeline as ipu
 from ipu_pipeline import engine, layers, rnn_ops
-from ipu_pipeline.layers import recurrent_scans
+from ipu_pipeline.layers import recurrent
 from tests.support import front, layer_cases, models
 from tests.support.recurrent_formulas import plain_gru, plain_lstm
 
@@ -303,7 +303,7 @@ def test_weights_are_not_kept_for_each_step():
     def loss(kernel, recurrent_kernel, x):
         zeros, activations = jnp.zeros((BATCH, UNITS), jnp.bfloat16), (jnp.tanh, jax.nn.sigmoid)
         given = x, StateTuple(zeros, zeros), kernel, recurrent_kernel, None, *activations
-        return jnp.sum(recurrent_scans.run_lstm(*given)[0].astype(jnp.float32))
+        return jnp.sum(recurrent.run_lstm(*given)[0].astype(jnp.float32))
 
     weights = jnp.ones((FEATURES, 4 * UNITS)), jnp.ones((UNITS, 4 * UNITS))
     x = jnp.ones((TIME, BATCH, FEATURES), jnp.bfloat16)

@@ -84,7 +84,7 @@ import pickle
 import numpy as np
 import orbax.checkpoint
 import ipu_pipeline as ipu
-from ipu_pipeline.tf1.session import loaded_program
+from ipu_pipeline.tf1.session import exported_programs
 def refuse(*_arguments, **_options):
     raise AssertionError("unpickled")
 pickle.load = pickle.loads = pickle.Unpickler = refuse

@@ -4,20 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.nn import initializers
+from jax.nn import initializers as jax_initializers
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.tracing import initializers as drawing
+from ipu_pipeline.engine.tracing import initializers
 from ipu_pipeline.engine.tracing.initializers import find_initializer
 from tests.support.compilations import compilations
 
 KEY = jax.random.key(7)
 DRAWN = {
     "glorot_uniform": find_initializer("glorot_uniform"),
-    "normal": initializers.normal(0.02),
+    "normal": jax_initializers.normal(0.02),
     "uniform": find_initializer("uniform"),
-    "constant": initializers.constant(0.3),
-    "zeros": initializers.zeros,
+    "constant": jax_initializers.constant(0.3),
+    "zeros": jax_initializers.zeros,
 }
 
 
@@ -26,7 +26,7 @@ DRAWN = {
 )
 def test_values_are_those_of_the_initializer(name, dtype):
     for shape in (3, 3, 4, 8), (150, 200):
-        made = drawing.draw(DRAWN[name], KEY, shape, jnp.dtype(dtype))
+        made = initializers.draw(DRAWN[name], KEY, shape, jnp.dtype(dtype))
         expected = np.asarray(DRAWN[name](KEY, shape, jnp.dtype(dtype)))
         assert (made.dtype, made.shape) == (expected.dtype, expected.shape)
         assert made.tobytes() == expected.tobytes()
@@ -35,23 +35,23 @@ def test_values_are_those_of_the_initializer(name, dtype):
 
 def test_values_where_jax_has_64_bits():
     with jax.enable_x64(True):
-        made = drawing.draw(initializers.normal(), KEY, (5, 6), jnp.dtype("float64"))
-        assert made.tobytes() == np.asarray(initializers.normal()(KEY, (5, 6), "float64")).tobytes()
+        made = initializers.draw(jax_initializers.normal(), KEY, (5, 6), jnp.dtype("float64"))
+        assert made.tobytes() == np.asarray(jax_initializers.normal()(KEY, (5, 6), "float64")).tobytes()
 
 
 def test_pieces_join(monkeypatch):
-    monkeypatch.setattr(drawing, "_SIZES", (16, 64))
-    initializer = initializers.truncated_normal(0.1)
-    made = drawing.draw(initializer, KEY, (31, 11), jnp.dtype("float32"))
+    monkeypatch.setattr(initializers, "_SIZES", (16, 64))
+    initializer = jax_initializers.truncated_normal(0.1)
+    made = initializers.draw(initializer, KEY, (31, 11), jnp.dtype("float32"))
     assert made.tobytes() == np.asarray(initializer(KEY, (31, 11), jnp.float32)).tobytes()
 
 
 def test_other_shapes_compile_nothing():
-    drawing.draw(initializers.he_normal(), KEY, (3, 4), jnp.dtype("float32"))
+    initializers.draw(jax_initializers.he_normal(), KEY, (3, 4), jnp.dtype("float32"))
     with compilations() as found:
         for shape in (5, 6), (2, 3, 4), (9, 1):
-            drawing.draw(initializers.he_normal(), KEY, shape, jnp.dtype("float32"))
-        drawing.draw(initializers.lecun_normal(), KEY, (8, 8), jnp.dtype("float32"))
+            initializers.draw(jax_initializers.he_normal(), KEY, shape, jnp.dtype("float32"))
+        initializers.draw(jax_initializers.lecun_normal(), KEY, (8, 8), jnp.dtype("float32"))
     assert found == []
 
 
@@ -59,20 +59,20 @@ def test_other_shapes_compile_nothing():
     ("initializer", "key"),
     [
         (lambda key, shape, dtype: jax.random.normal(key, shape, dtype), KEY),
-        (initializers.orthogonal(), KEY),
-        (initializers.delta_orthogonal(), KEY),
-        (initializers.normal(), jax.random.key(0, impl="rbg")),
-        (initializers.normal(), jax.random.key(0, impl="unsafe_rbg")),
+        (jax_initializers.orthogonal(), KEY),
+        (jax_initializers.delta_orthogonal(), KEY),
+        (jax_initializers.normal(), jax.random.key(0, impl="rbg")),
+        (jax_initializers.normal(), jax.random.key(0, impl="unsafe_rbg")),
     ],
     ids=["own", "orthogonal", "delta", "rbg", "unsafe_rbg"],
 )
 def test_other_initializers_and_kinds_of_keys_are_left_to_jax(initializer, key):
-    assert drawing.draw(initializer, key, (3, 3, 4, 8), jnp.dtype("float32")) is None
+    assert initializers.draw(initializer, key, (3, 3, 4, 8), jnp.dtype("float32")) is None
 
 
 def test_wrong_arguments_are_left_to_the_initializer():
     def stage(x):
-        return x + engine.get_variable("w", (3,), initializer=initializers.lecun_normal())
+        return x + engine.get_variable("w", (3,), initializer=jax_initializers.lecun_normal())
 
     pipeline = engine.Pipeline([stage], num_micro_batches=1)
     with pytest.raises(ValueError, match="Must be at least 2D.*\n.*initial value of variable w"):
