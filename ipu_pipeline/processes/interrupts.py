@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# Signals: sections that defer them, none that is lost, and training that ends after an update.
+# Signals.
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Signals that people handle in Python: to save, to stop, to give up waiting. Some systems lack some.
@@ -24,6 +24,28 @@ _DEFERRED = tuple(
     if hasattr(signal, name)
 )
 _UNTIL_SENT_AGAIN = 0.01  # seconds in which the callback that ignored an exception ends
+
+
+class StoppedAtOnce(BaseException):
+    """A second signal came before the work of the first was done."""
+
+
+class StopRequest:
+    """Notes whether a signal came.
+
+    Attributes:
+      number: the number of the signal that came to this process; None if none did.
+      elsewhere: the number of one that came to another process, as the caller has found; None if none did.
+      is_final: whether what runs now is the last thing to do, so that further signals are ignored.
+    """
+
+    number: int | None = None
+    elsewhere: int | None = None
+    is_final: bool = False
+
+    def is_made(self) -> bool:
+        """Whether a signal came, to any process."""
+        return self.number is not None or self.elsewhere is not None
 
 
 @contextlib.contextmanager
@@ -96,10 +118,10 @@ def raised_if_wrapped() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         pattern = r"callback.*^(?:\S*\.)?(KeyboardInterrupt|StoppedAtOnce)\b"
-        found = re.search(pattern, str(error), re.MULTILINE | re.DOTALL)
-        if found is None:
+        match = re.search(pattern, str(error), re.MULTILINE | re.DOTALL)
+        if match is None:
             raise
-        raise (KeyboardInterrupt if found[1] == "KeyboardInterrupt" else StoppedAtOnce) from error
+        raise (KeyboardInterrupt if match[1] == "KeyboardInterrupt" else StoppedAtOnce) from error
 
 
 def _find_signal(ignored: sys.UnraisableHookArgs) -> int | None:
@@ -124,28 +146,6 @@ def _send_again(number: int) -> None:
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, number)  # this also ends what the thread waits for
-
-
-class StoppedAtOnce(BaseException):
-    """A second signal came before the work of the first was done."""
-
-
-class StopRequest:
-    """Notes whether a signal came.
-
-    Attributes:
-      number: the number of the signal that came to this process; None if none did.
-      elsewhere: the number of one that came to another process, as the caller has found; None if none did.
-      is_final: whether what runs now is the last thing to do, so that further signals are ignored.
-    """
-
-    number: int | None = None
-    elsewhere: int | None = None
-    is_final: bool = False
-
-    def is_made(self) -> bool:
-        """Whether a signal came, to any process."""
-        return self.number is not None or self.elsewhere is not None
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def stopping_on_signals() -> Iterator[StopRequest]:
             signal.signal(stopping, signal.SIG_DFL if handler is None else handler)
 
 
-# Ends a process whose main thread may be stuck, but leaves nothing half written.
+# The end of a process whose main thread may be stuck.
 
 EXIT_STATUS = 1  # the same as after an exception
 _FLUSHING_SECONDS = 1.0
@@ -184,11 +184,11 @@ _writing: dict[int, str] = {}
 
 
 @contextlib.contextmanager
-def written_whole(what: str) -> Iterator[None]:
-    """Wraps writing something that `end_process` must not break off."""
+def written_whole(name: str) -> Iterator[None]:
+    """Wraps the writing of something that `end_process` must not break off."""
     key = threading.get_ident()
     before = _writing.get(key)
-    _writing[key] = what
+    _writing[key] = name
     try:
         yield
     finally:

@@ -66,8 +66,8 @@ def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], c
     place = pipeline.place_element
     elements = pipeline.prepare().place_ahead([place(values) for _number in range(count)])
 
-    def take(wanted: int) -> list[Any]:
-        return list(elements[:wanted])
+    def take(num_elements: int) -> list[Any]:
+        return list(elements[:num_elements])
 
     return take
 
