@@ -144,9 +144,9 @@ class _TrainingIterator:
         return self
 
     def __next__(self) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        chosen = self._batches[self._next]
+        rows = self._batches[self._next]
         self._next = (self._next + 1) % len(self._batches)
-        return self._images[chosen], self._labels[chosen]
+        return self._images[rows], self._labels[rows]
 
     def get_state(self) -> int:
         """The number of the next batch in the epoch."""
@@ -474,7 +474,7 @@ class Buckets:
         divides by the sum of the mask should divide by at least 1.
         """
         full = self._batch_size * self._in_a_row
-        waiting: list[list[_Example]] = [[] for _length in self._lengths]
+        buckets: list[list[_Example]] = [[] for _length in self._lengths]
         first: _Example | None = None
         is_padded: list[bool] = []  # by leaf
         paddings: list[Any] = []  # by leaf
@@ -503,11 +503,11 @@ class Buckets:
                 if self._too_long == "drop":
                     continue
                 place -= 1
-            waiting[place].append(current)
-            if len(waiting[place]) == full:
-                yield from self._make(waiting[place], self._lengths[place], is_padded, paddings)
-                waiting[place], has_made = [], True
-        for length, bucket in zip(self._lengths, waiting, strict=True):
+            buckets[place].append(current)
+            if len(buckets[place]) == full:
+                yield from self._make(buckets[place], self._lengths[place], is_padded, paddings)
+                buckets[place], has_made = [], True
+        for length, bucket in zip(self._lengths, buckets, strict=True):
             if bucket and self._remainder == "fill":
                 yield from self._make(bucket, length, is_padded, paddings)
 
@@ -527,7 +527,7 @@ class Buckets:
         return length
 
     def _find_paddings(self, arrays: Sequence[Any]) -> list[Any]:
-        """What is added to each leaf of an example."""
+        """The padding of each leaf of an example."""
         values = jax.tree.leaves(self._padding)
         values = values * len(arrays) if len(values) == 1 else values
         if len(values) != len(arrays):

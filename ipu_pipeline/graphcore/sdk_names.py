@@ -162,7 +162,7 @@ def _describe_several(path: str, rows: Sequence[Row], whose: str = _SDK) -> str 
 
 
 def _describe_tensorflow(path: str) -> str | None:
-    """Same as `describe_missing`, for TensorFlow's own names, which are under `tf.` or a module of it."""
+    """The error text for a name of TensorFlow's own, which is under `tf.` or a module of it."""
     rows = [row for row in read_rows().values() if row.name.startswith("tf.")]
     name = path.rpartition(".")[2]
     for row in sorted(rows, key=lambda row: "*" in row.name):  # a row for one name comes first
@@ -281,8 +281,8 @@ def _suggest(module_name: str, name: str) -> str:
         names |= set(read_sdk_names()[sdk_module])
         if not sdk_module:
             names |= {shorten(module).partition(".")[0] for module in read_sdk_names()}
-    near = difflib.get_close_matches(name, sorted(n for n in names if not n.startswith("_")), n=1)
-    return f". Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, sorted(n for n in names if not n.startswith("_")), n=1)
+    return f". Did you mean {matches[0]!r}?" if matches else ""
 
 
 class _PathFinder(importlib.abc.MetaPathFinder):

@@ -59,8 +59,8 @@ def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
 
 def find_near(name: str, names: list[str], prefix: str = "") -> str:
     """A hint at a name that may have been meant; an empty text if none is near."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {prefix + matches[0]!r}?" if matches else ""
 
 
 def hash_name(name: str) -> int:
@@ -74,7 +74,7 @@ def join(scope: str, name: str) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What errors call a function; a `functools.partial` has the name of the function that it wraps."""
+    """The name of a function in errors; a `functools.partial` has that of the function that it wraps."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -33,6 +33,7 @@ from ipu_pipeline.ground.user_warnings import warn_of_untested
 
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
+# Nothing replaces the names and parameters of primitives: an untested JAX is tried.
 warn_of_untested("jax", jax.__version__)
 
 
@@ -118,14 +119,14 @@ def make_copy(devices: Sequence[Any], sharding: Any) -> Callable[[Sequence[Any]]
     if _batched_copy is None or _DeviceList is None or _ArrayCopySemantics is None:
         return put
 
-    listed, reuse = _DeviceList(tuple(devices)), _ArrayCopySemantics.REUSE_INPUT
+    targets, reuse = _DeviceList(tuple(devices)), _ArrayCopySemantics.REUSE_INPUT
 
     def copy(arrays: Sequence[Any]) -> list[Any]:
         # Random keys are arrays of arrays, which only the public function knows.
         if not all(map(is_device_array, arrays)):
             return put(arrays)
         number = len(arrays)
-        copies: list[Any] = _batched_copy(arrays, [listed] * number, [sharding] * number, [reuse] * number)
+        copies: list[Any] = _batched_copy(arrays, [targets] * number, [sharding] * number, [reuse] * number)
         return copies
 
     return copy
@@ -424,8 +425,8 @@ def has_checks(closed_jaxpr: Any) -> bool:
 def with_errors_of_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function return the error of its checks, a pytree, and what it returned."""
     assert _checkify is not None
-    checked: Callable[..., Any] = _checkify(function, errors=_user_checks)
-    return checked
+    checked_function: Callable[..., Any] = _checkify(function, errors=_user_checks)
+    return checked_function
 
 
 def make_check_error(message: str) -> Exception:

@@ -141,20 +141,20 @@ def _place(name: str, path: Any) -> str:
 def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
     """Checks a dtype that was given for an argument, and returns it."""
     try:
-        checked: np.dtype[Any] = np.dtype(dtype)
+        numpy_dtype: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"{argument} must be a dtype; got {dtype!r}.") from error
-    if jax.dtypes.canonicalize_dtype(checked) != checked:
-        raise ValueError(f"{argument} {checked.name} needs JAX's 64-bit mode; give another one.")
-    return checked
+    if jax.dtypes.canonicalize_dtype(numpy_dtype) != numpy_dtype:
+        raise ValueError(f"{argument} {numpy_dtype.name} needs JAX's 64-bit mode; give another one.")
+    return numpy_dtype
 
 
 def check_float_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
-    """Does the same as `check_dtype` for a floating-point dtype."""
-    checked = check_dtype(dtype, argument)
-    if not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
-    return checked
+    """Checks a floating-point dtype that was given for an argument, and returns it."""
+    numpy_dtype = check_dtype(dtype, argument)
+    if not jnp.issubdtype(numpy_dtype, jnp.floating):
+        raise ValueError(f"{argument} must be a floating-point dtype; got {numpy_dtype.name}.")
+    return numpy_dtype
 
 
 class _Bare(str):
@@ -167,11 +167,11 @@ class _Bare(str):
 def describe(value: Any) -> str:
     """Describes shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
     leaves, tree = jax.tree.flatten(value)
-    described = [_Bare(f"{leaf.dtype.name}{list(leaf.shape)}") for leaf in leaves]
+    texts = [_Bare(f"{leaf.dtype.name}{list(leaf.shape)}") for leaf in leaves]
     try:
-        return str(jax.tree.unflatten(tree, described))
+        return str(jax.tree.unflatten(tree, texts))
     except Exception:  # a class that computes with its leaves, as the error of `checkify.checkify`
-        return f"{type(value).__name__}({', '.join(described)})"
+        return f"{type(value).__name__}({', '.join(texts)})"
 
 
 def describe_structure(tree: Any) -> str:
@@ -201,8 +201,8 @@ def describe_structure(tree: Any) -> str:
 
 def describe_structures(*trees: Any) -> list[str]:
     """Describes several structures that differ, such that the difference shows."""
-    described = [describe_structure(tree) for tree in trees]
-    return described if len(set(described)) > 1 else [str(tree) for tree in trees]
+    texts = [describe_structure(tree) for tree in trees]
+    return texts if len(set(texts)) > 1 else [str(tree) for tree in trees]
 
 
 def num_bytes(shapes: Iterable[Any]) -> int:
@@ -238,11 +238,11 @@ def check_like(value: Any, expected: Any, name: str, *, may_vary: bool = False) 
         parts += [f"It must have, {path}{old}; got {new}." for path, old, new in different]
         raise ValueError(" ".join(parts))
     if different:
-        described = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
+        differences = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
         if may_vary:
-            raise ValueError(f"{name} must have the dtype of the first one, {described}.")
+            raise ValueError(f"{name} must have the dtype of the first one, {differences}.")
         raise ValueError(
-            f"{name} must have the shape and dtype of the first one, {described}. Sizes are fixed: drop "
+            f"{name} must have the shape and dtype of the first one, {differences}. Sizes are fixed: drop "
             "the remainder of a data set that does not fill its last batch (drop_remainder)."
         )
     paths = [f"{name}, at {path}" if path else name for path in actual]

@@ -35,7 +35,7 @@ def _is_skipped(file: str) -> bool:
 
 
 class Deprecated(NamedTuple):
-    """What takes a name's place, and the first version that is without it."""
+    """The name to use instead, and the first version without the deprecated one."""
 
     instead: str
     until: str

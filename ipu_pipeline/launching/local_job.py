@@ -62,12 +62,12 @@ class Cause:
 
     @property
     def kind(self) -> str:
-        """What it has in common with other ends of the same cause: not the process, and no numbers."""
+        """The text that other ends of the same cause share: without the process, and without numbers."""
         return f"{self._how()} {re.sub(r'[0-9]+', '#', self._why())}"
 
     @property
     def what(self) -> str:
-        """What happened to the process, without its number."""
+        """The description of the end, without the process's number."""
         return f"{self._how()}{self._why()}"
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Cause:
 
 
 def count_memory_kills() -> int:
-    """How many processes the kernel has ended for lack of memory since it started; 0 if it does not say."""
+    """The number of processes that the kernel has ended for lack of memory; 0 if it does not say."""
     try:
         match = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(), re.MULTILINE)
     except OSError:
@@ -134,7 +134,7 @@ class Restarts:
         return min(_MOST_DELAY, 2.0 ** (self._idle[cause.kind] - 1))
 
     def describe(self, cause: Cause) -> str:
-        """Which start the next one is, in words."""
+        """Describes the next start."""
         return f"restart {self._of_kinds[cause.kind]} of at most {self.most} for this cause"
 
 
@@ -146,7 +146,7 @@ _NOISE = re.compile(rb"\[Gloo\] Rank |.*connected peer ranks is")  # of a librar
 
 
 class Output:
-    """What the processes print, and which of it is shown.
+    """Shows what the processes print.
 
     What they write on the standard output is shown of the process that has the results, and held back until
     that is known; what they write on the standard error is shown at once, with the number of the process.
@@ -206,12 +206,12 @@ class Output:
 
     def end(self) -> None:
         """Shows the lines that are still held back, since no process can be chosen any more."""
-        alike = {
+        outputs = {
             b"".join(line for source, line in self._pending_lines if source == p)
             for p in range(self._num_processes)
         }
-        if len(alike) == 1:
-            _write(1, alike.pop())
+        if len(outputs) == 1:
+            _write(1, outputs.pop())
         else:
             for process, line in self._pending_lines:
                 _write(1, _number(process, line))
@@ -244,7 +244,7 @@ _MOST_READS = 100
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is run.
+    """Settings of a job.
 
     Attributes:
       command: what each process runs.
@@ -321,7 +321,7 @@ class Group:
             self._selector.register(channel, selectors.EVENT_READ, self._listener(process, channel))
             start.describe_to(environment, process, memory)
             environment[LAUNCHER_VARIABLE] = describe_socket(process_channel)
-            started = subprocess.Popen(  # noqa: S603  # the user's own program
+            child = subprocess.Popen(  # noqa: S603  # the user's own program
                 settings.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -332,8 +332,8 @@ class Group:
                 preexec_fn=prepare,
             )
             process_channel.close()
-            self._processes[process] = started
-            for stream, is_error in ((started.stdout, False), (started.stderr, True)):
+            self._processes[process] = child
+            for stream, is_error in ((child.stdout, False), (child.stderr, True)):
                 assert stream is not None
                 self._selector.register(stream, selectors.EVENT_READ, self._reader(process, is_error))
 
@@ -493,7 +493,7 @@ class Job:
 
     def _run_once(self) -> int | None:
         """Runs the processes until all have ended. Returns the job's status; None: all start again."""
-        begun = time.monotonic()
+        start_time = time.monotonic()
         with _blocked_signals():  # one that comes while processes are being started is for them too
             if self._signal:
                 return 128 + self._signal
@@ -506,7 +506,7 @@ class Job:
             self._group = None
             group.kill()
         self._useful = max(self._useful, group.progress.useful)
-        return 0 if group.cause is None else self._decide(group, group.cause, time.monotonic() - begun)
+        return 0 if group.cause is None else self._decide(group, group.cause, time.monotonic() - start_time)
 
     def _decide(self, group: Group, cause: Cause, seconds: float) -> int | None:
         """Returns the job's status after a failure, or waits until it is time for another start."""

@@ -140,7 +140,7 @@ class Run:
         }
 
     def _find_rate(self, now: float) -> float | None:
-        """How much is handled per second; None if too little is known, or if nothing was done for long."""
+        """The number handled per second; None if too little is known, or if nothing was done for long."""
         points = self._points
         if len(points) < 2 or points[-1][1] == points[0][1]:
             return None
@@ -215,7 +215,7 @@ class _Announcer:
         self._thread.join(timeout=1)
 
     def _work(self) -> None:
-        process, written, started = board.this_process(), None, time.time()
+        process, last_content, started = board.this_process(), None, time.time()
         if process is None:
             return
         with contextlib.suppress(OSError):
@@ -227,9 +227,9 @@ class _Announcer:
                 live_runs = [run for run in list(self.runs.values()) if run.is_known()]
                 runs = [run.describe() for run in live_runs]
                 content = {"program": _program(), "started": started, "runs": runs, "job": _describe_job()}
-                if content != written:
+                if content != last_content:
                     board.write(process, {**content, "written": time.time()})
-                    written = content
+                    last_content = content
             except Exception:
                 _logger.debug("What runs is not announced.", exc_info=True)
                 delay = _AFTER_ERROR
@@ -278,7 +278,7 @@ def running(
 
 
 def _describe_job() -> dict[str, Any] | None:
-    """What has become of the job of this process; None without a launcher that starts it again."""
+    """Describes the job of this process; None without a launcher that starts it again."""
     history = JobHistory.of_environment()
     if history is None:
         return None

@@ -174,28 +174,28 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
 def write(process: Process, announced: Any) -> None:
     """Writes what a process announces, in the first directory that can be used."""
     text = json.dumps({"process": vars(process), **announced}).encode()
-    beside = f".{process.pid}-{process.start}.new"
+    temporary_name = f".{process.pid}-{process.start}.new"
     errors = []
     for path in directories():
         try:
             with opened(path, is_made=True) as directory:
-                _put(directory, beside, process.file_name, text)
+                _put(directory, temporary_name, process.file_name, text)
             return
         except OSError as error:
             errors.append(error)
     raise OSError(f"nothing is announced: {'; '.join(map(str, errors))}")
 
 
-def _put(directory: int, beside: str, name: str, text: bytes) -> None:
+def _put(directory: int, temporary_name: str, name: str, text: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        file = os.open(beside, flags, 0o600, dir_fd=directory)
+        file = os.open(temporary_name, flags, 0o600, dir_fd=directory)
         with open(file, "wb") as opened_file:
             opened_file.write(text)
-        os.replace(beside, name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.replace(temporary_name, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(beside, dir_fd=directory)
+            os.unlink(temporary_name, dir_fd=directory)
         raise
 
 

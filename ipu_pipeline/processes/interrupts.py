@@ -89,12 +89,12 @@ def sent_again_if_ignored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = sys.unraisablehook
+    former_hook = sys.unraisablehook
 
     def look(ignored: sys.UnraisableHookArgs) -> None:
         number = _find_signal(ignored)
         if number is None:
-            before(ignored)
+            former_hook(ignored)
             return
         # Not threading.Thread: the main thread may hold locks of that module just now.
         _thread.start_new_thread(_send_again, (number,))
@@ -104,7 +104,7 @@ def sent_again_if_ignored() -> Iterator[None]:
         yield
     finally:
         if sys.unraisablehook is look:
-            sys.unraisablehook = before
+            sys.unraisablehook = former_hook
 
 
 @contextlib.contextmanager
@@ -128,15 +128,15 @@ def _find_signal(ignored: sys.UnraisableHookArgs) -> int | None:
     """The signal whose handler raised an exception, in this thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    within, traceback = set(), ignored.exc_traceback
+    codes, traceback = set(), ignored.exc_traceback
     while traceback is not None:
-        within.add(traceback.tb_frame.f_code)
+        codes.add(traceback.tb_frame.f_code)
         traceback = traceback.tb_next
     for number in _DEFERRED:
         handler = signal.getsignal(number)
         if handler is signal.default_int_handler and ignored.exc_type is KeyboardInterrupt:
             return number
-        if getattr(handler, "__code__", None) in within:
+        if getattr(handler, "__code__", None) in codes:
             return number
     return None
 
@@ -165,14 +165,14 @@ def stopping_on_signals() -> Iterator[StopRequest]:
             raise StoppedAtOnce
         request.number = request.number or number
 
-    before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+    former_handlers: dict[signal.Signals, Callable[..., Any] | int | None] = {}
     try:
-        for stopping in _STOPPING:
-            before[stopping] = signal.signal(stopping, note)
+        for number in _STOPPING:
+            former_handlers[number] = signal.signal(number, note)
         yield request
     finally:
-        for stopping, handler in before.items():
-            signal.signal(stopping, signal.SIG_DFL if handler is None else handler)
+        for number, handler in former_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 # The end of a process whose main thread may be stuck.
@@ -187,29 +187,29 @@ _writing: dict[int, str] = {}
 def written_whole(name: str) -> Iterator[None]:
     """Wraps the writing of something that `end_process` must not break off."""
     key = threading.get_ident()
-    before = _writing.get(key)
+    outer_name = _writing.get(key)
     _writing[key] = name
     try:
         yield
     finally:
-        if before is None:
+        if outer_name is None:
             del _writing[key]
         else:
-            _writing[key] = before
+            _writing[key] = outer_name
 
 
 def end_process(message: str) -> None:
     """Ends this process, from any thread: no Python code runs any more."""
-    waited_for = sorted(set(_writing.values()))
-    _write_message(message + (f"First {', '.join(waited_for)} is written.\n" if waited_for else ""))
+    names = sorted(set(_writing.values()))
+    _write_message(message + (f"First {', '.join(names)} is written.\n" if names else ""))
     deadline = time.monotonic() + _MOST_WRITING_SECONDS
     while _writing and time.monotonic() < deadline:
         time.sleep(0.05)
     for stream in (sys.stdout, sys.stderr):
         # A stuck thread may hold the lock of the stream.
-        flushing = threading.Thread(target=_flush, args=(stream,), daemon=True)
-        flushing.start()
-        flushing.join(_FLUSHING_SECONDS)
+        thread = threading.Thread(target=_flush, args=(stream,), daemon=True)
+        thread.start()
+        thread.join(_FLUSHING_SECONDS)
     os._exit(EXIT_STATUS)
 
 

@@ -33,12 +33,12 @@ _TELL_EVERY = 0.2  # seconds
 
 
 def restart_number() -> int:
-    """How often the job has been started again; 0 without a launcher."""
+    """The number of restarts of the job; 0 without a launcher."""
     return _read_number(RESTART_VARIABLE, 0, 0)
 
 
 def runs_between_checkpoints() -> int:
-    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher."""
+    """The number of runs from one in-memory checkpoint to the next; 1 without a launcher."""
     return _read_number(MEMORY_EVERY_VARIABLE, 1, 1)
 
 
@@ -88,7 +88,7 @@ def restore_useful(seconds: float) -> None:
 
 
 def useful_seconds() -> float:
-    """How many seconds the runs of trainings took, each counted once; also before restarts."""
+    """The seconds that the runs of trainings took, each counted once; also before restarts."""
     return _useful
 
 
@@ -96,7 +96,7 @@ _received = b""
 
 
 def hear_failures() -> dict[int, str]:
-    """What a launcher has told so far of processes that failed: what happened to each, by its number.
+    """The processes that have failed, as the launcher has told: what happened to each, by its number.
 
     One thread calls it.
     """
@@ -133,7 +133,7 @@ def _launcher() -> socket.socket:
 
 
 def describe_socket(of_process: socket.socket) -> str:
-    """What `LAUNCHER_VARIABLE` says of a process's end of a pair of sockets."""
+    """The value of `LAUNCHER_VARIABLE` for a process's end of a pair of sockets."""
     return f"{of_process.fileno()}:{os.fstat(of_process.fileno()).st_ino}"
 
 
@@ -243,7 +243,7 @@ def remove_left(parent: Path, label: str = "") -> bool:
 
 
 class Progress:
-    """How far the trainings of a job have come.
+    """The progress of the trainings of a job.
 
     Attributes:
       useful: how many seconds of runs of trainings are known, each run counted once.
@@ -325,10 +325,10 @@ class JobHistory:
 
     def write(self, directory: Path) -> None:
         """Writes it to the directory of the job's memory, if that has room."""
-        beside = directory / f".{_HISTORY_FILE}"
+        temporary = directory / f".{_HISTORY_FILE}"
         with contextlib.suppress(OSError):
-            beside.write_text(json.dumps(dataclasses.asdict(self)))
-            beside.rename(directory / _HISTORY_FILE)
+            temporary.write_text(json.dumps(dataclasses.asdict(self)))
+            temporary.rename(directory / _HISTORY_FILE)
 
     @classmethod
     def of_environment(cls) -> JobHistory | None:
@@ -341,11 +341,11 @@ class JobHistory:
             return None
 
     def goodput(self, useful: float) -> float | None:
-        """Which part of the job's time until now its runs took; None if none is known to have been done."""
+        """The part of the job's time until now that its runs took; None if no run is known."""
         return min(1.0, useful / max(time.time() - self.begun, 1e-9)) if useful else None
 
     def describe_times(self) -> str:
-        """How often it was started again, in words."""
+        """The number of restarts in words."""
         return "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
 
     def describe_goodput(self, useful: float) -> str:

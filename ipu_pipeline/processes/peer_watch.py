@@ -44,7 +44,7 @@ _LOOKS_AFTER_ERROR = 4  # until the process that caused an error of this one is 
 
 @dataclass(frozen=True)
 class Status:
-    """What a process tells of itself."""
+    """The status that a process writes to the store."""
 
     beat: int = 0  # a number that rises as long as it lives
     finished: str | None = None  # the last action that it has finished; None if it has not finished any

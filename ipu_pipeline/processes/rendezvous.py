@@ -110,18 +110,18 @@ def _complete(
             f"distributed.initialize: {names} missing: the environment has only {set_ones}. Set all three "
             "variables, or none."
         )
-    detected = jax_processes.detect_cluster(seconds)
-    completed = [
-        default if value is None else value for default, value in zip(detected[:3], values, strict=True)
+    cluster = jax_processes.detect_cluster(seconds)
+    full_values = [
+        default if value is None else value for default, value in zip(cluster[:3], values, strict=True)
     ]
-    if None in completed:
+    if None in full_values:
         raise ValueError(
             f"distributed.initialize: {names} missing, and JAX recognises no cluster here (it knows SLURM, "
             "Open MPI, Kubernetes with its Python package, and Cloud TPU). Give them as arguments or by "
             "the environment; to try a program on this machine alone: ipu-pipeline launch -n 2 "
             "PROGRAM."
         )
-    return completed, detected[3] if devices is None else devices
+    return full_values, cluster[3] if devices is None else devices
 
 
 def _check(name: str, value: str | int | None) -> str | int | None:
@@ -197,7 +197,7 @@ def join(
     stall_timeout: float | None = None,
     initialization_timeout: float = 300,
 ) -> None:
-    """See `ipu_pipeline.distributed.initialize`."""
+    """Joins the other processes; see `ipu_pipeline.distributed.initialize`."""
     global _is_joined
     arguments = {
         "coordinator_address": coordinator_address,
@@ -238,16 +238,16 @@ def join(
         coordinator_address, num_processes, process_id, devices, math.ceil(min(patience, 3600))
     )
     host, port = split_address(place.coordinator)
-    bound = coordinator_bind_address or os.environ.get(BIND_VARIABLE)
-    if bound is not None:
-        split_address(bound, "coordinator_bind_address")
-    towards = _find_own_address(host, port, patience)
-    own_address = listen_address or towards
-    if place.index == 0 and bound is None:
-        bound = f"[{towards}]:{port}" if ":" in towards else f"{towards}:{port}"
+    bind_address = coordinator_bind_address or os.environ.get(BIND_VARIABLE)
+    if bind_address is not None:
+        split_address(bind_address, "coordinator_bind_address")
+    local_address = _find_own_address(host, port, patience)
+    own_address = listen_address or local_address
+    if place.index == 0 and bind_address is None:
+        bind_address = f"[{local_address}]:{port}" if ":" in local_address else f"{local_address}:{port}"
     # The others. JAX's own limit comes later, because JAX then aborts.
     heartbeat_timeout = math.ceil(death_timeout) + 60
-    _initialize(place, bound, heartbeat_timeout, patience)
+    _initialize(place, bind_address, heartbeat_timeout, patience)
     _is_joined = True
     if place.count > 1:
         keep_one_free()
@@ -316,7 +316,7 @@ def _read_seconds(name: str, variable: str, argument: float | None, default: flo
     return seconds
 
 
-def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patience: float) -> None:
+def _initialize(place: Place, bind_address: str | None, heartbeat_timeout: int, patience: float) -> None:
     """Calls JAX in a thread, because it would abort the process if the others did not come."""
     faults: list[BaseException] = []
     former_settings = {
@@ -325,8 +325,8 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
     }
 
     def start_coordinator() -> _Coordinator:
-        assert bound is not None
-        return _Coordinator(bound, place.count, heartbeat_timeout)
+        assert bind_address is not None
+        return _Coordinator(bind_address, place.count, heartbeat_timeout)
 
     def initialize() -> None:
         try:
@@ -342,7 +342,7 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
                     initialization_timeout=10**6,
                     heartbeat_timeout_seconds=heartbeat_timeout,
                     shutdown_timeout_seconds=heartbeat_timeout,
-                    coordinator_bind_address=bound,
+                    coordinator_bind_address=bind_address,
                 )
         except BaseException as error:
             faults.append(error)

@@ -156,7 +156,7 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
 def reserve(needs: Iterable[tuple[int, int]]) -> None:
     """Ensures that the CPU will have enough devices for programs, unless a system was configured.
 
-    Does not start JAX's backend.
+    Does not start JAX's backend. Called before stages are traced, as the arrays that they make start it.
     """
     if _system is not None and not _system.is_automatic:
         return
@@ -186,6 +186,8 @@ def allows_recomputation() -> bool:
 
 def num_configured(ordinal: int) -> int | None:
     """The number of IPUs that a configuration wants for `/device:IPU:<ordinal>`; None without one."""
+    # An automatic selection has none: what another program needs must not change this one's replicas, and
+    # so its batch.
     if _system is None or ordinal >= len(_system.wanted):
         return None
     return _system.wanted[ordinal]

@@ -36,7 +36,7 @@ class InfeedOperation:
     """
 
     def __init__(self, queue: IPUInfeedQueue, starts: bool) -> None:
-        """Made by `IPUInfeedQueue`."""
+        """Is called by `IPUInfeedQueue`."""
         self.queue = queue
         self.starts = starts
 

@@ -61,7 +61,7 @@ class OutfeedOperation:
     """
 
     def __init__(self, queue: IPUOutfeedQueue) -> None:
-        """Made by `IPUOutfeedQueue.dequeue`."""
+        """Is called by `IPUOutfeedQueue.dequeue`."""
         self.queue = queue
 
 
@@ -189,7 +189,7 @@ class IPUOutfeedQueue:
         self._on_device: collections.deque[_Part] = collections.deque()
         self._on_host: list[_Part] = []
         self._is_elsewhere = False  # whether the enqueued elements are in another process
-        self._unreturned: list[_Part] = []  # by a run that has not returned yet
+        self._unreturned: list[_Part] = []  # read by a run that has not returned yet
 
     @property
     def outfeed_mode(self) -> IPUOutfeedMode:

@@ -47,8 +47,8 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
         generator = np.random.default_rng(0)
         count = min(_NUM_DRAWN, math.prod(leaf.shape))
         uniform = initializer == "uniform"
-        drawn = generator.random(count) if uniform else generator.standard_normal(count)
-        return np.resize(drawn.astype(dtype), leaf.shape)
+        values = generator.random(count) if uniform else generator.standard_normal(count)
+        return np.resize(values.astype(dtype), leaf.shape)
     number = int(initializer == "normal") if initializer in (*_WORDS, *_DRAWN) else int(float(initializer))
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
