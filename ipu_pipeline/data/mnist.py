@@ -100,8 +100,8 @@ def _read_idx_file(path: Path) -> NDArray[Any]:
 # tfds is imported where it is used: this takes half a second, which programs with other data should not
 # pay. Nothing here touches the network: without one, tfds's downloader takes minutes to give up. As tfds
 # needs TensorFlow to prepare MNIST, `write_tfds` brings a builder of its own, which differs from tfds's in
-# two ways: the examples keep the order of the idx files, so that a run is the same with either, and an image
-# is stored as its bytes, which is read three times faster than a PNG.
+# two ways: the examples keep the order of the idx files, so that a run is the same with either, and an
+# image is stored as its bytes, which is read three times faster than a PNG.
 
 _NAME, _VERSION = "mnist", "3.0.1"
 TFDS_DATASET = f"{_NAME}/{_VERSION}"  # in tfds's folder
