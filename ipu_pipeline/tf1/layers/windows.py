@@ -27,8 +27,6 @@ from ipu_pipeline.tf1.layers.base import (
     with_arguments,
 )
 
-# What layers with a window that moves over height and width share: attributes, arguments and checks.
-
 Padding: TypeAlias = Literal["valid", "same", "VALID", "SAME"]
 Pair: TypeAlias = int | Sequence[int]
 
@@ -92,20 +90,20 @@ def check_images(full_name: str, inputs: jax.Array, window: Sequence[int], paddi
             f"{full_name} needs inputs of rank 4, [batch, height, width, channels]; got shape "
             f"{inputs.shape}."
         )
-    needed = window if padding == "valid" else (1, 1)
-    if any(size < least for size, least in zip(inputs.shape[1:3], needed, strict=True)):
+    sizes = window if padding == "valid" else (1, 1)
+    if any(size < least for size, least in zip(inputs.shape[1:3], sizes, strict=True)):
         raise ValueError(
-            f"{full_name} with padding {padding!r} needs inputs of at least {needed[0]} by {needed[1]}, "
+            f"{full_name} with padding {padding!r} needs inputs of at least {sizes[0]} by {sizes[1]}, "
             f"[batch, height, width, channels]; got shape {inputs.shape}. Give larger inputs, a smaller "
             "window, or padding='same'."
         )
 
 
-# Convolutions over height and width, and over one axis.
+# Convolutions.
 
 
 class _Convolution(Windowed, VariableLayer):
-    """What convolutions share: a kernel that moves over some axes, a bias, and an activation."""
+    """The base of convolutions: a kernel that moves over some axes, a bias, and an activation."""
 
     axes = "HW"  # that the kernel moves over
     padding: Any
@@ -119,7 +117,7 @@ class _Convolution(Windowed, VariableLayer):
 
     @property
     def _dimensions(self) -> tuple[str, str, str]:
-        """What the axes of inputs, kernel and outputs are, as JAX calls them."""
+        """The axes of inputs, kernel and outputs, as JAX calls them."""
         return f"N{self.axes}C", f"{self.axes}IO", f"N{self.axes}C"
 
     def _convolve(self, inputs: jax.Array, kernel: jax.Array, padding: Any, groups: int) -> jax.Array:
@@ -143,7 +141,7 @@ class _Convolution(Windowed, VariableLayer):
 
 @with_arguments
 class _GroupedConvolution(_Convolution):
-    """What convolutions of groups of channels share."""
+    """The base of convolutions of groups of channels."""
 
     filters: int = argument("the channels of the outputs.", check_positive_integer)
     kernel_size: InitVar[Pair] = argument(
@@ -175,8 +173,8 @@ class _GroupedConvolution(_Convolution):
     )
     bias_initializer: InitVar[Any] = initializer("bias", "[filters]", default="zeros")
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        filters, groups = given["filters"], given["groups"]
+    def _complete(self, values: dict[str, Any]) -> None:
+        filters, groups = values["filters"], values["groups"]
         if filters % groups:
             raise ValueError(
                 f"{type(self).__name__}: groups must divide filters; got {groups=} and {filters=}."
@@ -385,12 +383,12 @@ class Conv2DTranspose(_Convolution):
         return self._finish(outputs)
 
 
-# The largest value, or the mean, in windows over height and width.
+# Pooling.
 
 
 @with_arguments
 class _Pooling2D(Windowed, PlainLayer):
-    """What the two share: a window, how far it moves, and padding."""
+    """The base of pooling: a window, how far it moves, and padding."""
 
     pool_size: InitVar[Pair] = argument(
         "the height and width of the window, or one integer for both.", find_pair, default=(2, 2)
@@ -409,8 +407,8 @@ class _Pooling2D(Windowed, PlainLayer):
     )
     data_format: InitVar[str | None] = data_format_argument()
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        self.strides = given["strides"] or self.pool_size
+    def _complete(self, values: dict[str, Any]) -> None:
+        self.strides = values["strides"] or self.pool_size
 
     def _check(self, inputs: jax.Array) -> None:
         self._check_floating(inputs)

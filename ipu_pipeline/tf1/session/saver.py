@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: `Saver` keeps the newest; others find them and take weights from them."""
+"""Checkpoints in a directory: `Saver`, and the search for checkpoints and weights of estimators."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.session.resumption import check_program
 from ipu_pipeline.tf1.session.session import Session
 
-# Finds an estimator's checkpoints, and takes weights for programs from them.
-
 CHECKPOINTS = "checkpoints"  # the folder in `model_dir`
 GLOBAL_STEP = "global_step"  # in a snapshot's extra
 _logger = logging.getLogger("ipu_pipeline.estimator")
 
 
-def agree_on_directory(own: str | None) -> str:
+def agree_on_directory(directory_here: str | None) -> str:
     """The model_dir, or a temporary one if there is none; the same in all processes: the first's."""
     join_by_environment()
 
     def choose() -> str:
-        if own is not None:
-            return own
-        made = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
-        _logger.warning("Using temporary folder as model directory: %s", made)
-        return made
+        if directory_here is not None:
+            return directory_here
+        temporary = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
+        _logger.warning("Using temporary folder as model directory: %s", temporary)
+        return temporary
 
     directory = do_first(choose)
-    if own is not None and directory != own:
-        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, own)
+    if directory_here is not None and directory != directory_here:
+        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, directory_here)
     return directory
 
 
@@ -52,8 +50,8 @@ def find_checkpoint(
     """The checkpoint at a path, or the newest of a series, and its path; None if the series has none."""
     if path is not None:
         return Path(path), checkpoints.read_checkpoint(path)
-    found = series.read_latest()
-    return None if found is None else (series.path(found[0]), found[1])
+    latest = series.read_latest()
+    return None if latest is None else (series.path(latest[0]), latest[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +60,8 @@ class Newest:
 
     Attributes:
       global_step: its step.
-      snapshot: what it is.
-      source: where it is from.
+      snapshot: the state itself.
+      source: the path it was read from, or "memory".
       saved_step: the step of the newest checkpoint on disk, which may be older.
     """
 
@@ -75,16 +73,17 @@ class Newest:
 
 def find_newest(series: CheckpointSeries, in_memory: InMemorySeries | None) -> Newest | None:
     """The newest state of a training, in memory or on disk; None if there is none. All call it."""
-    kept = None if in_memory is None else in_memory.find()
-    if in_memory is not None and kept is not None:
-        step_kept, saved = int(kept.extra[GLOBAL_STEP]), do_first(lambda: _latest_step(series))
-        if step_kept > saved:
+    snapshot_in_memory = None if in_memory is None else in_memory.find()
+    if in_memory is not None and snapshot_in_memory is not None:
+        step = int(snapshot_in_memory.extra[GLOBAL_STEP])
+        saved_step = do_first(lambda: _latest_step(series))
+        if step > saved_step:
             in_memory.tell_resumed()
-            return Newest(step_kept, kept, Path("memory"), saved)
-    found = series.read_latest(set_aside=True)
-    if found is None:
+            return Newest(step, snapshot_in_memory, Path("memory"), saved_step)
+    latest = series.read_latest(set_aside=True)
+    if latest is None:
         return None
-    step, snapshot = found
+    step, snapshot = latest
     global_step = int(snapshot.extra.get(GLOBAL_STEP, step))
     return Newest(global_step, snapshot, series.path(step), global_step)
 
@@ -111,17 +110,14 @@ def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Progra
     source = Path(os.fspath(warm_start_from))
     series = CheckpointSeries(source / CHECKPOINTS)
     if series.steps():
-        found = series.read_latest()
-        assert found is not None
-        path, snapshot = series.path(found[0]), found[1]
+        latest = series.read_latest()
+        assert latest is not None
+        path, snapshot = series.path(latest[0]), latest[1]
     else:
         path, snapshot = source, checkpoints.read_checkpoint(source)
     check_program(snapshot, path, program, allow_extra=True)
     _logger.info("The variables begin as in %s.", path)
     return {name: snapshot.state.variables[name] for name in program.variables}
-
-
-# `Saver`: keeps the newest checkpoints of a session in a directory.
 
 
 class Saver:
@@ -225,9 +221,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         directories within it are searched, so "logs" finds what `saver.save(session, "logs/model.ckpt")`
         wrote; among several of these, the newest is the one written last.
     """
-    found: Path | None = CheckpointSeries(directory).latest()
-    if found is None and os.path.isdir(directory):
+    path: Path | None = CheckpointSeries(directory).latest()
+    if path is None and os.path.isdir(directory):
         inner = [CheckpointSeries(path).latest() for path in Path(directory).iterdir() if path.is_dir()]
         newest = [path for path in inner if path is not None]
-        found = max(newest, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if found is None else str(found)
+        path = max(newest, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if path is None else str(path)
