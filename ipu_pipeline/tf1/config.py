@@ -270,8 +270,8 @@ SETTINGS: Mapping[str, Setting] = {
 CATEGORIES = tuple(dict.fromkeys(name.split(".")[0] for name in SETTINGS if "." in name))
 
 
-class _Noticed(dict[Any, Any]):
-    """A dict whose first item is noticed, since programs set options of Poplar's item by item."""
+class _WarningDict(dict[Any, Any]):
+    """A dict that warns when it is changed, since programs set options of Poplar's item by item."""
 
     def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
         super().__init__(items)
@@ -287,10 +287,10 @@ class _Noticed(dict[Any, Any]):
             _notice(self._name)
 
     def __reduce__(self) -> Any:
-        return _Noticed, (self._name, dict(self))
+        return _WarningDict, (self._name, dict(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Noticed:
-        return _Noticed(self._name, copy.deepcopy(dict(self), memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WarningDict:
+        return _WarningDict(self._name, copy.deepcopy(dict(self), memo))
 
 
 def _notice(name: str) -> None:
@@ -341,7 +341,7 @@ class Category:
             raise TypeError(f"IPUConfig.{full_name} must be of type {kinds}; got {value!r}.")
         if value != setting.default and setting.reason:
             _notice(full_name)
-        vars(self)[name] = _Noticed(full_name, value) if isinstance(value, dict) else value
+        vars(self)[name] = _WarningDict(full_name, value) if isinstance(value, dict) else value
 
     def __getattr__(self, name: str) -> Any:
         """Only called for unknown names."""
@@ -390,7 +390,7 @@ class IPUModel(Category):
 
 def _initial(full_name: str) -> Any:
     default = SETTINGS[full_name].default
-    return _Noticed(full_name, default) if isinstance(default, dict) else default
+    return _WarningDict(full_name, default) if isinstance(default, dict) else default
 
 
 class IPUConfig:
@@ -435,12 +435,12 @@ class IPUConfig:
         """Starts with nothing selected."""
         for name in CATEGORIES:
             object.__setattr__(self, name, IPUModel() if name == "ipu_model" else Category(name))
-        object.__setattr__(self, "_others", Category(""))
+        object.__setattr__(self, "_top_level", Category(""))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Checks the name and the value."""
         if name in SETTINGS:
-            setattr(self._others, name, value)
+            setattr(self._top_level, name, value)
             return
         if name in CATEGORIES and name != "ipu_model":
             raise TypeError(f"IPUConfig.{name} is a category: set what it has. Got {value!r}.")
@@ -462,8 +462,8 @@ class IPUConfig:
 
     def __getattr__(self, name: str) -> Any:
         """Only called for names that are no attributes of its own."""
-        if name in SETTINGS and "_others" in vars(self):
-            return getattr(self._others, name)
+        if name in SETTINGS and "_top_level" in vars(self):
+            return getattr(self._top_level, name)
         raise AttributeError(_describe_unknown(name))
 
     def configure_ipu_system(self, device: str = "cpu") -> None:
@@ -545,7 +545,7 @@ class IPUConfig:
 
 
 def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
-    """As `IPUConfig.configure_ipu_system`.
+    """Does the same as `IPUConfig.configure_ipu_system`.
 
     Args:
       config: what to configure.
@@ -554,7 +554,7 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
 
     Raises:
       RuntimeError: `reset_configuration` is False, and devices are selected.
-      Others: as that.
+      Others: the errors of the method.
     """
     if not isinstance(config, IPUConfig):
         raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")

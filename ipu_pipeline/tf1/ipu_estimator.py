@@ -41,9 +41,9 @@ from ipu_pipeline.tf1.metrics import Update, mean
 from ipu_pipeline.tf1.ops.pipelining_ops import OptimizerFunctionOutput
 from ipu_pipeline.tf1.optimizers.wrappers import (
     Accumulation,
-    Minimized,
+    MinimizeCall,
     Optimizer,
-    Unwrapped,
+    OptimizerEffect,
     collecting_minimized,
     unwrap,
 )
@@ -175,7 +175,7 @@ class _WithoutAccumulation(Optimizer):
     def __init__(self, opt: Optimizer) -> None:
         super().__init__(opt, opt.name)
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Applies everything of it but the accumulation."""
         return dataclasses.replace(inner, accumulation=None)
 
@@ -201,7 +201,7 @@ class _Model:
         self._params = params
         self._config = config
         self._accumulation = accumulation
-        self._step: Minimized | None = None
+        self._step: MinimizeCall | None = None
         self._updates: dict[str, Update] = {}  # the updates of eval_metric_ops, without their sums
         self._metrics_function: Callable[..., Any] | None = None
         self.hooks: tuple[SessionRunHook, ...] = ()
@@ -263,7 +263,7 @@ class _Model:
             )
         return {**results, **metrics}
 
-    def _call(self, features: Any, labels: Any) -> tuple[IPUEstimatorSpec, Minimized | None]:
+    def _call(self, features: Any, labels: Any) -> tuple[IPUEstimatorSpec, MinimizeCall | None]:
         arguments = {"features": features, "mode": self._mode, "config": self._config}
         takes_labels = "labels" in argument_names(self._model_fn)
         if labels is not None and not takes_labels and self._mode is not ModeKeys.PREDICT:
@@ -289,7 +289,7 @@ class _Model:
             return spec, None
         return spec, self._find_step(spec, steps)
 
-    def _find_step(self, spec: IPUEstimatorSpec, steps: Sequence[Minimized]) -> Minimized:
+    def _find_step(self, spec: IPUEstimatorSpec, steps: Sequence[MinimizeCall]) -> MinimizeCall:
         if spec.train_op is None:
             _lacks("train_op", "training")
         matching = [step for step in steps if step.operation is spec.train_op]

@@ -180,6 +180,7 @@ def _export(
     inputs: Any = None,
     **options: Any,
 ) -> LoadedProgram:
+    # Checks.
     target = Path(export_dir)
     if target.is_dir() and any(target.iterdir()) and not purge_export_dir:
         raise ValueError(
@@ -199,6 +200,7 @@ def _export(
             f"{caller}: variable_initializer must be a function that takes a session; got "
             f"{variable_initializer!r}."
         )
+    # Stages and signature.
     num_inputs = 0 if inputs is None else len(inputs) if isinstance(inputs, (list, tuple)) else 1
     first = stages[0]
     if preprocessing_step is None:
@@ -218,6 +220,7 @@ def _export(
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"{caller}: output_names must be a string or a list of them; got {names!r}.")
         stages = [*stages[:-1], _name_outputs(caller, stages[-1], names)]
+    # Compilation and export.
     infeed = IPUInfeedQueue([signature])
 
     def model() -> Any:

@@ -1,4 +1,8 @@
-"""The shared parts of the tutorial's programs: arguments, data, the training loop and the evaluation."""
+"""The shared parts of the tutorial's programs: arguments, data, the training loop and the evaluation.
+
+The reader turns one program into the next, so each is complete in itself, with its layers; here is what the
+reader does not change.
+"""
 
 from __future__ import annotations
 

@@ -159,6 +159,7 @@ class Estimator(abc.ABC):
           SystemExit: a signal was received.
           TypeError, ValueError: an argument, or the result of `model_fn` or `input_fn`, is wrong.
         """
+        # Checks.
         call_hooks = check_hooks(hooks, "hooks")
         listeners = check_listeners(saving_listeners, "train")
         if steps is not None and max_steps is not None:
@@ -170,6 +171,7 @@ class Estimator(abc.ABC):
         latest = self._series.latest()
         if max_steps is None or latest is None or int(latest.name) < max_steps:
             check_writable(self._model_dir, "train: checkpoints and scalars", may_be_full=True)
+        # The program, and the state that training goes on from.
         self._select_devices()
         dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
         with self._kept_programs[ModeKeys.TRAIN].building():
@@ -182,6 +184,7 @@ class Estimator(abc.ABC):
             if in_memory is not None:
                 in_memory.leave()  # a later call may be the one that was interrupted
             return self
+        # Training.
         is_same_data, first_step = False, global_step
         with Session(seed=self._config.tf_random_seed or 0) as session:
             if newest is not None:

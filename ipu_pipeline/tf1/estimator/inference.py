@@ -227,7 +227,7 @@ class Inference:
                     break
 
     def _read_for_run(self, count: int) -> None:
-        """With synthetic data, reads the elements that a run would, to know how many there are."""
+        """Reads the elements that a run with synthetic data would, to know how many there are."""
         if uses_synthetic_data() and (processes.current() is None or reads_data(self._program.program)):
             self._program.infeed.connect(lambda leaves: leaves, count, shapes_may_vary=True)(count)
             self._program.infeed.mark()

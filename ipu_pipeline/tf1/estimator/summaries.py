@@ -90,9 +90,10 @@ class ScalarWriter:
 
 
 def _open_events(directory: Path, step: int | None) -> Any:
-    """An event file, or None. Its class writes in the calling thread; `SummaryWriter` uses its own thread.
+    """Opens an event file; returns None without tensorboardX.
 
-    If a full disk ended that thread, `SummaryWriter.flush` would wait forever.
+    `EventsWriter` writes in the calling thread. If a full disk ended the thread of tensorboardX's
+    `SummaryWriter`, its `flush` would wait forever.
     """
     try:
         from tensorboardX.event_file_writer import EventsWriter

@@ -55,8 +55,8 @@ def _is_stopped(request: StopRequest) -> bool:
     return request.elsewhere is not None
 
 
-class _Since:
-    """The losses since a moment, and the time that has passed."""
+class _LossMeter:
+    """The losses and the time since the last report; log lines and scalars have one each."""
 
     def __init__(self, interval: int | None, step: int) -> None:
         """Begins now."""
@@ -119,8 +119,8 @@ class Training:
         self._listeners = listeners
         self._has_ended = False  # whether the data have ended
         self._is_complete = False  # whether all steps were done that were asked for
-        self._logged = _Since(config.log_step_count_steps, global_step)
-        self._written = _Since(config.save_summary_steps, global_step)
+        self._logged = _LossMeter(config.log_step_count_steps, global_step)
+        self._written = _LossMeter(config.save_summary_steps, global_step)
         self._last_loss = 0.0  # the last run's
         self._extra_scalars: dict[str, float] = {}
         self._begun_at = self._saved_at = time.monotonic()
@@ -175,7 +175,7 @@ class Training:
 
     @contextlib.contextmanager
     def _showing(self, final_step: int) -> Iterator[tqdm | None]:
-        """A bar on the standard error, if that is a terminal or Jupyter's.
+        """Shows a bar on the standard error, if that is a terminal or Jupyter's.
 
         Elsewhere no bar is created: a process's first bar fixes the start method of multiprocessing.
         """
@@ -311,7 +311,7 @@ class Training:
         return any(wishes)  # all of them were told
 
     def describe(self) -> dict[str, Any]:
-        """What checkpoints have besides the session's state."""
+        """Returns what checkpoints have besides the session's state."""
         return {
             "global_step": self._step,
             "first_step": self._begun_step,

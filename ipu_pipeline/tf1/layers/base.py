@@ -148,14 +148,14 @@ def _describe(arguments: Any) -> str:
 
 
 def check_positive_integer(layer: str, argument: str, value: Any) -> int:
-    """The value of an argument that must be a positive integer."""
+    """Returns an argument that must be a positive integer."""
     if not is_integer(value, 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return int(value)
 
 
 def check_number(rule: str, holds: Callable[[Any], bool]) -> Check:
-    """A check for numbers of which something holds, which the error calls `rule`."""
+    """Makes a check for numbers; the error calls what must hold `rule`."""
 
     def check(layer: str, argument: str, value: Any) -> float:
         if not holds(value):
@@ -166,12 +166,12 @@ def check_number(rule: str, holds: Callable[[Any], bool]) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """A check that lets None pass."""
+    """Makes a check that lets None pass."""
     return lambda layer, argument, value: None if value is None else check(layer, argument, value)
 
 
 def check_flag(layer: str, argument: str, value: Any) -> bool:
-    """The value of an argument that must be True or False."""
+    """Returns an argument that must be True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{layer}: {argument} must be True or False; got {value!r}.")
     return bool(value)
@@ -451,7 +451,7 @@ class Layer(abc.ABC):
 
     @contextlib.contextmanager
     def _own_scope(self) -> Iterator[None]:
-        """The scope of the layer's variables; the second time in a program, they are used again."""
+        """Enters the scope of the layer's variables; the second time in a program, they are used again."""
         names = current_frame(type(self).__name__).names
         around = get_variable_scope().name
         scope = self._scopes.get(names)
@@ -468,7 +468,7 @@ class Layer(abc.ABC):
         """The layer's outputs; subclasses may take options."""
 
     def _full_name(self) -> str:
-        """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
+        """The layer's name in errors while it is applied, for example "Dense encoder/dense"."""
         return f"{type(self).__name__} {get_variable_scope().name}"
 
     def _is_training(self, training: bool | None) -> bool:
@@ -485,19 +485,19 @@ class Layer(abc.ABC):
             )
 
     def _as_own_dtype(self, inputs: jax.Array) -> jax.Array:
-        """Floating-point inputs in the dtype that the layer computes in."""
+        """Casts floating-point inputs to the dtype that the layer computes in."""
         self._check_floating(inputs)
         return self._cast(inputs)
 
     def _get_variable(
         self, name: str, shape: tuple[int, ...], dtype: Any = None, trainable: bool = True
     ) -> jax.Array:
-        """A variable that starts as the layer's argument `initializer` of that name says."""
+        """Returns a variable that starts as the layer's argument `<name>_initializer` says."""
         dtype = self.param_dtype if dtype is None else dtype
         return get_variable(name, shape, dtype, getattr(self, f"_{name}_initializer"), trainable)
 
     def _own_variable(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        """Such a variable in the dtype that the layer computes in."""
+        """Returns such a variable in the dtype that the layer computes in."""
         return self._cast(self._get_variable(name, shape))
 
     def _add_bias(self, outputs: jax.Array) -> jax.Array:
@@ -514,7 +514,7 @@ class Layer(abc.ABC):
 
 
 def common(meaning: str, *, default: Any = None) -> Any:
-    """An argument that `Layer` checks and keeps."""
+    """Declares an argument that `Layer` checks and keeps."""
     return argument(meaning, default=default, attribute="")
 
 

@@ -256,7 +256,7 @@ def _check_groups(layer: str, argument: str, value: Any) -> int:
 
 
 class _Normalization(VariableLayer):
-    """What the three share: epsilon, `gamma` and `beta`, and the dtype of the statistics."""
+    """The base of normalizations: epsilon, `gamma` and `beta`, and the dtype of the statistics."""
 
     axis: Any  # an index, or in LayerNormalization a tuple of them
     epsilon: float
@@ -493,7 +493,7 @@ class GroupNormalization(_Normalization):
 
 
 def _normalize(inputs: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float) -> jax.Array:
-    """Mean and variance have 1 for the axes that they do not depend on."""
+    """Normalizes; mean and variance have 1 for the axes that they do not depend on."""
     return (inputs - mean) * jax.lax.rsqrt(variance + epsilon)
 
 

@@ -219,6 +219,7 @@ class Flax(VariableLayer):
     def _apply_nnx(self, inputs: tuple[Any, ...], options: dict[str, Any], training: bool) -> Any:
         from flax import nnx
 
+        # Variables: a copy of the module with traced values; the user's module stays as it is.
         graphdef, state = nnx.split(self.module)
         program_names = current_frame("Flax").names
         holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
@@ -248,6 +249,7 @@ class Flax(VariableLayer):
                 values[name] = self._cast_floating(value) if is_parameter else value
                 inner_values.append(values[name])
             parts[path] = variable.replace(jax.tree.unflatten(tree, inner_values))
+        # The call.
         module = nnx.merge(graphdef, nnx.from_flat_state(parts))
         part: Any
         for _path, part in nnx.iter_modules(module):
@@ -260,6 +262,7 @@ class Flax(VariableLayer):
         else:
             module.eval()
         outputs = module(*inputs, **options)
+        # Assignment of what the call changed.
         for path, variable in nnx.to_flat_state(nnx.state(module)):
             if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.RngState):
                 continue

@@ -245,6 +245,7 @@ def pipeline(
         another schedule, or with several IPUs.
       RuntimeError: it is not called in a function that `ipu_compiler.compile` traces.
     """
+    # Checks, and conversion for the engine.
     if not isinstance(continuous_weight_updates, bool):
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
     size = _num_devices(tensor_parallel)
@@ -316,6 +317,7 @@ def pipeline(
         warnings.warn(
             "reduction_method will have no effect since this pipeline is in inference.", stacklevel=2
         )
+    # The program that the pipeline becomes a part of.
     builder = current_builder()
     if builder is None:
         raise RuntimeError(
@@ -328,7 +330,7 @@ def pipeline(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
-    # Stages may make arrays, which starts JAX.
+    # Stages may make arrays, which starts JAX: the program's CPU devices are asked for before.
     reserve_ipus(builder.ipu_device, size * (1 + max(jax.tree.leaves(device_mapping))))
     if isinstance(count, Placeholder):
         count = count.traced()
@@ -349,6 +351,7 @@ def pipeline(
         outfeed_tree = jax.tree.structure(unmasked)
         return is_chosen
 
+    # The engine's pipeline, traced.
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     captures = Captures(builder.is_captured_placeholder, builder.describe_input)
     engine_pipeline = Pipeline(
@@ -387,6 +390,7 @@ def pipeline(
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
     engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
+    # The call in the program.
     averages = optimizer is not None and optimizer.averages_replicas
     num_devices = engine_pipeline.num_devices
     replication = make_replication(

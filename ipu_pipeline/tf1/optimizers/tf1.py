@@ -21,7 +21,7 @@ import optax
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.tf1.graph import waits_for_step
-from ipu_pipeline.tf1.optimizers.wrappers import Optimizer, Unwrapped
+from ipu_pipeline.tf1.optimizers.wrappers import Optimizer, OptimizerEffect
 
 __all__ = [
     "AdadeltaOptimizer",
@@ -240,7 +240,7 @@ class _Plain(Optimizer, optax.GradientTransformationExtraArgs):
             )
         super().__init__(transformation, name)
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Returns the transformation as it is."""
         return inner
 

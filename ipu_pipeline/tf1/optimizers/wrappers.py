@@ -37,8 +37,8 @@ _MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
-    """Where gradients of micro-batches go, and of which variables; None: of all."""
+class GradientOutfeed:
+    """The queue for gradients of micro-batches, and the variables whose they are; None: all."""
 
     queue: IPUOutfeedQueue
     variable_names: tuple[str, ...] | None
@@ -46,7 +46,7 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """How an optimizer accumulates.
+    """The accumulation of an optimizer.
 
     Attributes:
       num_mini_batches: iterations per weight update.
@@ -64,8 +64,8 @@ class Accumulation:
 
 
 @dataclass(frozen=True, eq=False)
-class Unwrapped:
-    """What a nest of optimizers amounts to.
+class OptimizerEffect:
+    """The combined effect of nested optimizers.
 
     Attributes:
       innermost: the Optax transformation inside.
@@ -81,7 +81,7 @@ class Unwrapped:
     scaled: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
     gradient_maps: tuple[GradientMap, ...] = ()
     accumulation: Accumulation | None = None
-    watched: tuple[Watched, ...] = ()
+    watched: tuple[GradientOutfeed, ...] = ()
     has_outfeeds: bool = False
     averages_replicas: bool = False
 
@@ -97,14 +97,14 @@ class Unwrapped:
 
 
 @dataclass(frozen=True, eq=False)
-class Minimized:
+class MinimizeCall:
     """A call of `minimize` in an estimator's `model_fn`.
 
     Attributes:
-      optimizer: whose.
+      optimizer: the optimizer.
       loss: a traced scalar.
       var_list: as given.
-      operation: what it returned.
+      operation: its result.
     """
 
     optimizer: Optimizer
@@ -113,15 +113,15 @@ class Minimized:
     operation: Operation
 
 
-_minimized: contextvars.ContextVar[list[Minimized] | None] = contextvars.ContextVar(
+_minimized: contextvars.ContextVar[list[MinimizeCall] | None] = contextvars.ContextVar(
     "minimized", default=None
 )
 
 
 @contextlib.contextmanager
-def collecting_minimized() -> Iterator[list[Minimized]]:
+def collecting_minimized() -> Iterator[list[MinimizeCall]]:
     """Collects the calls of `minimize` in a `with` block, in which a `model_fn` is called."""
-    calls: list[Minimized] = []
+    calls: list[MinimizeCall] = []
     token = _minimized.set(calls)
     try:
         yield calls
@@ -218,7 +218,7 @@ class Optimizer(abc.ABC):
             )
         if collected is not None:
             operation = Operation(name or self.name)
-            collected.append(Minimized(self, loss, var_list, operation))
+            collected.append(MinimizeCall(self, loss, var_list, operation))
             return operation
         unwrapped = unwrap(self)
         accumulation = unwrapped.accumulation or Accumulation()
@@ -244,7 +244,7 @@ class Optimizer(abc.ABC):
         return Operation(step_name)
 
     @abc.abstractmethod
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Returns the combined effect of this optimizer around one whose effect is `inner`.
 
         Raises:
@@ -252,9 +252,9 @@ class Optimizer(abc.ABC):
         """
 
 
-def unwrap(opt: Any) -> Unwrapped:
+def unwrap(opt: Any) -> OptimizerEffect:
     """Looks through a nest of optimizers."""
-    return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else Unwrapped(opt)
+    return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else OptimizerEffect(opt)
 
 
 class CrossReplicaOptimizer(Optimizer):
@@ -283,12 +283,12 @@ class CrossReplicaOptimizer(Optimizer):
         """
         super().__init__(opt, name)
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the mean over replicas."""
         return averaged(inner)
 
 
-def averaged(inner: Unwrapped) -> Unwrapped:
+def averaged(inner: OptimizerEffect) -> OptimizerEffect:
     """Adds the mean over replicas to the effect of nested optimizers."""
     if inner.averages_replicas:
         raise ValueError("An optimizer can average gradients over replicas only once; two are nested.")
@@ -366,7 +366,7 @@ class GradientAccumulationOptimizerV2(Optimizer):
             shards_state=bool(replicated_optimizer_state_sharding),
         )
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the accumulation."""
         if inner.accumulation is not None:
             raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
@@ -385,7 +385,7 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
       ... )
     """
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the accumulation, and the mean over replicas."""
         return averaged(super().wrap(inner))
 
@@ -422,7 +422,7 @@ class MapGradientOptimizer(Optimizer):
             )
         self.gradient_mapping_function = gradient_mapping_function
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the function, behind those of inner optimizers."""
         maps = (*inner.gradient_maps, self.gradient_mapping_function)
         return dataclasses.replace(inner, gradient_maps=maps)
@@ -501,10 +501,10 @@ class OutfeedOptimizer(Optimizer):
         self.mode = outfeed_optimizer_mode
         self.variable_names = None if variable_names is None else tuple(dict.fromkeys(variable_names))
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the outfeed."""
         if self.mode is OutfeedOptimizerMode.AFTER_COMPUTE:
-            watched = Watched(self.outfeed_queue, self.variable_names)
+            watched = GradientOutfeed(self.outfeed_queue, self.variable_names)
             return dataclasses.replace(inner, watched=(*inner.watched, watched), has_outfeeds=True)
         innermost = _enqueue_gradients(inner.innermost, self.outfeed_queue, self.variable_names)
         return dataclasses.replace(inner, innermost=innermost, has_outfeeds=True)
@@ -585,7 +585,7 @@ class LossScalingOptimizer(Optimizer):
             raise ValueError(f"growth_interval must be from 1 to {_MAX_INT32}; got {growth_interval}.")
         self._settings = (float(initial_scale), dynamic, int(growth_interval), float(factor))
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the scale, around the transformation."""
         if inner.scaled is not None:
             raise ValueError("An optimizer can scale the loss only once; two are nested.")

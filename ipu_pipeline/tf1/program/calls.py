@@ -52,32 +52,6 @@ def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
         _request.reset(token)
 
 
-def make_replication(
-    ipu_device: int,
-    num_ipus: int,
-    uses_replicas: bool,
-    queues: Sequence[Any],
-    *,
-    trains: bool,
-    averages: bool,
-    sharded: Sequence[str] = (),
-) -> Replication:
-    """Makes the replication of a pipeline or loop that has been traced."""
-    feeds = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
-    factors = [queue.replication_factor for queue in feeds]
-    replication = Replication(
-        ipu_device,
-        num_ipus,
-        trains,
-        averages,
-        uses_replicas,
-        tuple(factor for factor in factors if factor is not None),
-        sharded=tuple(sharded),
-    )
-    replication.check()
-    return replication
-
-
 @dataclass(frozen=True)
 class Replication:
     """The facts that decide how many replicas a pipeline or loop has, once devices are selected.
@@ -207,6 +181,32 @@ class Replication:
                 f"there are {len(devices)}."
             )
         return [devices[start : start + self.num_ipus] for start in starts]
+
+
+def make_replication(
+    ipu_device: int,
+    num_ipus: int,
+    uses_replicas: bool,
+    queues: Sequence[Any],
+    *,
+    trains: bool,
+    averages: bool,
+    sharded: Sequence[str] = (),
+) -> Replication:
+    """Makes the replication of a pipeline or loop that has been traced."""
+    feeds = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
+    factors = [queue.replication_factor for queue in feeds]
+    replication = Replication(
+        ipu_device,
+        num_ipus,
+        trains,
+        averages,
+        uses_replicas,
+        tuple(factor for factor in factors if factor is not None),
+        sharded=tuple(sharded),
+    )
+    replication.check()
+    return replication
 
 
 # Pipelines and loops.
@@ -566,7 +566,7 @@ class ProgramBuilder:
 
     @contextlib.contextmanager
     def rebinding(self, placeholders: Sequence[Placeholder], values: Sequence[Any]) -> Iterator[None]:
-        """A block in which placeholders are used as other values: a pipeline is traced once more."""
+        """Uses placeholders as other values inside a `with` block: a pipeline is traced once more."""
         self.placeholders.update(zip(placeholders, values, strict=True))
         try:
             yield

@@ -133,7 +133,7 @@ FORMAT_VERSION = 2  # 1 encoded trees in another way, and is still read
 
 
 @dataclass(frozen=True, eq=False)
-class Exported:
+class SessionParts:
     """The parts of a session that an export needs."""
 
     variable: Callable[[VariableSpec], Any]  # returns the value of a variable
@@ -144,9 +144,10 @@ class Exported:
 
 
 def export(
-    path: str | os.PathLike[str], program: Program, inputs: Mapping[Placeholder, Any], exported: Exported
+    path: str | os.PathLike[str], program: Program, inputs: Mapping[Placeholder, Any], source: SessionParts
 ) -> None:
     """See `Session.export`."""
+    # Checks.
     calls = program.calls
     if len(calls) != 1 or not isinstance(calls[0], PipelineCall) or calls[0].trains:
         raise NotImplementedError(
@@ -173,25 +174,27 @@ def export(
     for placeholder in inputs:
         if placeholder not in program.placeholders:
             raise ValueError(f"export: {placeholder!r} in `inputs` is not an input of this program.")
+    # Operands and variables.
     platform = selection.devices_for(program.ipu_device, program.num_ipus)[0].platform
-    operands = program.find_operands(call, inputs, exported.variable)[call.has_count_operand :]
+    operands = program.find_operands(call, inputs, source.variable)[call.has_count_operand :]
     pipeline = call.pipeline
-    variables = {name: exported.variable(spec) for name, spec in call.variables.items()}
+    variables = {name: source.variable(spec) for name, spec in call.variables.items()}
     placeholders = list(dict.fromkeys(value for value in operands if isinstance(value, Placeholder)))
-    given_names = [placeholder.name for placeholder in placeholders]
-    if len(set(given_names)) < len(given_names):
+    names = [placeholder.name for placeholder in placeholders]
+    if len(set(names)) < len(names):
         raise ValueError(
             "export: placeholders are known by their names afterwards, but there are "
-            f"{', '.join(given_names)}. "
+            f"{', '.join(names)}. "
             "Give each another `name`."
         )
-    key = exported.key()
+    # Stages, and the document.
+    key = source.key()
     avals = [value.aval if isinstance(value, Placeholder) else value for value in operands]
-    stages = export_stages(pipeline, avals, key, platform)
+    exported = export_stages(pipeline, avals, key, platform)
     collecting = pipeline.built.collecting
     snapshot = Snapshot(
         SessionState({**variables, **_as_variables(operands)}),
-        exported.seed,
+        source.seed,
         str(jax.random.key_impl(key)),
         extra={
             PROGRAM: {
@@ -209,19 +212,19 @@ def export(
                     {"placeholder": value.name} if isinstance(value, Placeholder) else {"value": number}
                     for number, value in enumerate(operands)
                 ],
-                "execution_count": exported.execution_count(call.name),
-                "update_count": exported.update_count(call.name),
-                "stages": stages.stages,
-                "outputs": stages.outputs,
+                "execution_count": source.execution_count(call.name),
+                "update_count": source.update_count(call.name),
+                "stages": exported.stages,
+                "outputs": exported.outputs,
                 "output_tree": _encode(call.outfeed_tree.unflatten(collecting.avals)),
             }
         },
     )
-    checkpoints.write_checkpoint(path, snapshot, stages.files)
+    checkpoints.write_checkpoint(path, snapshot, exported.files)
 
 
 def _encode(tree: Any) -> Any:
-    """A pytree of shapes as JSON."""
+    """Encodes a pytree of shapes as JSON."""
 
     def encode_shape(leaf: Any) -> str:
         if isinstance(leaf, jax.ShapeDtypeStruct):

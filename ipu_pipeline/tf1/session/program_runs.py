@@ -104,7 +104,7 @@ def _leaves(fetch: Any) -> list[Any]:
 
 
 def _find_leaves(fetch: Any, computed_ids: set[int]) -> Iterator[Any]:
-    """The leaves; for computed values, the values that they are computed from, each computed value once."""
+    """Yields the leaves; for a computed value, once, those that it is computed from."""
     if isinstance(fetch, dict):
         fetch = list(fetch.values())
     if isinstance(fetch, Computed):
@@ -139,7 +139,7 @@ def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
 
 
 class _Stopping:
-    """A `with` block. After Ctrl-C in it no thread reads data ahead, even if the block had hardly begun."""
+    """A `with` block after whose Ctrl-C no thread reads data ahead, even if it had hardly begun."""
 
     def __init__(self, lock: threading.RLock, fetch: Any) -> None:
         self._lock = lock
@@ -355,6 +355,7 @@ def _run_pipeline(
     resumption: Resumption,
     limit: Limit,
 ) -> None:
+    # Operands and devices.
     pipeline, inputs, count = call.pipeline, operands, None
     if call.has_count_operand:
         count, inputs = call.check_count(read_count(call.name, operands[0])), operands[1:]
@@ -368,6 +369,7 @@ def _run_pipeline(
         begin = store.update_count(call) - limit.num_done
         inputs[call.begin_input] = np.array(begin % 2**32, np.uint32).astype(np.int32)
     introduce(pipeline, call.name)
+    # The feed.
     take: Take | None = None
     is_synthetic = uses_synthetic_data()
     if call.infeed_queue is not None and is_synthetic:
@@ -378,6 +380,7 @@ def _run_pipeline(
         num_fetched = runner.num_fetched(call.repeat_count * per_update, per_update)
         may_vary = pipeline.options.max_shapes > 1
         take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
+    # The run.
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
     max_updates = (
         call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
@@ -444,6 +447,7 @@ def _run_loop(
     store: Store,
     resumption: Resumption,
 ) -> list[Any]:
+    # Operands and devices.
     loop, body = call.loop, call.loop.body
     resumption.before_run(call)
     runner, devices = _prepare(call, devices)
@@ -459,6 +463,7 @@ def _run_loop(
     num_fetched = loop.num_fetched_by(total)
     states = [store.place_loop_state(call)]  # nothing holds on to it while it runs
     rows.resume(call, states[0].num_accumulated)
+    # The feed.
     take: Take | None = None
     infeed = call.infeed_queue
     if infeed is not None and uses_synthetic_data():
@@ -470,6 +475,7 @@ def _run_loop(
         infeed = None
     if infeed is not None:
         take = infeed.connect(loop.place_element, num_fetched, is_tentative=loop.has_condition)
+    # The run.
     has_part = loop.has_part  # a process without any device of the loop announces nothing
     with (
         announcements.running(store, call.name, loop, runner, devices, total)

@@ -48,7 +48,7 @@ _OF_TENSORFLOW = {"config": "tf.ConfigProto", "graph": "tf.Graph"}
 
 @dataclass(frozen=True, eq=False)
 class _InMemory:
-    """Where in-memory checkpoints go, and other data that belongs to each."""
+    """The series of in-memory checkpoints, and other data that belongs to each."""
 
     series: InMemorySeries
     extra: Callable[[], Mapping[str, Any]]
@@ -299,7 +299,7 @@ class Session:
                 path,
                 program,
                 dict(inputs or {}),
-                exported_programs.Exported(
+                exported_programs.SessionParts(
                     self._store.variable,
                     lambda: self.key,
                     self.seed,

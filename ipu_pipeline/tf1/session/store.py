@@ -68,7 +68,7 @@ def _agree(
     fault: Exception | None,
     beside: str = "",
 ) -> list[str]:
-    """Also compares this process's fault, and raises it if it is the same for all."""
+    """Compares facts and this process's fault with the others'; raises the fault if all have it."""
     described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
         besides = peers.agree(event, {"what keeps it from running": described, **facts}, beside=beside)
@@ -256,12 +256,7 @@ def _join(entries: Collection[_Entry]) -> dict[str, np.ndarray[Any, Any]]:
 def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
     """Returns copies of all leaves, by path."""
     leaves = read_gathered(jax.tree.leaves(optimizer.tree))
-    return {path: _as_numbers(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
-
-
-def _as_numbers(leaf: Any) -> np.ndarray[Any, Any]:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.array(jax.random.key_data(leaf) if is_key else leaf)
+    return {path: np.array(_as_numpy(leaf)) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
 
 
 def find_weights(
@@ -290,7 +285,7 @@ def find_weights(
 
 
 def _last_name(path: str) -> str:
-    """`ema` of `[1].ema`, and `mu` of `['inner'][0].mu`."""
+    """The last name of a path: `ema` of `[1].ema`, `mu` of `['inner'][0].mu`."""
     match = re.search(r"""(?:\.(\w+)|\['([^']*)'\])$""", path)
     return "" if match is None else match[1] or match[2]
 
