@@ -262,7 +262,7 @@ def _scan(
 
 
 def _product(factor: jax.Array, weights: jax.Array) -> jax.Array:
-    """`left @ right` with factors in the dtype of `left`, summed in that of `right`."""
+    """Returns `factor @ weights`, with both in the dtype of `factor`, summed in the dtype of `weights`."""
     return jnp.matmul(factor, weights.astype(factor.dtype), preferred_element_type=weights.dtype)
 
 

@@ -98,8 +98,8 @@ def _key_of(seed: Any) -> jax.Array:
     if numbers.ndim != 1 or numbers.size > 2 or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(f"dropout: seed must be one or two integers; got {seed!r}.")
     key = jax.random.key(0)
-    for number in range(numbers.size):
-        low = numbers[number] & 0xFFFFFFFF if numbers.dtype.itemsize > 4 else numbers[number]
+    for index in range(numbers.size):
+        low = numbers[index] & 0xFFFFFFFF if numbers.dtype.itemsize > 4 else numbers[index]
         key = jax.random.fold_in(key, low.astype(np.uint32))
     return key
 

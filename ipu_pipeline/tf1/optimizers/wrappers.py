@@ -38,7 +38,7 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class GradientOutfeed:
-    """The queue for gradients of micro-batches, and the variables whose they are; None: all."""
+    """A queue for gradients of micro-batches, and the variables whose gradients it takes; None: all."""
 
     queue: IPUOutfeedQueue
     variable_names: tuple[str, ...] | None

@@ -86,10 +86,8 @@ class Replication:
 
     def check(self) -> None:
         """Raises if the number of replicas is contradictory, or their gradients would not be averaged."""
-        numbers = {
-            *self.factors,
-            *([] if self.request is None else [self.request.num_replicas]),
-        }
+        requested = [] if self.request is None else [self.request.num_replicas]
+        numbers = {*self.factors, *requested}
         if len(numbers) > 1:
             raise ValueError(
                 "The replication_factor of all queues of a program, and num_replicas, must be the same; "

@@ -72,8 +72,8 @@ def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any)
         if size is None and array.shape:
             raise ValueError(f"{subject} must be a scalar; got the shape {array.shape}.")
         if size is not None:
-            has_inner_axes = array.shape[1:] == shape.shape[1:]
-            if array.ndim != len(shape.shape) or not has_inner_axes or size == 0 or len(array) % size:
+            inner_axes_fit = array.shape[1:] == shape.shape[1:]
+            if array.ndim != len(shape.shape) or not inner_axes_fit or size == 0 or len(array) % size:
                 raise ValueError(
                     f"{subject} must have the shape {shape.shape} that was exported, or a multiple of its "
                     f"{size} rows; got {array.shape}. Predict the rest with copies of a row, or export "
@@ -438,11 +438,11 @@ class LoadedProgram:
             elements = [None] * program["num_micro_batches"]
         waiting: collections.deque[list[Any]] = collections.deque()
         results: list[list[np.ndarray[Any, Any]]] = []
-        for number, element_values in enumerate(elements):
+        for number, micro_batch in enumerate(elements):
             leaves = []
             if element is not None:
                 subject = f"LoadedProgram.run: element {number}"
-                arrays = jax.tree.map(np.asarray, element_values)
+                arrays = jax.tree.map(np.asarray, micro_batch)
                 leaves = check_like(arrays, element, subject)
             waiting.append(self._run_one(leaves, inputs, devices, number))
             if len(waiting) > _IN_FLIGHT_PER_STAGE * len(chosen):

@@ -91,7 +91,7 @@ def give_results(fetch: Any, values: dict[int, Any]) -> Any:
 def find_infeeds(fetch: Any) -> list[IPUInfeedQueue]:
     """The infeeds of all programs in a fetch."""
     programs = [leaf.program if isinstance(leaf, Output) else leaf for leaf in _leaves(fetch)]
-    return [infeed for leaf in programs if isinstance(leaf, Program) for infeed in leaf.infeeds]
+    return [infeed for program in programs if isinstance(program, Program) for infeed in program.infeeds]
 
 
 def concerns_devices(fetch: Any) -> bool:
@@ -108,9 +108,8 @@ def _find_leaves(fetch: Any, computed_ids: set[int]) -> Iterator[Any]:
     if isinstance(fetch, dict):
         fetch = list(fetch.values())
     if isinstance(fetch, Computed):
-        parts = (
-            [] if id(fetch) in computed_ids else [part for part in fetch.parts if isinstance(part, Fetched)]
-        )
+        is_new = id(fetch) not in computed_ids
+        parts = [part for part in fetch.parts if is_new and isinstance(part, Fetched)]
         computed_ids.add(id(fetch))
         fetch = parts
     if isinstance(fetch, (list, tuple)):
@@ -382,9 +381,9 @@ def _run_pipeline(
         take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
     # The run.
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
-    max_updates = (
-        call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
-    )
+    num_updates = call.repeat_count
+    if limit.max_updates is not None:
+        num_updates = min(num_updates, limit.max_updates)
     micro_batches = pipeline.options.num_micro_batches if count is None else count
     assert micro_batches is not None
     per_update = pipeline.updated_every(count)
@@ -408,7 +407,7 @@ def _run_pipeline(
             take,
             inputs,
             keep,
-            max_updates,
+            num_updates,
             call.repeat_count,
             num_micro_batches=count,
             # With synthetic data what is on the devices is one update's. Tables change between updates.
