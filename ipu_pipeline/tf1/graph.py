@@ -292,7 +292,7 @@ class Placeholder(Symbol):
         Raises:
           ValueError: nothing is being compiled, or the placeholder was made by the function itself.
         """
-        find = _standing.get()
+        find = _value_finder.get()
         if find is None:
             raise ValueError(
                 f"Trying to capture the tensor {self.name} ({self!r}) outside of a program. A placeholder "
@@ -308,13 +308,13 @@ class Placeholder(Symbol):
 
     def __eq__(self, other: object) -> Any:
         """Compares values while something is compiled; otherwise, and with placeholders, identities."""
-        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+        if isinstance(other, Placeholder) or other is None or _value_finder.get() is None:
             return self is other
         return self.traced() == other
 
     def __ne__(self, other: object) -> Any:
         """The inverse of `__eq__`."""
-        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+        if isinstance(other, Placeholder) or other is None or _value_finder.get() is None:
             return self is not other
         return self.traced() != other
 
@@ -356,7 +356,7 @@ class _Unfed:
 
 
 def _flatten_placeholder(symbol: Placeholder) -> tuple[tuple[Any], None]:
-    return (_Unfed(symbol) if _standing.get() is None else symbol.traced(),), None
+    return (_Unfed(symbol) if _value_finder.get() is None else symbol.traced(),), None
 
 
 def _unflatten_placeholder(_nothing: None, values: Any) -> Any:
@@ -400,8 +400,8 @@ def _as_array(subject: str, leaf: Any) -> Any:
 _count = 0
 _live: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()  # by order of creation
 _numbers = itertools.count()
-_standing: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
-    "standing", default=None
+_value_finder: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
+    "value_finder", default=None
 )
 
 
@@ -412,13 +412,13 @@ def live_placeholders() -> list[Placeholder]:
 
 
 @contextlib.contextmanager
-def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
+def finding_placeholders(find: Callable[[Placeholder], Any]) -> Iterator[None]:
     """Sets, for a `with` block, how the traced value of a placeholder is found."""
-    token = _standing.set(find)
+    token = _value_finder.set(find)
     try:
         yield
     finally:
-        _standing.reset(token)
+        _value_finder.reset(token)
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:

@@ -24,7 +24,7 @@ from ipu_pipeline.processes.launcher import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import Operation
 from ipu_pipeline.reports.program_summary import Placement, ProgramSummary
-from ipu_pipeline.tf1.graph import Placeholder, Symbol, is_internal, live_placeholders, standing
+from ipu_pipeline.tf1.graph import Placeholder, Symbol, finding_placeholders, is_internal, live_placeholders
 from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building, current_builder
 from ipu_pipeline.tf1.program.host_tables import HostTable, check_tables
 
@@ -338,7 +338,7 @@ def build_program(
         own_inputs = arguments[: len(inputs)]
         builder.inputs = list(zip(own_inputs, named, strict=True))
         builder.placeholders = dict(zip(live, arguments[len(inputs) :], strict=True))
-        with building(builder), standing(builder.capture):
+        with building(builder), finding_placeholders(builder.capture):
             leaves, tree = jax.tree.flatten(returned_values(function(*own_inputs)))
         result[:] = [tree]
         return leaves
