@@ -321,7 +321,7 @@ def _total_by_count(sums: Mapping[str, Array]) -> Array:
 def _count_positives(
     name: str, labels: Array, predictions: Array, weights: Array
 ) -> tuple[Array, Array, Array]:
-    """The numbers of examples that are positive and predicted so, that are predicted so, and that are."""
+    """Returns how many examples are true positives, predicted positives, and positives."""
     xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
     labels, predictions = _check_alike(name, labels, predictions)
     is_true, is_predicted = (value.astype(bool).astype(_float(xp)) for value in (labels, predictions))

@@ -41,7 +41,7 @@ class Windowed(Layer):
 
 
 def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
-    """The sizes along height and width."""
+    """Returns the sizes along height and width."""
     sizes = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_usable = len(sizes) == 2 and all(is_integer(size, 1) for size in sizes)
     if not is_usable:
@@ -52,8 +52,8 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
-    """The size along one axis."""
+def find_size(layer: str, argument: str, value: Any) -> tuple[int]:
+    """Returns the size along one axis."""
     sizes = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(sizes) != 1 or not is_integer(sizes[0], 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
@@ -61,14 +61,14 @@ def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
 
 
 def find_padding(layer: str, argument: str, value: Any) -> str:
-    """The padding in lower case."""
+    """Returns the padding in lower case."""
     if not isinstance(value, str) or value.lower() not in ("valid", "same"):
         raise ValueError(f"{layer}: {argument} must be 'valid' or 'same'; got {value!r}.")
     return value.lower()
 
 
 def data_format_argument() -> Any:
-    """The argument `data_format`, which is None or "channels_last", in any case."""
+    """Declares the argument `data_format`: None or "channels_last", in any case."""
     return argument(
         'only "channels_last", which None stands for.', _check_data_format, default=None, attribute=""
     )
@@ -111,7 +111,7 @@ class _Convolution(Windowed, VariableLayer):
 
     @property
     def _reach(self) -> tuple[int, ...]:
-        """How far the kernel reaches along each axis."""
+        """The extent of the kernel along each axis."""
         sizes = zip(self.kernel_size, self.dilation_rate, strict=True)
         return tuple((size - 1) * rate + 1 for size, rate in sizes)
 
@@ -246,15 +246,15 @@ class Conv1D(_GroupedConvolution):
     kind = "conv1d"
     axes = "W"
 
-    kernel_size: InitVar[int] = argument("the length of the kernel.", find_one)
-    strides: InitVar[int] = argument("how far the kernel moves.", find_one, default=1)
+    kernel_size: InitVar[int] = argument("the length of the kernel.", find_size)
+    strides: InitVar[int] = argument("how far the kernel moves.", find_size, default=1)
     padding: Padding | Literal["causal", "CAUSAL"] = argument(  # type: ignore[assignment]  # more
         '"valid" (none), "same" (zeros around the inputs, as in `Conv2D`), or "causal": all zeros before '
         "the inputs, so that no output depends on later inputs.",
         _find_causal_padding,
         default="valid",
     )
-    dilation_rate: InitVar[int] = argument("the distance of the kernel's points.", find_one, default=1)
+    dilation_rate: InitVar[int] = argument("the distance of the kernel's points.", find_size, default=1)
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)

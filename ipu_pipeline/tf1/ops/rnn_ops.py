@@ -243,7 +243,7 @@ class Popnn(Recurrent):
 
 
 def _seeded(layer: str, seed: Any) -> Any:
-    """Glorot uniform with a seed of its own."""
+    """Makes Glorot's uniform initializer with a seed of its own."""
     if not is_integer(seed):
         raise TypeError(f"{layer}: seed must be an integer or None; got {seed!r}.")
     number = int(seed) % 2**32

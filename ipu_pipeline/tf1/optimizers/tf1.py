@@ -212,10 +212,10 @@ Tree = Any
 
 
 class _Plain(Optimizer, optax.GradientTransformationExtraArgs):
-    """An optimizer around a transformation, which it changes in nothing, and so one itself."""
+    """An optimizer around a transformation that it does not change, so it is a transformation, too."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """A transformation is a tuple of two functions, here of those that `__init__` is given."""
+        """Makes the tuple of two functions that a transformation is; they use what `__init__` is given."""
         if any(isinstance(value, optax.GradientTransformation) for value in (*args, *options.values())):
             raise TypeError(
                 f"{cls.__name__}: it does not wrap another optimizer. optax.chain(other, "
@@ -562,7 +562,7 @@ def _check_positive(name: str, value: float) -> None:
 def _excluding(
     patterns: Sequence[str] | None, transformation: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """A transformation of the variables in whose names none of some regular expressions is found."""
+    """Restricts a transformation to the variables whose names match none of some regular expressions."""
     if not patterns:
         return transformation
     if isinstance(patterns, str):
