@@ -193,18 +193,18 @@ def _make_updates(
     captures = recipe.options.hooks.captures
     for flat in (optimizer.init, optimizer.update):
         captures.check(flat.constants.values(), "the optimizer")
-    read: list[int] = []  # positions of what was captured
+    positions: list[int] = []  # positions of what was captured
 
     def find_position(value: Any) -> int | None:
         number = captures.find_number(value)
         if number is None:
             return None
-        if number not in read:
-            read.append(number)
-        return len(traced.outputs) + read.index(number)
+        if number not in positions:
+            positions.append(number)
+        return len(traced.outputs) + positions.index(number)
 
     optimizer = optimizer_tracing.lift_captures(optimizer, find_position)
-    extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), read)
+    extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), positions)
     # All variables of one device are updated together, by its first stage, except in execution phases,
     # whose memory does not hold them all.
     mapping = recipe.mapping
@@ -249,15 +249,15 @@ def _enqueue_gradients(
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool) -> dict[str, VariableSpec]:
     # The specs as first asked for: conflicts between stages are reported elsewhere.
-    known = {name: recipe.options.hooks.program_names.variables[name] for name in traced.variables}
-    wanted = recipe.options.trained
-    if callable(wanted):
-        wanted = wanted(known)
-    trainable = {name: spec for name, spec in known.items() if spec.trainable}
-    if wanted is not None:
-        for name in wanted:
+    variables = {name: recipe.options.hooks.program_names.variables[name] for name in traced.variables}
+    names = recipe.options.trained
+    if callable(names):
+        names = names(variables)
+    trainable = {name: spec for name, spec in variables.items() if spec.trainable}
+    if names is not None:
+        for name in names:
             if name not in trainable or optimizer_wrappers.is_loss_weight(name):
-                fault = "is not trainable" if name in known else "does not exist"
+                fault = "is not trainable" if name in variables else "does not exist"
                 raise ValueError(
                     f"The variable {name!r} to train {fault}. Trainable are: "
                     f"{', '.join(optimizer_wrappers.without_weights(trainable)) or 'none'}."
@@ -265,10 +265,10 @@ def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool)
     trained = {
         name: spec
         for name, spec in trainable.items()
-        if wanted is None or name in wanted or optimizer_wrappers.is_loss_weight(name)
+        if names is None or name in names or optimizer_wrappers.is_loss_weight(name)
     }
     if not optimizer_wrappers.without_weights(trained) and not may_be_empty:
-        why = "no stage has a trainable variable" if wanted is None else "trained names none"
+        why = "no stage has a trainable variable" if names is None else "trained names none"
         raise ValueError(f"No variables to optimize: {why}.")
     return trained
 
@@ -302,8 +302,8 @@ def agree(
 ) -> None:
     """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it."""
     if peers.current() is not None:
-        told = _describe_options(built, options, mapping, timetable, plan)
-        agree_on("pipeline", built.traced, built.updates, told, devices)
+        texts = _describe_options(built, options, mapping, timetable, plan)
+        agree_on("pipeline", built.traced, built.updates, texts, devices)
 
 
 def describe(
@@ -314,8 +314,8 @@ def describe(
     plan: Chunking | None,
 ) -> dict[str, str]:
     """Describes a pipeline in texts, by subject; arguments as in `agree`."""
-    told = _describe_options(built, options, mapping, timetable, plan)
-    return {**told, **describe_programs(built.traced, built.updates)}
+    texts = _describe_options(built, options, mapping, timetable, plan)
+    return {**texts, **describe_programs(built.traced, built.updates)}
 
 
 def _describe_options(

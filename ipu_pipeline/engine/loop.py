@@ -82,16 +82,16 @@ def trace_body(
     element: Any,
     program_names: frames.ProgramNames,
     place: str,
-    given: str = "",
+    argument_text: str = "",
 ) -> TracedBody:
     """Traces a body. Does not start a JAX backend."""
     try:
         with frames.unchanged_on_error(program_names):
-            return _trace(function, carried, element, program_names, place, given, training=True)
+            return _trace(function, carried, element, program_names, place, argument_text, training=True)
     except _NoTrainingStepError:
         pass  # the second trace tells layers that there is none
     with frames.unchanged_on_error(program_names):
-        return _trace(function, carried, element, program_names, place, given, training=False)
+        return _trace(function, carried, element, program_names, place, argument_text, training=False)
 
 
 def _trace(
@@ -100,11 +100,11 @@ def _trace(
     element: Any,
     program_names: frames.ProgramNames,
     place: str,
-    given: str,
+    argument_text: str,
     training: bool,
 ) -> TracedBody:
     recorded: list[Enqueued] = []
-    frame = BodyFrame(program_names, training, place, is_stage=True, given=given, enqueued=recorded)
+    frame = BodyFrame(program_names, training, place, is_stage=True, given=argument_text, enqueued=recorded)
     recorder = frame.recorder
 
     def call(carried_values: list[Any], element_value: Any) -> list[Any]:
@@ -115,7 +115,7 @@ def _trace(
         with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(list(carried), element)
     except Exception as error:
-        faults.add_note(error, place, given)
+        faults.add_note(error, place, argument_text)
         raise
     if training and recorder.training_step is None and recorder.asks_for_training:
         raise _NoTrainingStepError
@@ -159,11 +159,11 @@ def _trace(
     changing_vars = [carried_vars[number] for number in changing]
     sources = {var: Source("input", n) for n, var in enumerate([*captured_vars, *constant_vars])}
     sources |= {var: Source("element", n) for n, var in enumerate([*changing_vars, *feed_vars])}
-    loss, read = None, []
+    loss, optimizer_inputs = None, []
     if recorder.minimized:
         # The step recorded last has the joint optimizer of all calls.
         marks = [marked[minimize_p, number] for number in range(len(recorder.minimized))]
-        losses, read = [mark[0] for mark in marks], marks[-1][1:]
+        losses, optimizer_inputs = [mark[0] for mark in marks], marks[-1][1:]
         loss = losses[0]
         if len(losses) > 1:
             names = [spec.name for spec in hoisted.variables]
@@ -176,7 +176,7 @@ def _trace(
             ]
             flat, loss = jaxprs.join_losses(hoisted.flat, losses, frozen)
             hoisted = dataclasses.replace(hoisted, flat=flat)
-    outputs = [*read, *(results[number] for number in changing)]
+    outputs = [*optimizer_inputs, *(results[number] for number in changing)]
     enqueued = []
     for index, entry in enumerate(recorded):
         atoms = marked[enqueue_p, index]
@@ -243,10 +243,10 @@ def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place:
 
 
 def trace_condition(
-    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
+    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], caller: str
 ) -> Callable[[list[Any]], Any]:
     """Traces the condition once. Returns it as a function of the carried values."""
-    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
+    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {caller}", is_stage=False)
 
     def call(*values: Any) -> Any:
         with frames.frame(frame):
@@ -257,13 +257,13 @@ def trace_condition(
     if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
         described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
         raise ValueError(
-            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
+            f"{caller}: condition must return a boolean scalar; it returned {described or 'nothing'}."
         )
     Captures().check(closed_jaxpr.consts, frame.place)
-    used = [*frame.names.host_tables, *frame.names.variables]
-    if used:
+    names = [*frame.names.host_tables, *frame.names.variables]
+    if names:
         raise ValueError(
-            f"{what}: condition asks for variable {used[0]}, but may only use "
+            f"{caller}: condition asks for variable {names[0]}, but may only use "
             "the inputs. Let the body return what the condition needs."
         )
     evaluate = jax_core.jaxpr_as_fun(closed_jaxpr)
@@ -332,8 +332,8 @@ class Loop(Pipeline):
             args, kwargs = as_arguments(fed)
             return returned(body(*jax.tree.unflatten(tree, carried), *args, **kwargs))
 
-        given = describe_arguments(body, arguments, fed_kwargs)
-        traced = trace_body(call, avals, element, names, place, given)
+        argument_text = describe_arguments(body, arguments, fed_kwargs)
+        traced = trace_body(call, avals, element, names, place, argument_text)
         return cls(traced, None if condition is None else trace_condition(condition, tree, avals, what))
 
     def _build(self) -> Built:
@@ -394,12 +394,12 @@ class Loop(Pipeline):
                 f"{training.num_mini_batches} mini-batches, {training.reduction.name}, offloaded: "
                 f"{training.offloads_state}, shared out: {training.shards_state}"
             )
-        told = {
+        texts = {
             "the number of replicas": str(self.num_replicas),
             "the shards": str(list(self.body.shards)),
             "the training step": settings,
         }
-        agree_on("loop", self.body.pipeline, self.built.updates, told, devices)
+        agree_on("loop", self.body.pipeline, self.built.updates, texts, devices)
 
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
@@ -416,9 +416,9 @@ class Loop(Pipeline):
 
     def join_carried(self, constant: Sequence[Any], changing: Sequence[Any]) -> list[Any]:
         """The inverse of `split_carried`."""
-        rest, changed = iter(constant), iter(changing)
+        unchanged, changed = iter(constant), iter(changing)
         numbers = range(self.body.num_carried)
-        return [next(changed if number in self.body.changing else rest) for number in numbers]
+        return [next(changed if number in self.body.changing else unchanged) for number in numbers]
 
     def absent_carried(self) -> list[Any]:
         """Stand-ins for the carried values after iterations, in a process without devices of the loop."""
@@ -460,17 +460,17 @@ class Loop(Pipeline):
         Returns:
           The carried values after the last iteration, readable in each process.
         """
-        runner, done, every = self.prepare(), agreement.Done(), self.updated_every()
+        runner, counter, num_per_update = self.prepare(), agreement.Done(), self.updated_every()
         constant, changing = self.split_carried(carried)
         inputs = [*captured, *constant]
         most = self.num_fetched_by(total) // self.num_replicas
         if (watcher := watching.current()) is not None:
             limit = most if count is None else min(most, count)
-            rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
+            rehearse(watcher, runner, state, Request(inputs, num_per_update, limit, total, changing))
 
         def settle(state: RunState) -> RunState:
             """Joins what the replicas still have separately."""
-            if done.count:
+            if counter.count:
                 with replacing():
                     state = runner.settle(state)
                     on_settled(state)
@@ -478,21 +478,21 @@ class Loop(Pipeline):
 
         if not self.has_part:
             try:
-                agreement.hear_end(runner, done)
+                agreement.hear_end(runner, counter)
             finally:
-                settle(agreement.skip_iterations(runner, state, done.count, every))
-            changing = self.absent_carried() if done.count else changing
+                settle(agreement.skip_iterations(runner, state, counter.count, num_per_update))
+            changing = self.absent_carried() if counter.count else changing
             return self.join_carried(constant, in_every_process(changing))
-        with agreement.telling_end(runner, done), naming_peers():
+        with agreement.telling_end(runner, counter), naming_peers():
             try:
-                while (count is None or done.count < count) and self.goes_on(inputs, changing):
-                    limit = most if count is None else min(most, count - done.count)
-                    request = Request(inputs, every, limit, total, changing, done.count)
+                while (count is None or counter.count < count) and self.goes_on(inputs, changing):
+                    limit = most if count is None else min(most, count - counter.count)
+                    request = Request(inputs, num_per_update, limit, total, changing, counter.count)
                     pending = runner.fetch(state, request, take or take_nothing)
                     with replacing():
                         progress = runner.run(state, pending)
                         state, changing = progress.state, progress.carried
-                        done.count += progress.count
+                        counter.count += progress.count
                         on_iterations(progress, pending.count - progress.count)
                     if pending.count > progress.count:
                         give_back()
@@ -511,21 +511,23 @@ class Loop(Pipeline):
         if self._goes_on is None:
             return True
         runner = self.prepare()
-        asked, groups = [], [home.groups[0] for home in runner.homes]
+        conditions, groups = [], [home.groups[0] for home in runner.homes]
         for replica, (placement, group) in enumerate(zip(runner.homes, groups, strict=True)):
             if placement.has_peers:
                 placement.begin_step()
             passed = ("inputs of the condition", inputs), ("carried values of the condition", changing)
             placed = [
-                put_host_copies([of_replica(one, replica) for one in own], group, tag=placement.tag(what))
-                for what, own in passed
+                put_host_copies(
+                    [of_replica(value, replica) for value in values], group, tag=placement.tag(name)
+                )
+                for name, values in passed
             ]
             if group.is_here:
-                asked.append(jax.device_put(self._goes_on(*placed), group.replicated))
+                conditions.append(jax.device_put(self._goes_on(*placed), group.replicated))
             else:
-                asked.append(absent((), np.dtype(bool), group.replicated))
+                conditions.append(absent((), np.dtype(bool), group.replicated))
         homes = [group.devices[0] for group in groups]
-        answers = answer_everywhere(runner.placement, asked, homes)
+        answers = answer_everywhere(runner.placement, conditions, homes)
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]
             raise ValueError(

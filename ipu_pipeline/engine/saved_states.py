@@ -39,11 +39,11 @@ def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) 
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     prepared = prepare([*state.variables.values(), *named.values()])
     variables = dict(zip(state.variables, prepared, strict=False))
-    kept = None
+    optimizer = None
     if state.optimizer_state is not None:
         shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named.items()}
-        kept = KeptOptimizer(shapes, prepared[len(variables) :])
-    record = Record(kept, int(state.update_count), int(state.execution_count))
+        optimizer = KeptOptimizer(shapes, prepared[len(variables) :])
+    record = Record(optimizer, int(state.update_count), int(state.execution_count))
     data = np.asarray(jax.random.key_data(state.key)).tolist()
     implementation = str(jax.random.key_impl(state.key))
     return Snapshot(SessionState(variables, {_NAME: record}), 0, implementation, extra={_KEY: data})
@@ -51,11 +51,13 @@ def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) 
 
 def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> Snapshot:
     """A snapshot of this process's parts of a state."""
-    own = {name: value for name, value in state.variables.items() if name in separate}
-    others = {name: value for name, value in state.variables.items() if name not in separate}
-    snapshot = take_state(dataclasses.replace(state, variables=others), parts_of)
-    snapshot.state.variables.update(zip(own, rows_of(list(own.values())), strict=True))
-    snapshot.extra.update({_ROWS: list(own), **extra})
+    separate_values = {name: value for name, value in state.variables.items() if name in separate}
+    shared_values = {name: value for name, value in state.variables.items() if name not in separate}
+    snapshot = take_state(dataclasses.replace(state, variables=shared_values), parts_of)
+    snapshot.state.variables.update(
+        zip(separate_values, rows_of(list(separate_values.values())), strict=True)
+    )
+    snapshot.extra.update({_ROWS: list(separate_values), **extra})
     return snapshot
 
 
@@ -232,12 +234,12 @@ class InMemoryCheckpoints:
         snapshot = None if series is None else series.find()
         if series is not None and snapshot is not None:
             try:
-                found = place_state(snapshot, "What is in memory", self._pipeline)
+                restored = place_state(snapshot, "What is in memory", self._pipeline)
             except BaseException:
                 series.leave()  # for a call that comes with the right pipeline
                 raise
-            if found.execution_count >= state.execution_count:
-                state, self.extra = found, snapshot.extra[_EXTRA]
+            if restored.execution_count >= state.execution_count:
+                state, self.extra = restored, snapshot.extra[_EXTRA]
                 series.say_resumed()
         self._series, self._has_restored = series, True
         return state
@@ -265,7 +267,7 @@ class InMemoryCheckpoints:
             raise RuntimeError(
                 "InMemoryCheckpoints.save: call restore before the first step, which reads what is there."
             )
-        kept = {_EXTRA: _check_extra(extra)}
+        saved_extra = {_EXTRA: _check_extra(extra)}
         series = self._series
         if series is None:
             return
@@ -273,10 +275,13 @@ class InMemoryCheckpoints:
             series.note_run(state.update_count)
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.
-        own = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
-        state, separate = dataclasses.replace(state, variables=own), find_separate_variables(self._pipeline)
+        variables = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
+        state, separate = (
+            dataclasses.replace(state, variables=variables),
+            find_separate_variables(self._pipeline),
+        )
         series.meet()
-        series.take(lambda: take_parts(state, separate, kept))
+        series.take(lambda: take_parts(state, separate, saved_extra))
 
 
 def _check_extra(extra: Any) -> dict[str, Any]:

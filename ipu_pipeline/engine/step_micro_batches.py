@@ -31,11 +31,11 @@ Place: TypeAlias = "Callable[[Any, int], Any]"  # of a micro-batch and its numbe
 class StepFeed:
     """Takes micro-batches one by one."""
 
-    def __init__(self, micro_batches: Iterable[Any], every: int, has_peers: Callable[[], bool]) -> None:
+    def __init__(self, micro_batches: Iterable[Any], count: int, has_peers: Callable[[], bool]) -> None:
         """Takes nothing yet."""
-        self._numbers, self._every, self._has_peers = iter(range(every)), every, has_peers
+        self._numbers, self._every, self._has_peers = iter(range(count)), count, has_peers
         try:
-            self._iterator = _iterate(micro_batches, every)
+            self._iterator = _iterate(micro_batches, count)
         except Exception as error:
             if not has_peers():
                 raise
@@ -51,8 +51,8 @@ class StepFeed:
         """A take of micro-batches that `place` puts on the devices."""
         return functools.partial(self._take, place)
 
-    def _take(self, place: Place, wanted: int) -> list[Any]:
-        del wanted
+    def _take(self, place: Place, limit: int) -> list[Any]:
+        del limit
         number = next(self._numbers)
         try:
             return [place(self._next(number), number)]
@@ -72,10 +72,10 @@ class StepFeed:
             ) from None
 
 
-def _iterate(micro_batches: Iterable[Any], every: int) -> Iterator[Any]:
-    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
+def _iterate(micro_batches: Iterable[Any], count: int) -> Iterator[Any]:
+    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > count:
         raise ValueError(
-            f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
+            f"micro_batches: a step takes {count}; the {type(micro_batches).__name__} has "
             f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
         )
     return iter(check_elements("Pipeline.step", micro_batches))
@@ -112,13 +112,13 @@ def describe_number(element: Any, number: int, max_shapes: int) -> str:
     return f"for micro-batches of {describe_shapes(element)} ({number + 1} of at most {max_shapes} shapes)"
 
 
-def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
+def check_number(elements: Sequence[Any], element: Any, max_shapes: int) -> None:
     """Raises if a pipeline takes no more shapes of micro-batches."""
-    if len(known) < max_shapes:
+    if len(elements) < max_shapes:
         return
     raise ValueError(
         f"max_shapes is {max_shapes}, and a micro-batch of {describe_shapes(element)} has shapes number "
-        f"{len(known) + 1}. There are programs for {'; '.join(map(describe_shapes, known))}. Each of the "
+        f"{len(elements) + 1}. There are programs for {'; '.join(map(describe_shapes, elements))}. Each of the "
         "shapes takes time to compile: pad micro-batches to a few lengths (datasets.Buckets does), or "
         "give the pipeline a larger max_shapes."
     )
@@ -134,8 +134,12 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
             f"{where} the stages or the optimizer capture other placeholders. Pass these as `inputs`."
         )
     if first.traced.output_tree != other.traced.output_tree:
-        known, made = describe_structures(first.traced.output_tree, other.traced.output_tree)
-        raise ValueError(f"{where} the last stage returns {made}, in place of {known}. Return the same.")
+        old_structure, new_structure = describe_structures(
+            first.traced.output_tree, other.traced.output_tree
+        )
+        raise ValueError(
+            f"{where} the last stage returns {new_structure}, in place of {old_structure}. Return the same."
+        )
     if first.collecting.is_summed and _differ(first.collecting.avals, other.collecting.avals):
         raise ValueError(
             f"{where} what is summed over the micro-batches is {_list(other.collecting.avals)}, in place "
@@ -161,18 +165,21 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
 
 
 def _check_variables(first: Built, other: Built, where: str) -> None:
-    known, made = first.traced.variables, other.traced.variables
-    missing, new = known.keys() - made.keys(), made.keys() - known.keys()
+    first_variables, other_variables = first.traced.variables, other.traced.variables
+    missing, new = (
+        first_variables.keys() - other_variables.keys(),
+        other_variables.keys() - first_variables.keys(),
+    )
     if missing or new:
         parts = [f"missing are {', '.join(sorted(missing))}"] if missing else []
         parts += [f"new are {', '.join(sorted(new))}"] if new else []
         raise ValueError(
             f"{where} the stages have other variables: {'; '.join(parts)}. All shapes share one state."
         )
-    for name, spec in known.items():
-        if (spec.shape, spec.dtype) != (made[name].shape, made[name].dtype):
+    for name, spec in first_variables.items():
+        if (spec.shape, spec.dtype) != (other_variables[name].shape, other_variables[name].dtype):
             raise ValueError(
-                f"{where} variable {name} is {describe(made[name])}, in place of {describe(spec)}. Its "
+                f"{where} variable {name} is {describe(other_variables[name])}, in place of {describe(spec)}. Its "
                 "shape must not depend on the micro-batch's: make it for the longest, and use a part of it."
             )
     if first.traced.owners != other.traced.owners:
@@ -198,7 +205,7 @@ def _enqueued(built: Built) -> tuple[Any, Any]:
 
 
 def _differ(first: Sequence[Any], other: Sequence[Any]) -> bool:
-    return [(one.shape, one.dtype) for one in first] != [(one.shape, one.dtype) for one in other]
+    return [(aval.shape, aval.dtype) for aval in first] != [(aval.shape, aval.dtype) for aval in other]
 
 
 def _list(avals: Sequence[Any]) -> str:
@@ -235,8 +242,8 @@ class MicroBatchShapes:
     def set_runner(self, element: Any, runner: Runner[Any], make: MakeRunner, lock: Any) -> None:
         """Sets the runner for the first shapes, and makes one for each of the others."""
         runners = RunnersOfShapes(element, runner, make, lock)
-        for other in self.others.values():
-            runners.add(other.traced.element)
+        for pipeline in self.others.values():
+            runners.add(pipeline.traced.element)
         self.runners = runners
 
     def resolve(self, element: Any) -> Any:
@@ -280,8 +287,8 @@ class RunnersOfShapes:
     def resolve(self, element: Any) -> Any:
         """A micro-batch with new shapes, once there is a runner for them, on its devices."""
         structs = [
-            jax.ShapeDtypeStruct(leaf.shape, known.dtype)
-            for leaf, known in zip(element.leaves, self._leaves, strict=True)
+            jax.ShapeDtypeStruct(leaf.shape, first_leaf.dtype)
+            for leaf, first_leaf in zip(element.leaves, self._leaves, strict=True)
         ]
         self.add(jax.tree.unflatten(self._tree, structs))
         return self.place_element(element.leaves)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ipu_pipeline.engine.generation.bound_stages import (
     BoundStages,
-    Needed,
+    ProgramKey,
     SlotGroup,
     StageBuilder,
     make_element,
@@ -57,7 +57,7 @@ class RequestQueue:
         """Adds a request. Returns whether that was still possible."""
         with self._changed:
             if self._is_open:
-                self._all = [one for one in self._all if not one.is_done]
+                self._all = [earlier for earlier in self._all if not earlier.is_done]
                 self._all.append(request)
                 self._waiting.append(request)
                 self._changed.notify_all()
@@ -113,7 +113,7 @@ def answer_requests(
         while queue.num_waiting or any(group.num_taken or group.num_unread for group in groups):
             for group in groups:  # before any token, so that no stage waits for a prompt that just came
                 # As many requests in each group, so that all stages have work.
-                num_all = queue.num_waiting + sum(one.num_taken for one in groups)
+                num_all = queue.num_waiting + sum(slots.num_taken for slots in groups)
                 room = min(num_slots, -(-num_all // num_groups)) - group.num_taken
                 for _slot in range(room):
                     request = queue.take()
@@ -227,15 +227,17 @@ class Generator:
         self._builder: StageBuilder | None = None  # made at the first call that needs devices
         self._queue: RequestQueue | None = None  # of `serving`
 
-    def _find_one_by_one(self, wanted: bool | None) -> bool:
-        if wanted is not None and not isinstance(wanted, bool):
-            raise TypeError(f"token_by_token must be True, False, or None to find out; got {wanted!r}.")
-        if wanted or self._chunk_lengths == (1,):
-            return bool(wanted)
+    def _find_one_by_one(self, token_by_token: bool | None) -> bool:
+        if token_by_token is not None and not isinstance(token_by_token, bool):
+            raise TypeError(
+                f"token_by_token must be True, False, or None to find out; got {token_by_token!r}."
+            )
+        if token_by_token or self._chunk_lengths == (1,):
+            return bool(token_by_token)
         try:
             self._for_length(min(length for length in self._chunk_lengths if length > 1))
         except Exception as error:
-            if wanted is False:
+            if token_by_token is False:
                 raise
             _logger.info("Prompts are read token by token, as stages cannot be traced for more: %s", error)
             return True
@@ -336,8 +338,8 @@ class Generator:
             )
         with self._running:
             stages = self._bind(state)
-            needed = {one for request in requests for one in self._find_needed(request)}
-            self._surroundings.run(self._prepare().compile, needed)
+            keys = {key for request in requests for key in self._find_needed(request)}
+            self._surroundings.run(self._prepare().compile, keys)
             self._answer(stages, RequestQueue(requests))
         return [request.result() for request in requests]
 
@@ -436,8 +438,8 @@ class Generator:
             return self._divide(len(request.prompt))
 
         try:
-            each = self._num_slots // self._num_groups
-            self._surroundings.run(answer_requests, stages, queue, self._num_groups, each, prepare)
+            per_group = self._num_slots // self._num_groups
+            self._surroundings.run(answer_requests, stages, queue, self._num_groups, per_group, prepare)
         except BaseException as error:
             queue.end(error)
             raise
@@ -460,10 +462,10 @@ class Generator:
             for length in prompt_lengths:
                 check_positive("prompt_lengths: each", length)
                 lengths += self._divide(int(length))
-        needed = [Needed(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
+        keys = [ProgramKey(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
         with self._running:
             builder = self._prepare()
-            self._surroundings.run(builder.compile, needed)
+            self._surroundings.run(builder.compile, keys)
 
     def resplit(self, state: PipelineState) -> PipelineState:
         """Moves the variables of a state from another split of the same layers, as `engine.resplit` does.
@@ -480,23 +482,23 @@ class Generator:
         check_state("Generator.resplit", state)
         caches = [spec for stage in self.pipeline.traced.stages for spec in stage.assigned]
         empty = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in caches}
-        given = dataclasses.replace(state, variables={**state.variables, **empty}, optimizer_state=None)
-        moved = resplit(given, self.pipeline)
+        old_state = dataclasses.replace(state, variables={**state.variables, **empty}, optimizer_state=None)
+        moved = resplit(old_state, self.pipeline)
         variables = {name: value for name, value in moved.variables.items() if name not in empty}
         return dataclasses.replace(moved, variables=variables)
 
-    def _find_needed(self, request: Request) -> set[Needed]:
+    def _find_needed(self, request: Request) -> set[ProgramKey]:
         """The programs that a request needs."""
         is_sampled = request.sampling.temperature > 0
         *firsts, last = self._divide(len(request.prompt))
-        needed = {Needed(length, False) for length in firsts} | {Needed(last, is_sampled)}
-        return needed | {Needed(0, is_sampled)} if request.max_new_tokens > 1 else needed
+        keys = {ProgramKey(length, False) for length in firsts} | {ProgramKey(last, is_sampled)}
+        return keys | {ProgramKey(0, is_sampled)} if request.max_new_tokens > 1 else keys
 
     def _prepare(self) -> StageBuilder:
         if self._builder is None:
-            each = self._num_slots // self._num_groups
+            per_group = self._num_slots // self._num_groups
             self._builder = self._surroundings.run(
-                StageBuilder, self.pipeline, self._devices, each, self._is_one_by_one
+                StageBuilder, self.pipeline, self._devices, per_group, self._is_one_by_one
             )
         return self._builder
 
@@ -507,19 +509,19 @@ class Generator:
     def _divide(self, length: int) -> list[int]:
         """The lengths of the chunks of a prompt."""
         chunks: list[int] = []
-        for one in self._chunk_lengths:
-            number, length = divmod(length, one)
-            chunks += [one] * number
+        for chunk_length in self._chunk_lengths:
+            number, length = divmod(length, chunk_length)
+            chunks += [chunk_length] * number
         return chunks
 
 
-def _check_chunk_lengths(given: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
+def _check_chunk_lengths(chunk_lengths: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
     """The lengths of a prompt's chunks, the longest first; raises a ValueError if they are not usable."""
-    lengths = list(_CHUNK_LENGTHS if given is None else given)
+    lengths = list(_CHUNK_LENGTHS if chunk_lengths is None else chunk_lengths)
     if not all(is_integer(length, 1) for length in lengths) or 1 not in lengths:
         raise ValueError(
             "chunk_lengths must be integers of at least 1, and 1 must be among them, so that every prompt "
-            f"can be divided into such lengths; got {given!r}."
+            f"can be divided into such lengths; got {chunk_lengths!r}."
         )
     return tuple(sorted({int(length) for length in lengths if length <= max_length}, reverse=True))
 
@@ -548,10 +550,10 @@ def _check_logits(pipeline: Pipeline, length: int) -> Sequence[jax.ShapeDtypeStr
         avals[0].ndim == 1 or (avals[0].ndim == 2 and avals[0].shape[0] in (1, length))
     )
     if not is_logits or not jnp.issubdtype(avals[0].dtype, jnp.floating) or 0 in avals[0].shape:
-        given = ", ".join(map(describe, avals)) or "nothing"
+        results = ", ".join(map(describe, avals)) or "nothing"
         raise ValueError(
             f"The last stage must return logits, floating-point numbers [{length}, words] for {length} "
-            f"tokens of one request, or [words] for the last of them; it returns {given}. Stages of a "
+            f"tokens of one request, or [words] for the last of them; it returns {results}. Stages of a "
             "generator have no axis for a batch, and no loss."
         )
     return avals

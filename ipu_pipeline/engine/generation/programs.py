@@ -22,7 +22,7 @@ TOKENS, POSITION = Source("element", 0), Source("element", 1)  # of what the fir
 _COUNT = Source("update_count", 0)
 
 
-class Given(NamedTuple):
+class RequestScalars(NamedTuple):
     """What a stage gets for a request besides values of other stages: scalars."""
 
     position: Any  # the place of the first token, int32
@@ -54,20 +54,24 @@ class StageRun:
     _index: int
 
     def __call__(
-        self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], given: Given
+        self,
+        caches: Sequence[Any],
+        weights: Sequence[Any],
+        inputs: Sequence[Any],
+        request_scalars: RequestScalars,
     ) -> tuple[list[Any], list[Any]]:
         """Computes the outputs, and the new caches."""
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
         )
         values = dict(zip(self.inputs, inputs, strict=True))
-        values |= {POSITION: given.position, _COUNT: given.update_count}
+        values |= {POSITION: request_scalars.position, _COUNT: request_scalars.update_count}
         names = [spec.name for spec in self._stage.variables]
         scalars = {
-            ValueKind.KEY: lambda: given.key,
+            ValueKind.KEY: lambda: request_scalars.key,
             ValueKind.EXECUTION_COUNT: lambda: jnp.int32(0),
-            ValueKind.MICRO_BATCH: lambda: given.position,
-            ValueKind.UPDATE_COUNT: lambda: given.update_count,
+            ValueKind.MICRO_BATCH: lambda: request_scalars.position,
+            ValueKind.UPDATE_COUNT: lambda: request_scalars.update_count,
         }
         arguments = []
         for value in self._program.arguments:
@@ -79,7 +83,7 @@ class StageRun:
                 arguments.append(np.uint32(value.index))
             else:
                 arguments.append(scalars[value.kind]())
-        made: dict[Any, Any] = {}
+        new_values: dict[Any, Any] = {}
         try:
             results = self._program.function(*arguments)
         except Exception as error:  # such as a callback that cannot be vmapped
@@ -88,30 +92,31 @@ class StageRun:
         for meanings, result in zip(self._program.results, results, strict=True):
             for value in meanings:
                 if value.kind is ValueKind.ASSIGNED:
-                    made[names[value.index]] = result
+                    new_values[names[value.index]] = result
                 elif value.kind is ValueKind.OUTPUT:
-                    made[Source("output", value.index, self._index)] = result
-        return [made[source] for source in self.outputs], [made[name] for name in self.caches]
+                    new_values[Source("output", value.index, self._index)] = result
+        return [new_values[source] for source in self.outputs], [new_values[name] for name in self.caches]
 
 
 def make_runs(pipeline: Pipeline, platform: str) -> list[StageRun]:
     """The stages of a traced pipeline that only runs forwards. The last one takes or makes its output."""
     traced = pipeline.traced
-    programs = [own.on(platform).forward for own in pipeline.programs]
+    programs = [stage_programs.on(platform).forward for stage_programs in pipeline.programs]
     takes = [_inputs_of(stage, program) for stage, program in zip(traced.stages, programs, strict=True)]
     (logits,) = traced.outputs
     last = len(programs) - 1
     if logits.stage != last and logits not in takes[last]:
         takes[last] = (*takes[last], logits)
-    wanted = {logits}.union(*takes)
+    used_sources = {logits}.union(*takes)
     return [
-        _make_run(traced, index, program, takes[index], wanted) for index, program in enumerate(programs)
+        _make_run(traced, index, program, takes[index], used_sources)
+        for index, program in enumerate(programs)
     ]
 
 
 def _inputs_of(stage: TracedStage, program: StageProgram) -> tuple[Source, ...]:
-    read = [stage.inputs[value.index] for value in program.arguments if value.kind is ValueKind.INPUT]
-    return tuple(dict.fromkeys(source for source in read if source not in (POSITION, _COUNT)))
+    sources = [stage.inputs[value.index] for value in program.arguments if value.kind is ValueKind.INPUT]
+    return tuple(dict.fromkeys(source for source in sources if source not in (POSITION, _COUNT)))
 
 
 def _make_run(
@@ -119,18 +124,18 @@ def _make_run(
     index: int,
     program: StageProgram,
     inputs: tuple[Source, ...],
-    wanted: set[Source],
+    used_sources: set[Source],
 ) -> StageRun:
     stage = traced.stages[index]
     caches = tuple(spec.name for spec in stage.assigned)
-    read = [
+    names = [
         stage.variables[value.index].name for value in program.arguments if value.kind is ValueKind.VARIABLE
     ]
-    weights = tuple(dict.fromkeys(name for name in read if name not in caches))
+    weights = tuple(dict.fromkeys(name for name in names if name not in caches))
     outputs = tuple(
         source
         for position, source in enumerate(stage.outputs)
-        if source == Source("output", position, index) and source in wanted
+        if source == Source("output", position, index) and source in used_sources
     )
     avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(traced.aval, inputs))
     return StageRun(stage.place, weights, caches, inputs, avals, outputs, program, stage, index)
@@ -142,13 +147,18 @@ def scanned(
     caches: Sequence[Any],
     weights: Sequence[Any],
     inputs: Sequence[Any],
-    given: Given,
+    request_scalars: RequestScalars,
 ) -> tuple[list[Any], list[Any]]:
     """What a stage that takes one token at a time computes for a chunk: inputs and outputs are stacked."""
 
-    def step(caches: Any, one: Any) -> Any:
-        number, own = one
-        outputs, caches = run(caches, weights, own, given._replace(position=given.position + number))
+    def step(caches: Any, token: Any) -> Any:
+        number, token_inputs = token
+        outputs, caches = run(
+            caches,
+            weights,
+            token_inputs,
+            request_scalars._replace(position=request_scalars.position + number),
+        )
         return caches, outputs
 
     numbers = jnp.arange(length, dtype=jnp.int32)
@@ -203,17 +213,19 @@ class StagePrograms:
         run = self.run
 
         def decode(caches: Any, weights: Any, inputs: Any, numbers: Any, count: Any, sampling: Any) -> Any:
-            def one(caches: Any, inputs: Any, numbers: Any, sampling: Any) -> Any:
+            def decode_slot(caches: Any, inputs: Any, numbers: Any, sampling: Any) -> Any:
                 key = _request_key(numbers)
-                given = Given(numbers.positions, jax.random.fold_in(key, 0), count)
-                own = [x.reshape(1) if s == TOKENS else x for s, x in zip(run.inputs, inputs, strict=True)]
-                outputs, caches = run(caches, weights, own, given)
+                request_scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
+                run_inputs = [
+                    x.reshape(1) if s == TOKENS else x for s, x in zip(run.inputs, inputs, strict=True)
+                ]
+                outputs, caches = run(caches, weights, run_inputs, request_scalars)
                 if self._logits is None:
                     return outputs, caches
-                logits = self._find_logits(run, own, outputs)
+                logits = self._find_logits(run, run_inputs, outputs)
                 return _choose(logits, sampling, key, numbers.positions + 1), caches
 
-            return jax.vmap(one, in_axes=(0, 0, 0, 0 if is_sampled else None))(
+            return jax.vmap(decode_slot, in_axes=(0, 0, 0, 0 if is_sampled else None))(
                 caches, inputs, numbers, sampling
             )
 
@@ -262,25 +274,25 @@ class StagePrograms:
             sampling: Any,
         ) -> Any:
             key = _request_key(numbers)
-            given = Given(numbers.positions, jax.random.fold_in(key, 0), count)
+            request_scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
             rows = [
                 jnp.where(
                     numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False)
                 )
                 for cache, first in zip(caches, initial, strict=True)
             ]
-            own = [
+            run_inputs = [
                 x.reshape(length, 1) if is_stacked and s == TOKENS else x
                 for s, x in zip(run.inputs, inputs, strict=True)
             ]
-            outputs, rows = call(rows, weights, own, given)
+            outputs, rows = call(rows, weights, run_inputs, request_scalars)
             caches = [
                 jax.lax.dynamic_update_index_in_dim(cache, row, slot, 0)
                 for cache, row in zip(caches, rows, strict=True)
             ]
             if self._logits is None:
                 return outputs, caches
-            logits = self._find_logits(run, own, outputs)
+            logits = self._find_logits(run, run_inputs, outputs)
             token = _choose(logits, sampling, key, numbers.positions + length)
             return tokens.at[slot].set(token), caches
 
@@ -288,9 +300,9 @@ class StagePrograms:
 
     def _find_logits(self, run: StageRun, inputs: Any, outputs: Any) -> Any:
         """The logits of the last token that a run has read, [words]."""
-        known = zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True)
-        found = next(value for source, value in known if source == self._logits)
-        return found.reshape(-1, found.shape[-1])[-1]
+        pairs = zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True)
+        logits = next(value for source, value in pairs if source == self._logits)
+        return logits.reshape(-1, logits.shape[-1])[-1]
 
     def _jit(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         function.__name__ = function.__qualname__ = name
