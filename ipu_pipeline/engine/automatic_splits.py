@@ -168,9 +168,7 @@ class SplitTable:
             ["", *map(describe_bytes, self.sent_bytes[1:])],
             strict=True,
         )
-        lines += align(
-            [columns, *([shorten(texts[0], _WIDTH), *texts[1:]] for texts in cells)], (1, 2, 3, 4)
-        )
+        lines += align([columns, *([shorten(row[0], _WIDTH), *row[1:]] for row in cells)], (1, 2, 3, 4))
         lines.append(f"Splits ({self.search}):")
         is_shared = self.rows[0].shared_seconds is not None
         on_cores = [f"on {count_cores()} shared cores"] * is_shared
@@ -534,14 +532,14 @@ class _Task:
 
 
 def _find_mapping(caller: str, options: PipelineOptions, num_stages: int) -> tuple[int, ...]:
-    device_mapping = options.device_mapping
-    if device_mapping is None:
+    numbers = options.device_mapping
+    if numbers is None:
         return tuple(range(num_stages))
-    mapping: tuple[Any, ...] = tuple(device_mapping) if isinstance(device_mapping, Iterable) else ()
+    mapping: tuple[Any, ...] = tuple(numbers) if isinstance(numbers, Iterable) else ()
     if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
         raise ValueError(
             f"{caller}: device_mapping must have the number of a device for each of the {num_stages} "
-            f"stages; got {device_mapping!r}."
+            f"stages; got {numbers!r}."
         )
     if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
         raise ValueError(
@@ -635,9 +633,7 @@ class _Layers:
         crossings = find_crossings(self._pipeline.traced, self._pipeline.programs, range(number))
         self._crossings = [crossing for crossing in crossings if crossing.stage is not None]
         programs = [
-            program
-            for stage_programs in self._pipeline.programs
-            for program in (stage_programs.forward, *stage_programs.backwards)
+            program for stage in self._pipeline.programs for program in (stage.forward, *stage.backwards)
         ]
         if may_chunk and not any(program.reaches_python for program in programs):
             sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
@@ -685,15 +681,15 @@ class _Layers:
                 self._platform = devices[0].platform
             self._source = f"counted, since {reason}" if may_run else "counted"
             return self._count_costs(), nominal_speed(self._platform).per_dispatch
-        all_devices = list(jax.devices() if devices is None else devices)
+        available = list(jax.devices() if devices is None else devices)
         per_stage = self._options.num_devices_per_ipu
         self._homes = [
-            all_devices[first : first + per_stage]
-            for first in range(0, len(all_devices) - per_stage + 1, per_stage)
+            available[first : first + per_stage]
+            for first in range(0, len(available) - per_stage + 1, per_stage)
         ][:2]
         if not self._homes:
             raise ValueError(
-                f"{self._task.caller}: a stage takes {per_stage} devices, and there are {len(all_devices)}. "
+                f"{self._task.caller}: a stage takes {per_stage} devices, and there are {len(available)}. "
                 "ipu_pipeline.set_num_devices makes more on a CPU."
             )
         self._platform = self._homes[0][0].platform
@@ -748,11 +744,7 @@ class _Layers:
     def _count_costs(self) -> Measured:
         """What layers take by their operations, with nominal figures."""
         pipeline, speed = self._pipeline, nominal_speed(self._platform)
-        programs = [
-            program
-            for stage_programs in pipeline.programs
-            for program in (stage_programs.forward, *stage_programs.backwards)
-        ]
+        programs = [program for stage in pipeline.programs for program in (stage.forward, *stage.backwards)]
         named = frozenset().union(*(program.uncounted for program in programs))
         uncounted = sorted(name for name in named if not name.startswith("debug_"))  # which are prints
         if uncounted and self._num_stages > 1:
@@ -761,8 +753,8 @@ class _Layers:
                 f"not known from their operations and is not measured here ({self._source}). Give the "
                 "stages yourself."
             )
-        weights = [count_seconds(stage_programs.weights, speed) for stage_programs in pipeline.programs]
-        first = [count_seconds(stage_programs.backward, speed) for stage_programs in pipeline.programs]
+        weights = [count_seconds(stage.weights, speed) for stage in pipeline.programs]
+        first = [count_seconds(stage.backward, speed) for stage in pipeline.programs]
         sizes: dict[StageEdge, int] = {}
         for crossing in self._crossings:
             edge = _edge(crossing)
@@ -774,7 +766,7 @@ class _Layers:
             update[program.stage] += program.num_operations * speed.per_operation + speed.per_dispatch
         costs = Costs.of(
             number,
-            forward=[count_seconds(stage_programs.forward, speed) for stage_programs in pipeline.programs],
+            forward=[count_seconds(stage.forward, speed) for stage in pipeline.programs],
             backward=[of_inputs + of_weights for of_inputs, of_weights in zip(first, weights, strict=True)],
             weight_gradients=weights,
             update=update,

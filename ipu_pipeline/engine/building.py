@@ -103,13 +103,7 @@ def build(
             loss = optimizer_wrappers.with_weight(loss, options.loss_weight)
         with dividing(parallel.size) as divided_values:
             traced = stages.trace(
-                recipe.functions,
-                element,
-                inputs,
-                loss,
-                hooks.program_names,
-                faults,
-                hooks.captures,
+                recipe.functions, element, inputs, loss, hooks.program_names, faults, hooks.captures
             )
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
@@ -173,10 +167,7 @@ def build(
 
 
 def _make_updates(
-    recipe: Recipe,
-    traced: TracedPipeline,
-    trained: Mapping[str, VariableSpec],
-    dtypes: Mapping[str, Any],
+    recipe: Recipe, traced: TracedPipeline, trained: Mapping[str, VariableSpec], dtypes: Mapping[str, Any]
 ) -> tuple[Updates | None, TracedPipeline]:
     """The programs of the weight update. What the optimizer captured becomes an output of the pipeline."""
     if recipe.options.optimizer is None:

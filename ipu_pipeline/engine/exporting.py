@@ -41,11 +41,11 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
     files: dict[str, bytes] = {}
     stages = []
     for number, (stage, stage_programs) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
-        argument_bindings = bindings.arguments(number, stage_programs.forward)
-        arguments = [binding for binding in argument_bindings if binding.kind is not BindingKind.KEY_NUMBER]
+        taken_bindings = bindings.arguments(number, stage_programs.forward)
+        arguments = [binding for binding in taken_bindings if binding.kind is not BindingKind.KEY_NUMBER]
         takes_key = [binding.key is ValueKind.KEY for binding in arguments]
         name = f"stage{number}.jax_export"
-        function = _with_key_numbers(stage_programs.forward.on(platform).function, argument_bindings)
+        function = _with_key_numbers(stage_programs.forward.on(platform).function, taken_bindings)
         function = _with_key_data(function, takes_key, implementation)
         exported = jax.export.export(jax.jit(function), platforms=[platform])(
             *(_aval(binding, traced, inputs, data) for binding in arguments)

@@ -150,8 +150,7 @@ def record_training_step(
     for gradient_map in gradient_maps:
         check_gradient_map(gradient_map, trained.values(), "gradient_mapping_function")
     dtypes = {
-        variable_name: find_accumulator_dtype(spec, accumulator_dtype, "dtype")
-        for variable_name, spec in trained.items()
+        key: find_accumulator_dtype(spec, accumulator_dtype, "dtype") for key, spec in trained.items()
     }
     own_trained, number, first = trained, len(recorder.minimized), recorder.training_step
     own_transformation = transformation
@@ -186,22 +185,22 @@ def record_training_step(
 
 def _check_together(first: Minimized, second: Minimized) -> None:
     """Raises if a body cannot have two training steps."""
-    problem = "minimize was called twice in the body of one loop, or in one compiled function without loops"
+    fault = "minimize was called twice in the body of one loop, or in one compiled function without loops"
     if shared := [name for name in first.trained if name in second.trained]:
         raise NotImplementedError(
-            f"{problem}, and both train {', '.join(shared)}. Give each its own variables by var_list; or add "
+            f"{fault}, and both train {', '.join(shared)}. Give each its own variables by var_list; or add "
             "the losses, or train in two loops."
         )
     for name in _SETTINGS:
         if getattr(first.step, name) != getattr(second.step, name):
             raise NotImplementedError(
-                f"{problem}, with optimizers that accumulate, average or place their state differently "
+                f"{fault}, with optimizers that accumulate, average or place their state differently "
                 f"({name}). Give both the same settings, or train in two loops."
             )
     is_scaled = any(isinstance(call.transformation, LossScaled) for call in (first, second))
     if is_scaled or first.step.gradient_map is not None or second.step.gradient_map is not None:
         raise NotImplementedError(
-            f"{problem}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step alone "
+            f"{fault}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step alone "
             "may have. Train in two loops, or change gradients in the optimizers, by optax.chain."
         )
 
@@ -373,11 +372,7 @@ class _Run:
 
 
 def split(
-    hoisted: hoisting.Hoisted,
-    outputs: Sequence[Any],
-    loss: Any,
-    sources: Mapping[Any, Source],
-    place: str,
+    hoisted: hoisting.Hoisted, outputs: Sequence[Any], loss: Any, sources: Mapping[Any, Source], place: str
 ) -> ShardedFunction:
     """Cuts a function into runs of equal shard."""
     flat = hoisted.flat

@@ -86,14 +86,12 @@ def time_in_turns(
 class StepTimes:
     """Times steps of a pipeline on zeros with several plans. What they return is dropped."""
 
-    def __init__(
-        self, make: Callable[[int], PlanRunner], built: Built, num_per_update: int, number: int
-    ) -> None:
+    def __init__(self, make: Callable[[int], PlanRunner], built: Built, count: int, number: int) -> None:
         """Compiles nothing yet."""
         self.compile_seconds = 0.0
         self._make, self._built, self._number = make, built, number
         zeros = list(map(_zeros, jax.tree.leaves(built.traced.inputs)))
-        self._request = Request(zeros, num_per_update, limit=num_per_update, total=num_per_update)
+        self._request = Request(zeros, count, limit=count, total=count)
         self._state: RunState | None = None
         self._steps: dict[int, Callable[[], Any]] = {}
 
@@ -325,9 +323,7 @@ def make_scenario(
         chunk_size=runner.chunk_size,
         cores=cores,
         memory=Memory(
-            tuple(constant),
-            tuple(held_bytes),
-            tuple(stage.num_between_bytes for stage in stages),
+            tuple(constant), tuple(held_bytes), tuple(stage.num_between_bytes for stage in stages)
         ),
         layers=find_layer_costs(layers, costs, held_bytes, mapping, plans),
     )

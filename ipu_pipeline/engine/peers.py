@@ -115,9 +115,9 @@ class Peers:
         """Admits one thread at a time to what all processes do, since the order of threads may differ."""
         thread = threading.current_thread().name
         if not self._turn.acquire(blocking=False):
-            other_thread, activity = self._doing or ("another one", "its begin")
+            other, activity = self._doing or ("another one", "its begin")
             message = (
-                f"Process {self.index}: thread {thread!r} began {what} while thread {other_thread!r} was at {activity}. "
+                f"Process {self.index}: thread {thread!r} began {what} while thread {other!r} was at {activity}. "
                 "In a run of several processes all must do the same things in the same order, so one "
                 "thread at a time runs, saves, restores and reads."
             )
@@ -188,10 +188,7 @@ class Peers:
         faults = [
             f"{name}: {_describe(values)}"
             for name in names
-            if len(
-                set(values := [process_document.get(name, "(nothing)") for process_document in documents])
-            )
-            > 1
+            if len(set(values := [texts.get(name, "(nothing)") for texts in documents])) > 1
         ]
         if faults:
             raise ValueError(
@@ -227,9 +224,7 @@ def _describe(values: Sequence[str]) -> str:
     processes: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes.setdefault(value, []).append(process)
-    alike = next(
-        n for n, characters in enumerate(itertools.zip_longest(*processes)) if len(set(characters)) > 1
-    )
+    alike = next(n for n, chars in enumerate(itertools.zip_longest(*processes)) if len(set(chars)) > 1)
     begin = max(0, alike - _SHOWN // 2)
     parts = []
     for value, having in processes.items():

@@ -1280,9 +1280,9 @@ def _plan_compiler_options(pipeline: Pipeline) -> CompilerOptions:
     )
 
 
-def _has_devices(pipeline: Pipeline, current: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
+def _has_devices(pipeline: Pipeline, known_devices: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
     """Whether the pipeline's devices are those that it is `known` to have."""
-    assert current is not None
+    assert known_devices is not None
     size, per_ipu = max(pipeline.device_mapping) + 1, pipeline.options.num_devices_per_ipu
     numbers = [
         (ipu + size * replica) * per_ipu + part
@@ -1290,7 +1290,7 @@ def _has_devices(pipeline: Pipeline, current: Sequence[Any] | None, devices: Seq
         for replica in range(pipeline.num_replicas)
         for part in range(per_ipu)
     ]
-    return all(number < len(devices) and devices[number] == current[number] for number in numbers)
+    return all(number < len(devices) and devices[number] == known_devices[number] for number in numbers)
 
 
 def _check_element(pipeline: Pipeline, element: Any, number: int) -> list[Any]:

@@ -105,22 +105,14 @@ def _is_devices(value: Any) -> bool:
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "check_nans donate joins_assigned sum_collected",
-        _is_boolean,
-        "True or False",
-    ),
+    ("check_nans donate joins_assigned sum_collected", _is_boolean, "True or False"),
     (
         "collect_outputs",
         lambda value: _is_boolean(value) or callable(value),
         "True, False, or a function of the outputs' shapes and dtypes",
     ),
     ("loss", _is_function, "a function of what the last stage returns, or None"),
-    (
-        "trained",
-        _is_names,
-        "a collection of full names, a function from the variables to one, or None",
-    ),
+    ("trained", _is_names, "a collection of full names, a function from the variables to one, or None"),
     (
         "gradient_map",
         _is_late,

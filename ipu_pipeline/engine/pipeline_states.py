@@ -117,15 +117,15 @@ def compare(variables: Mapping[str, Any], specs: Mapping[str, VariableSpec]) -> 
     """Compares a state's variables with a pipeline's by name; the pipeline takes those that both have."""
     variables = without_weights(variables)
     taken = [name for name in specs if name in variables]
-    differences = [
+    faults = [
         f"{name} is {describe(variables[name])} there, {describe(specs[name])} here"
         for name in taken
         if (tuple(variables[name].shape), variables[name].dtype) != (specs[name].shape, specs[name].dtype)
     ]
-    if differences:
+    if faults:
         raise ValueError(
             "Pipeline.adopt: variables of the same names must have the same shapes and dtypes: "
-            f"{shorten('; '.join(differences), _MAX_NAMES)}. To begin such a variable anew, give it another "
+            f"{shorten('; '.join(faults), _MAX_NAMES)}. To begin such a variable anew, give it another "
             "name, or leave it out of the state (dataclasses.replace(state, variables=...))."
         )
     if not taken:

@@ -144,8 +144,8 @@ def step(
             stateless = dataclasses.replace(
                 running, optimizer_state=None, update_count=0, execution_count=execution_count
             )
-            traced_pipeline = of_each[replica + index * num_replicas]
-            loss, grads, outputs, variables = _compile_gradients(traced_pipeline, differentiated)(
+            traced_stages = of_each[replica + index * num_replicas]
+            loss, grads, outputs, variables = _compile_gradients(traced_stages, differentiated)(
                 stateless, micro_batch, index, inputs, loss_scale
             )
             running = dataclasses.replace(running, variables=variables)
@@ -213,11 +213,9 @@ def step(
     optimizer_state = state.optimizer_state
     if optimizer_state is None:
         optimizer_state = transformation(all_outputs[0])[0].init(parameters)
-    update_transformation, extra = transformation(all_outputs[-1])
+    update, extra = transformation(all_outputs[-1])
     with jax.numpy_dtype_promotion("standard"):
-        changes, optimizer_state = update_transformation.update(
-            accumulated, optimizer_state, parameters, **extra
-        )
+        changes, optimizer_state = update.update(accumulated, optimizer_state, parameters, **extra)
         parameters = optax.apply_updates(parameters, changes)
     parameters = {name: value.astype(specs[name].dtype) for name, value in parameters.items()}
     return (

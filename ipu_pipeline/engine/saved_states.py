@@ -51,13 +51,11 @@ def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) 
 
 def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> Snapshot:
     """A snapshot of this process's parts of a state."""
-    separate_values = {name: value for name, value in state.variables.items() if name in separate}
-    shared_values = {name: value for name, value in state.variables.items() if name not in separate}
-    snapshot = take_state(dataclasses.replace(state, variables=shared_values), parts_of)
-    snapshot.state.variables.update(
-        zip(separate_values, rows_of(list(separate_values.values())), strict=True)
-    )
-    snapshot.extra.update({_ROWS: list(separate_values), **extra})
+    own_values = {name: value for name, value in state.variables.items() if name in separate}
+    common_values = {name: value for name, value in state.variables.items() if name not in separate}
+    snapshot = take_state(dataclasses.replace(state, variables=common_values), parts_of)
+    snapshot.state.variables.update(zip(own_values, rows_of(list(own_values.values())), strict=True))
+    snapshot.extra.update({_ROWS: list(own_values), **extra})
     return snapshot
 
 
@@ -275,9 +273,9 @@ class InMemoryCheckpoints:
             series.note_run(state.update_count)
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.
-        variables = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
+        copies = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
         state, separate = (
-            dataclasses.replace(state, variables=variables),
+            dataclasses.replace(state, variables=copies),
             find_separate_variables(self._pipeline),
         )
         series.meet()

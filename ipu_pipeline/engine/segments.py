@@ -87,10 +87,7 @@ class SegmentedFunction:
 
     @classmethod
     def trace(
-        cls,
-        function: Callable[..., Any],
-        avals: Sequence[jax.ShapeDtypeStruct],
-        names: frames.ProgramNames,
+        cls, function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], names: frames.ProgramNames
     ) -> SegmentedFunction:
         """Traces a function that calls `mark_call`. Does not start JAX's backend."""
 

@@ -272,21 +272,21 @@ def without_aliases(state: PipelineState) -> PipelineState:
     )
 
 
-def check_exists(subject: str, tree: Any) -> None:
+def check_exists(name: str, tree: Any) -> None:
     """Raises a ValueError if an array of a pytree has been deleted."""
     if any(map(_is_deleted, jax.tree.leaves(tree))):
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         path = next(path for path, leaf in leaves if _is_deleted(leaf))
-        raise _make_deleted_error(subject + jax.tree_util.keystr(path))
+        raise _make_deleted_error(name + jax.tree_util.keystr(path))
 
 
 def _is_deleted(value: Any) -> bool:
     return isinstance(value, jax.Array) and not jax_compat.is_traced(value) and value.is_deleted()
 
 
-def _make_deleted_error(subject: str) -> ValueError:
+def _make_deleted_error(name: str) -> ValueError:
     return ValueError(
-        f"{subject} has been deleted. With donate=True a step destroys the state that it is given, as the new "
+        f"{name} has been deleted. With donate=True a step destroys the state that it is given, as the new "
         "one takes its memory. Go on with the state that the step returned, "
         "`state, outputs = pipeline.step(state, micro_batches)`, or make the pipeline without donate."
     )

@@ -112,13 +112,13 @@ def describe_number(element: Any, number: int, max_shapes: int) -> str:
     return f"for micro-batches of {describe_shapes(element)} ({number + 1} of at most {max_shapes} shapes)"
 
 
-def check_number(elements: Sequence[Any], element: Any, max_shapes: int) -> None:
+def check_number(known_elements: Sequence[Any], element: Any, max_shapes: int) -> None:
     """Raises if a pipeline takes no more shapes of micro-batches."""
-    if len(elements) < max_shapes:
+    if len(known_elements) < max_shapes:
         return
     raise ValueError(
         f"max_shapes is {max_shapes}, and a micro-batch of {describe_shapes(element)} has shapes number "
-        f"{len(elements) + 1}. There are programs for {'; '.join(map(describe_shapes, elements))}. Each of the "
+        f"{len(known_elements) + 1}. There are programs for {'; '.join(map(describe_shapes, known_elements))}. Each of the "
         "shapes takes time to compile: pad micro-batches to a few lengths (datasets.Buckets does), or "
         "give the pipeline a larger max_shapes."
     )
@@ -134,12 +134,8 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
             f"{where} the stages or the optimizer capture other placeholders. Pass these as `inputs`."
         )
     if first.traced.output_tree != other.traced.output_tree:
-        old_structure, new_structure = describe_structures(
-            first.traced.output_tree, other.traced.output_tree
-        )
-        raise ValueError(
-            f"{where} the last stage returns {new_structure}, in place of {old_structure}. Return the same."
-        )
+        before, after = describe_structures(first.traced.output_tree, other.traced.output_tree)
+        raise ValueError(f"{where} the last stage returns {after}, in place of {before}. Return the same.")
     if first.collecting.is_summed and _differ(first.collecting.avals, other.collecting.avals):
         raise ValueError(
             f"{where} what is summed over the micro-batches is {_list(other.collecting.avals)}, in place "
@@ -165,21 +161,18 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
 
 
 def _check_variables(first: Built, other: Built, where: str) -> None:
-    first_variables, other_variables = first.traced.variables, other.traced.variables
-    missing, new = (
-        first_variables.keys() - other_variables.keys(),
-        other_variables.keys() - first_variables.keys(),
-    )
+    specs, other_specs = first.traced.variables, other.traced.variables
+    missing, new = (specs.keys() - other_specs.keys(), other_specs.keys() - specs.keys())
     if missing or new:
         parts = [f"missing are {', '.join(sorted(missing))}"] if missing else []
         parts += [f"new are {', '.join(sorted(new))}"] if new else []
         raise ValueError(
             f"{where} the stages have other variables: {'; '.join(parts)}. All shapes share one state."
         )
-    for name, spec in first_variables.items():
-        if (spec.shape, spec.dtype) != (other_variables[name].shape, other_variables[name].dtype):
+    for name, spec in specs.items():
+        if (spec.shape, spec.dtype) != (other_specs[name].shape, other_specs[name].dtype):
             raise ValueError(
-                f"{where} variable {name} is {describe(other_variables[name])}, in place of {describe(spec)}. Its "
+                f"{where} variable {name} is {describe(other_specs[name])}, in place of {describe(spec)}. Its "
                 "shape must not depend on the micro-batch's: make it for the longest, and use a part of it."
             )
     if first.traced.owners != other.traced.owners:

@@ -120,8 +120,8 @@ class SlotGroup:
                 sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
             of_last = [*[(None, None)] * (len(stages.programs) - 1), (self._tokens, sampling)]
             more = [
-                (np.int32(slot), first, *arguments)
-                for first, arguments in zip(stages.initial, of_last, strict=True)
+                (np.int32(slot), first, *extra)
+                for first, extra in zip(stages.initial, of_last, strict=True)
             ]
             values = _Values({TOKENS: request.prompt[position : position + length]}, None)
             self._start([program.chunk(length) for program in stages.programs], values, numbers, more)
@@ -286,8 +286,7 @@ class StageBuilder:
             try:
                 with compiling(len(missing), "for a generator") as compilation:
                     started = [
-                        threads.submit(_compile, self._lower(*stage_key), compilation)
-                        for stage_key in missing
+                        threads.submit(_compile, self._lower(*program), compilation) for program in missing
                     ]
                     for future in started:
                         future.result()

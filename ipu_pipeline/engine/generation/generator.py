@@ -227,17 +227,15 @@ class Generator:
         self._builder: StageBuilder | None = None  # made at the first call that needs devices
         self._queue: RequestQueue | None = None  # of `serving`
 
-    def _find_one_by_one(self, token_by_token: bool | None) -> bool:
-        if token_by_token is not None and not isinstance(token_by_token, bool):
-            raise TypeError(
-                f"token_by_token must be True, False, or None to find out; got {token_by_token!r}."
-            )
-        if token_by_token or self._chunk_lengths == (1,):
-            return bool(token_by_token)
+    def _find_one_by_one(self, choice: bool | None) -> bool:
+        if choice is not None and not isinstance(choice, bool):
+            raise TypeError(f"token_by_token must be True, False, or None to find out; got {choice!r}.")
+        if choice or self._chunk_lengths == (1,):
+            return bool(choice)
         try:
             self._for_length(min(length for length in self._chunk_lengths if length > 1))
         except Exception as error:
-            if token_by_token is False:
+            if choice is False:
                 raise
             _logger.info("Prompts are read token by token, as stages cannot be traced for more: %s", error)
             return True

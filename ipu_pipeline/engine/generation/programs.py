@@ -147,17 +147,14 @@ def scanned(
     caches: Sequence[Any],
     weights: Sequence[Any],
     inputs: Sequence[Any],
-    request_scalars: RequestScalars,
+    scalars: RequestScalars,
 ) -> tuple[list[Any], list[Any]]:
     """What a stage that takes one token at a time computes for a chunk: inputs and outputs are stacked."""
 
     def step(caches: Any, token: Any) -> Any:
         number, token_inputs = token
         outputs, caches = run(
-            caches,
-            weights,
-            token_inputs,
-            request_scalars._replace(position=request_scalars.position + number),
+            caches, weights, token_inputs, scalars._replace(position=scalars.position + number)
         )
         return caches, outputs
 
@@ -215,14 +212,12 @@ class StagePrograms:
         def decode(caches: Any, weights: Any, inputs: Any, numbers: Any, count: Any, sampling: Any) -> Any:
             def decode_slot(caches: Any, inputs: Any, numbers: Any, sampling: Any) -> Any:
                 key = _request_key(numbers)
-                request_scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
-                run_inputs = [
-                    x.reshape(1) if s == TOKENS else x for s, x in zip(run.inputs, inputs, strict=True)
-                ]
-                outputs, caches = run(caches, weights, run_inputs, request_scalars)
+                scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
+                args = [x.reshape(1) if s == TOKENS else x for s, x in zip(run.inputs, inputs, strict=True)]
+                outputs, caches = run(caches, weights, args, scalars)
                 if self._logits is None:
                     return outputs, caches
-                logits = self._find_logits(run, run_inputs, outputs)
+                logits = self._find_logits(run, args, outputs)
                 return _choose(logits, sampling, key, numbers.positions + 1), caches
 
             return jax.vmap(decode_slot, in_axes=(0, 0, 0, 0 if is_sampled else None))(
@@ -274,25 +269,25 @@ class StagePrograms:
             sampling: Any,
         ) -> Any:
             key = _request_key(numbers)
-            request_scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
+            scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
             rows = [
                 jnp.where(
                     numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False)
                 )
                 for cache, first in zip(caches, initial, strict=True)
             ]
-            run_inputs = [
+            args = [
                 x.reshape(length, 1) if is_stacked and s == TOKENS else x
                 for s, x in zip(run.inputs, inputs, strict=True)
             ]
-            outputs, rows = call(rows, weights, run_inputs, request_scalars)
+            outputs, rows = call(rows, weights, args, scalars)
             caches = [
                 jax.lax.dynamic_update_index_in_dim(cache, row, slot, 0)
                 for cache, row in zip(caches, rows, strict=True)
             ]
             if self._logits is None:
                 return outputs, caches
-            logits = self._find_logits(run, run_inputs, outputs)
+            logits = self._find_logits(run, args, outputs)
             token = _choose(logits, sampling, key, numbers.positions + length)
             return tokens.at[slot].set(token), caches
 
