@@ -2,9 +2,9 @@
 
 The layers are traced as a pipeline in which each is a stage, so everything is known of them that is known
 of stages: programs, what crosses from one to the next, memory, the weight update's programs. Their
-programs are measured one at a time (`execution.program_times`), on one device or two; no state is made, so
+programs are measured one at a time (`execution.measured_costs`), on one device or two; no state is made, so
 a model may be larger than a device. Equal layers are measured once. A function is cut into parts first,
-which are then what layers are (`tracing.model_parts`), but for their order, which may be another one.
+which are then what layers are (`tracing.model_stages`), but for their order, which may be another one.
 `schedules.graph_splits` finds the split.
 """
 
@@ -220,12 +220,10 @@ class SplitTable:
             rows.append([str(stage), str(self.device_mapping[stage]), named, seconds, sent])
             first += len(group)
         longest = chosen.stage_seconds.index(max(chosen.stage_seconds))
-        sentences = [
-            f"a step takes {describe_seconds(chosen.step_seconds)}, stage {longest} is the longest"
-        ]
-        sentences += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in other_rows]
+        notes = [f"a step takes {describe_seconds(chosen.step_seconds)}, stage {longest} is the longest"]
+        notes += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in other_rows]
         lines = [f"cut by {self.unit}s, {self.source}, {self.search}:"]
-        return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(sentences)}"])
+        return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(notes)}"])
 
 
 class AutoStages(list[Any]):
@@ -475,7 +473,7 @@ def _trace_model(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is asked for.
+    """The checked arguments of `auto_stages` or `split`.
 
     Attributes:
       num_stages: the number of stages.
@@ -577,7 +575,7 @@ def _name_layers(layers: Sequence[StageEntry], parameters: Sequence[Any] | None)
 
 
 class _Layers:
-    """Layers as a pipeline in which each is a stage, and what they take."""
+    """Layers as a pipeline in which each is a stage, with their costs."""
 
     def __init__(
         self,
@@ -594,6 +592,7 @@ class _Layers:
         options, mapping = task.options, task.mapping
         self._options, self._mapping, self._num_stages = options, mapping, task.num_stages
         number = len(entries)
+        # The problem, as far as it is known before tracing.
         problem = SplitProblem(
             Costs.of(number, forward=1.0),
             0.0,
@@ -629,6 +628,7 @@ class _Layers:
             pipeline.trace(micro_batch, *inputs)
             return pipeline
 
+        # The layers, each as a stage.
         self._pipeline = trace(entries)
         crossings = find_crossings(self._pipeline.traced, self._pipeline.programs, range(number))
         self._crossings = [crossing for crossing in crossings if crossing.stage is not None]
@@ -639,6 +639,7 @@ class _Layers:
             sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
             most = options.max_chunked_bytes
             problem = dataclasses.replace(problem, chunk_sizes=sizes, max_chunked_bytes=most)
+        # Their costs, alone and in pairs.
         self._platform, self._source = "cpu", "counted"
         self._homes: list[list[Any]] = []  # the devices on which layers are measured
         measured, overhead = self._measure(measure)
@@ -666,7 +667,7 @@ class _Layers:
         return len(set(self._mapping)) == self._options.num_devices_per_ipu == 1
 
     def _measure(self, may_run: bool) -> tuple[Measured, float]:
-        """What layers take, and the shortest program."""
+        """The costs of the layers, and the seconds of the shortest program."""
         pipeline, number = self._pipeline, len(self._names)
         devices = self._options.devices
         reason = "" if may_run else "measure=False"
@@ -683,10 +684,8 @@ class _Layers:
             return self._count_costs(), nominal_speed(self._platform).per_dispatch
         available = list(jax.devices() if devices is None else devices)
         per_stage = self._options.num_devices_per_ipu
-        self._homes = [
-            available[first : first + per_stage]
-            for first in range(0, len(available) - per_stage + 1, per_stage)
-        ][:2]
+        starts = range(0, len(available) - per_stage + 1, per_stage)
+        self._homes = [available[first : first + per_stage] for first in starts][:2]
         if not self._homes:
             raise ValueError(
                 f"{self._task.caller}: a stage takes {per_stage} devices, and there are {len(available)}. "
@@ -706,7 +705,7 @@ class _Layers:
         return measured, runner.placement.groups[0]
 
     def _measure_pairs(self, groups: Sequence[Sequence[int]], pipeline: Pipeline) -> list[FusedPair]:
-        """What pairs of layers save, from a pipeline whose stages are such pairs and single layers."""
+        """The seconds that pairs of layers save, from a pipeline of such pairs and single layers."""
         problem = self._problem
         alone, together = problem.layers, self._run(pipeline, is_whole=False)[0].costs
         last = len(self._names) - 1 if alone.is_fused and problem.training else None
@@ -722,9 +721,7 @@ class _Layers:
             second = [alone.weight_gradients[layer] if halved else 0.0 for layer in group]
             joined_second = together.weight_gradients[stage] if halved else 0.0
             forward = [alone.forward[layer] for layer in group]
-            backward = [
-                alone.backward[layer] - of_weights for layer, of_weights in zip(group, second, strict=True)
-            ]
+            backward = [alone.backward[layer] - half for layer, half in zip(group, second, strict=True)]
             # A pair that took longer than its layers was measured while something else ran.
             of_second = net(*second) - net(joined_second)
             if group[1] == last:  # whose forward is one program with the backward, or its first half
@@ -742,7 +739,7 @@ class _Layers:
         return re.sub(r"stage(\d+)_\w+", lambda match: self._names[int(match[1])], text)
 
     def _count_costs(self) -> Measured:
-        """What layers take by their operations, with nominal figures."""
+        """The costs of the layers, from counted operations and nominal speeds."""
         pipeline, speed = self._pipeline, nominal_speed(self._platform)
         programs = [program for stage in pipeline.programs for program in (stage.forward, *stage.backwards)]
         named = frozenset().union(*(program.uncounted for program in programs))
@@ -781,6 +778,7 @@ class _Layers:
         Returns:
           The layers of each stage, and the table.
         """
+        # The search, and the split that is even by layers.
         problems = [self._problem]
         if self._problem.cores is not None:  # else the best one on devices of their own may not be seen
             problems.append(dataclasses.replace(self._problem, cores=None))
@@ -804,27 +802,19 @@ class _Layers:
             add(order, problem, even_split(problem.num_layers, problem.num_stages))
             for order, problem, _result in searched
         ]
+        # The best of them by the pipeline's own chunks.
         fitting = [candidate for candidate in candidates.values() if candidate.row.fits]
-        chosen = min(
-            fitting,
-            key=lambda candidate: (
-                weigh(candidate.row.step_seconds, candidate.row.shared_seconds),
-                candidate.groups,
-            ),
-        )
+        chosen = min(fitting, key=_Candidate.rank)
         even = chosen if chosen in evens else evens[0]
         evenly = f"even by {self._task.unit}s"
         rows = [chosen.named("chosen, " + evenly if chosen is even else "chosen")]
         if chosen is not even:
             rows.append(even.named(evenly))
-        other_candidates = [
-            candidate for candidate in fitting if candidate is not chosen and candidate is not even
-        ]
-        if other_candidates:
-            best = min(
-                other_candidates, key=lambda candidate: (candidate.row.step_seconds, candidate.groups)
-            )
+        fitting = [candidate for candidate in fitting if candidate is not chosen and candidate is not even]
+        if fitting:
+            best = min(fitting, key=lambda candidate: (candidate.row.step_seconds, candidate.groups))
             rows.append(best.named("best other"))
+        # The table.
         is_exact = all(result.is_exact for _order, _problem, result in searched)
         counts = [result.num_simulated for _order, _problem, result in searched]
         of_all = f"all {counts[0]:,}" if is_exact else f"{sum(counts):,}"
@@ -846,7 +836,7 @@ class _Layers:
         return chosen.groups, table
 
     def _sent_bytes(self, order: Sequence[int]) -> tuple[int, ...]:
-        """What crosses the cut before each layer of an order, there and back."""
+        """The bytes that cross the cut before each layer of an order, there and back."""
         places = {layer: place for place, layer in enumerate(order)}
         sizes = [0] * len(order)
         for crossing in self._crossings:
@@ -880,6 +870,10 @@ class _Candidate(NamedTuple):
     groups: list[list[int]]
     row: SplitRow
 
+    def rank(self) -> Any:
+        """The key by which the best split is chosen."""
+        return weigh(self.row.step_seconds, self.row.shared_seconds), self.groups
+
     def named(self, label: str) -> SplitRow:
         return dataclasses.replace(self.row, what=label)
 
@@ -893,7 +887,7 @@ def _edge(crossing: Crossing) -> StageEdge:
 def _find_sent(
     crossings: Iterable[Crossing], transfers: Mapping[StageEdge, float]
 ) -> tuple[SentValue, ...]:
-    """What layers send each other: what an edge takes is divided over its values by their bytes."""
+    """The values that layers send each other; the time of an edge is divided over them by their bytes."""
     values: dict[tuple[Source, bool], dict[StageEdge, int]] = {}
     sizes: dict[StageEdge, int] = {}
     for crossing in crossings:
@@ -909,7 +903,7 @@ def _find_sent(
 
 
 def _find_memory(pipeline: Pipeline, options: PipelineOptions, temporaries: Sequence[int]) -> LayerMemory:
-    """What layers hold, each with a copy of what it shares with others."""
+    """The memory of each layer, with a copy of what it shares with others."""
     traced, programs = pipeline.traced, pipeline.programs
     state = _State(pipeline, options)
     sharing: dict[str, list[int]] = {}
@@ -956,7 +950,7 @@ class _State:
         self._shared = pipeline.traced.shared()
 
     def of_layer(self, index: int) -> int:
-        """Its variables and accumulators, and the leaves of the optimizer's state that belong to it."""
+        """The bytes of a layer's variables, accumulators and leaves of the optimizer's state."""
         pipeline = self._pipeline
         size = sum(self.of_copy(spec.name) for spec in pipeline.traced.stages[index].variables)
         if pipeline.built.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
@@ -966,7 +960,7 @@ class _State:
         return size + sum(self._part(leaf.aval, leaf.variable, is_shared_out) for leaf in leaves)
 
     def of_copy(self, name: str) -> int:
-        """A variable and its accumulator, which every stage has that reads it."""
+        """The bytes of a variable and its accumulator, which each stage that reads it has."""
         spec, dtypes = self._pipeline.traced.variables[name], self._pipeline.built.accumulator_dtypes
         size = 0
         if Offload.WEIGHTS not in self._offload:
@@ -976,7 +970,7 @@ class _State:
         return size
 
     def _part(self, aval: Any, name: str | None, is_shared_out: bool) -> int:
-        """The part of an array that a device has."""
+        """The bytes of an array that one device has."""
         size, number = num_bytes([aval]), self._num_replicas
         variables, partitions = self._pipeline.traced.variables, self._pipeline.built.partitions
         if name is not None and name in partitions and aval.shape == variables[name].shape:

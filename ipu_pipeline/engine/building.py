@@ -37,8 +37,6 @@ from ipu_pipeline.engine.updates import optimizer_tracing, optimizer_wrappers
 from ipu_pipeline.engine.updates.update_programs import Updates, cut_updates
 from ipu_pipeline.ground.errors import without_traceback_note
 
-# Traces a pipeline's functions and makes programs of them: everything that comes before devices.
-
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
@@ -97,6 +95,7 @@ def build(
     options, hooks = recipe.options, recipe.options.hooks
     parallel = options.tensor_parallel or TensorParallel(1)
     with frames.unchanged_on_error(hooks.program_names):
+        # The stages, whose faults are reported together.
         faults = Faults()
         loss = options.loss
         if loss is not None and options.loss_weight is not None:
@@ -111,6 +110,7 @@ def build(
                 trained = _find_trained(recipe, traced, may_be_empty=faults.has_constant_modules)
         if faults:
             raise faults.as_error()
+        # What is divided over a stage's devices, what is collected, and the weight update.
         partitions = parallel.resolve(traced.variables)
         divides = divided_values.is_used or any(
             jaxprs.uses_mesh(stage.flat.equations) for stage in traced.stages
@@ -141,6 +141,7 @@ def build(
         }
         updates, traced = _make_updates(recipe, traced, trained, dtypes)
         metrics = _find_metrics(traced, updates)
+        # Gradients of micro-batches: mapped, enqueued or both.
         gradient_map = None if options.gradient_map is None else options.gradient_map()
         targets = () if hooks.gradient_targets is None else hooks.gradient_targets()
         if gradient_map is not None:
@@ -280,7 +281,7 @@ def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str
                 )
 
 
-# Describes a pipeline in a few texts that several processes compare before its first step.
+# The comparison with other processes, before the first step.
 
 
 def agree(

@@ -2,6 +2,8 @@
 
 A front has an interface of its own and passes what it is told on to pipelines and loops: it traces
 functions that call them, has layers that ask the function being traced, keeps state, and hands on results.
+It does not drive steps or trace with the engine's frames itself: `Pipeline.run`, `Loop.iterate`,
+`SegmentedFunction.trace` and `Loop.of_body` do.
 """
 
 from __future__ import annotations

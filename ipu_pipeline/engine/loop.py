@@ -41,10 +41,7 @@ from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, as_argume
 from ipu_pipeline.engine.updates.update_programs import cut_updates
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# The body of a loop: a function that is traced once, and then cut into stages like a pipeline.
-#
-# Its outputs are what it returns for the next iteration, what it enqueues and what its optimizer reads. Its
-# micro-batch is what the previous iteration and the feed give it.
+# Tracing a body.
 
 BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
 
@@ -111,6 +108,7 @@ def _trace(
         with frames.frame(frame):
             return function(carried_values, element_value)
 
+    # The trace.
     try:
         with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(list(carried), element)
@@ -121,6 +119,7 @@ def _trace(
         raise _NoTrainingStepError
     _check_carried(carried, closed_jaxpr.out_avals, place)
 
+    # The markers, whose operands become outputs.
     marked: dict[Any, list[Any]] = {}  # (primitive, index) -> the atoms that the marker takes
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
@@ -145,6 +144,7 @@ def _trace(
 
     closed_jaxpr, captured = jaxprs.lift_captures(closed_jaxpr)
     hoisted = hoisting.hoist(closed_jaxpr, place, program_names, rule)
+    # The inputs: what changes from iteration to iteration is the micro-batch.
     input_vars = hoisted.flat.inputs[len(hoisted.variables) + hoisted.uses_key :]
     captured_vars = input_vars[: len(captured)]
     carried_vars = input_vars[len(captured) : len(captured) + len(carried)]
@@ -159,9 +159,9 @@ def _trace(
     changing_vars = [carried_vars[number] for number in changing]
     sources = {var: Source("input", n) for n, var in enumerate([*captured_vars, *constant_vars])}
     sources |= {var: Source("element", n) for n, var in enumerate([*changing_vars, *feed_vars])}
+    # The loss: several calls of `minimize` are one step. The step recorded last has their joint optimizer.
     loss, optimizer_inputs = None, []
     if recorder.minimized:
-        # The step recorded last has the joint optimizer of all calls.
         marks = [marked[minimize_p, number] for number in range(len(recorder.minimized))]
         losses, optimizer_inputs = [mark[0] for mark in marks], marks[-1][1:]
         loss = losses[0]
@@ -176,6 +176,7 @@ def _trace(
             ]
             flat, loss = jaxprs.join_losses(hoisted.flat, losses, frozen)
             hoisted = dataclasses.replace(hoisted, flat=flat)
+    # The outputs, and the stages.
     outputs = [*optimizer_inputs, *(results[number] for number in changing)]
     enqueued = []
     for index, entry in enumerate(recorded):
@@ -270,7 +271,7 @@ def trace_condition(
     return lambda carried: evaluate(*carried)[0]
 
 
-# Loops on devices: a body that runs again and again, with a training step after several iterations.
+# Running it.
 
 _NEVER = 2**31 - 1  # iterations per weight update of a loop that does not train
 
@@ -282,6 +283,9 @@ class Loop(Pipeline):
     several shards, it runs one iteration, shard after shard; with several replicas, one iteration of each.
     State that goes in is gone afterwards: its memory is reused.
     """
+
+    # Replicas run as a pipeline's do. One program under `jax.shard_map`, with the all-reduce inside, would
+    # save dispatches, but need conditions, assigned variables and ends of data of its own.
 
     def __init__(
         self,
@@ -385,7 +389,7 @@ class Loop(Pipeline):
         return _NEVER if self.body.training is None else self.body.training.num_mini_batches
 
     def _agree(self, devices: Sequence[Any]) -> None:
-        """Sees that all processes of the run have the same loop."""
+        """Checks that all processes of the run have the same loop."""
         training = self.body.training
         if training is None:
             settings = "no training"
@@ -470,6 +474,7 @@ class Loop(Pipeline):
 
         def settle(state: RunState) -> RunState:
             """Joins what the replicas still have separately."""
+            # Not after each iteration: that would be an all-reduce where accumulation is to save it.
             if counter.count:
                 with replacing():
                     state = runner.settle(state)

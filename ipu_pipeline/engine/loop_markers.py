@@ -29,10 +29,8 @@ from ipu_pipeline.engine.updates.optimizer_wrappers import LossScaled
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import is_integer
 
-# Records what a looped body does besides computing: it trains, and it enqueues.
-#
-# `record_training_step` leaves a marker in the jaxpr being traced, as variables and `enqueue` do, and notes
-# what it marks in the body's `Recorder`. What traces the body (`bodies`) turns the markers into outputs.
+# The training step: `record_training_step` leaves a marker in the jaxpr being traced, as variables and
+# `enqueue` do, and `loop.trace_body` turns the markers into outputs.
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +198,8 @@ def _check_together(first: Minimized, second: Minimized) -> None:
     is_scaled = any(isinstance(call.transformation, LossScaled) for call in (first, second))
     if is_scaled or first.step.gradient_map is not None or second.step.gradient_map is not None:
         raise NotImplementedError(
-            f"{fault}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step alone "
-            "may have. Train in two loops, or change gradients in the optimizers, by optax.chain."
+            f"{fault}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step "
+            "alone may have. Train in two loops, or change gradients in the optimizers, by optax.chain."
         )
 
 
@@ -219,8 +217,9 @@ def _join(
         changes: dict[str, Any] = {}
         new_states = []
         for (transformation, names), state in zip(parts, states, strict=True):
-            given = ({name: values[name] for name in names} for values in (gradients, params))
-            own_gradients, own_params = given
+            own_gradients, own_params = (
+                {name: values[name] for name in names} for values in (gradients, params)
+            )
             own_changes, new_state = transformation.update(own_gradients, state, own_params)
             changes.update(own_changes)
             new_states.append(new_state)
@@ -250,16 +249,12 @@ def _find_trained(
     return trained
 
 
-# One function with shard scopes, cut into stages.
-#
-# `ipu_shard(i)` is a `jax.named_scope`: after tracing, the scope stands in each equation's name stack, also
-# within functions that `jax.jit` has cached. Equations outside of any scope stay with the shard before
-# them. A run of equations of one shard is a stage on that shard's IPU. A shard may come again (0, 1, 0),
-# and a value goes straight from the run that makes it to those that read it, however far apart they are.
+# Shards. `ipu_shard(i)` is a `jax.named_scope`: after tracing, the scope stands in each equation's name
+# stack, also within functions that `jax.jit` has cached. A run of equations of one shard is a stage on that
+# shard's IPU. A shard may come again (0, 1, 0); values go straight from the run that makes them to readers.
 #
 # A variable that is asked for within a scope lives on that shard. One that is asked for outside of all
-# scopes lives where it is first used. On other shards its value is like any other: it crosses, and its
-# gradient comes back.
+# scopes lives where it is first used. On other shards its value crosses, and its gradient comes back.
 
 _PREFIX = "ipu_shard:"
 _PUBLIC_NAMES = {
@@ -331,6 +326,7 @@ def read_shard(equation: Any) -> int | None:
 
 def refuse_inner_scopes(equation: Any, place: str) -> None:
     """Raises if a shard scope is opened within the body of an equation."""
+    # A derivative rule runs later, outside of the body: there `ipu_shard` itself raises.
     shard = _find_inner_scope(equation)
     if shard is not None:
         name = equation.primitive.name
@@ -375,6 +371,7 @@ def split(
     hoisted: hoisting.Hoisted, outputs: Sequence[Any], loss: Any, sources: Mapping[Any, Source], place: str
 ) -> ShardedFunction:
     """Cuts a function into runs of equal shard."""
+    # The runs, and where values are made.
     flat = hoisted.flat
     runs = _make_runs(hoisted)
     last = len(runs) - 1
@@ -390,6 +387,7 @@ def split(
         runs[last].equations.append(copy.replace(invars=[loss]))
         (loss,) = copy.outvars
 
+    # What each run returns for others, takes and assigns.
     returned: list[dict[Any, int]] = [{} for _run in runs]  # value for other runs -> its position
 
     def source_of(var: Any) -> Source:
@@ -423,6 +421,7 @@ def split(
         source or Source("output", next(own_numbers), last) for source in output_sources
     )
 
+    # The stages.
     stages = []
     for index, run in enumerate(runs):
         assigned = [spec for spec in new_values if assigned_in[spec] == index]

@@ -47,7 +47,7 @@ from ipu_pipeline.engine.schedules import (
 from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Chooses a dispatch plan by steps on zeros, and keeps the choice for later processes.
+# Dispatch plans, by steps on zeros. The choice is kept for later processes.
 
 _IN_A_ROW = 2  # steps, the second of which begins while the first one ends
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 50, 0.25  # of plans that take turns
@@ -203,7 +203,7 @@ def _may_run(built: Built) -> bool:
     return num_bytes(avals) <= _MOST_BYTES
 
 
-# Measures pipelines; makes the timetables of one whose schedule is searched by what the searches find.
+# Timetables, and the measured scenarios that they are searched for.
 
 _MOST_TIMETABLES = 64  # that are kept, of numbers of micro-batches
 

@@ -4,7 +4,7 @@ They use the key-value store of JAX's coordination service. A process that runs 
 `current()` is None, and nothing is told, noted or waited for.
 
 A thread that waits here waits for as long as the others live, since they may be compiling for minutes. The
-watcher (`ipu_pipeline.processes.watching_peers`) finds out that a process has ended or does not go on, and
+watcher (`ipu_pipeline.processes.peer_watch`) finds out that a process has ended or does not go on, and
 calls `fail`.
 """
 
@@ -117,9 +117,9 @@ class Peers:
         if not self._turn.acquire(blocking=False):
             other, activity = self._doing or ("another one", "its begin")
             message = (
-                f"Process {self.index}: thread {thread!r} began {what} while thread {other!r} was at {activity}. "
-                "In a run of several processes all must do the same things in the same order, so one "
-                "thread at a time runs, saves, restores and reads."
+                f"Process {self.index}: thread {thread!r} began {what} while thread {other!r} was at "
+                f"{activity}. In a run of several processes all must do the same things in the same order, "
+                "so one thread at a time runs, saves, restores and reads."
             )
             self.fail(message)
             raise RuntimeError(message)
@@ -261,7 +261,7 @@ def set_current(peers: Peers | None) -> None:
 
 @contextlib.contextmanager
 def occupied(what: str) -> Iterator[None]:
-    """Wraps what takes long while other processes wait, such as compiling: they go on waiting."""
+    """Marks a block that takes long, such as compiling, so that other processes go on waiting for it."""
     peers, thread = _current, threading.get_ident()
     if peers is None or thread in peers.occupied:
         yield

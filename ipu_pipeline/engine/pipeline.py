@@ -139,10 +139,9 @@ def _with_options(
             init(self, stages, make_options("Pipeline", *args, **options))
 
         signature = inspect.signature(init)
-        options = [
-            parameter for name, parameter in inspect.signature(make).parameters.items() if name != "hooks"
-        ]
-        parameters = [*list(signature.parameters.values())[:2], *options]
+        options = inspect.signature(make).parameters
+        parameters = list(signature.parameters.values())[:2]
+        parameters += [parameter for name, parameter in options.items() if name != "hooks"]
         functools.update_wrapper(wrapped, init)
         vars(wrapped)["__signature__"] = signature.replace(parameters=parameters)
         return wrapped  # type: ignore[return-value]  # it may be called with `stages=`, too
@@ -354,7 +353,7 @@ class Pipeline:
           ValueError: there is a gradient map, and parallel stages on several devices share a trained
             variable.
           Others: those of `stages.trace`, together with errors of `trained`;
-            `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
+            `optimizer_tracing.trace_optimizer` and `update_programs.cut_updates`.
         """
         element = as_shapes(micro_batch, "The micro-batch")
         input_shapes: tuple[Any, ...] = as_shapes(inputs, "The inputs")
@@ -487,21 +486,21 @@ class Pipeline:
 
     @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
+        # The devices, checked before anything is dropped.
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
             if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
                 warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
-        number, per_ipu = self._num_replicas, self.options.num_devices_per_ipu
+        number, size = self._num_replicas, self.options.num_devices_per_ipu
         num_needed = self.num_devices * number
         if len(devices) < num_needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {num_needed} devices, {per_ipu if per_ipu > 1 else 'one'} per number in "
-                f"device_mapping{of_replicas}, but "
-                f"there are {len(devices)}. On a CPU, before the first use of JAX, "
-                f"ipu_pipeline.set_num_devices({num_needed}) makes more."
+                f"The pipeline needs {num_needed} devices, {size if size > 1 else 'one'} per number "
+                f"in device_mapping{of_replicas}, but there are {len(devices)}. On a CPU, before the first "
+                f"use of JAX, ipu_pipeline.set_num_devices({num_needed}) makes more."
             )
-        groups, schedule = make_groups(devices, self.device_mapping, number, per_ipu), self.options.schedule
+        groups, schedule = make_groups(devices, self.device_mapping, number, size), self.options.schedule
         check_processes(groups)
         if self.options.check_nans and groups[0].processes[1:]:
             raise ValueError(
@@ -516,12 +515,14 @@ class Pipeline:
                 f"{list(groups[0].processes)}."
             )
         check_compiles(self._compiler_options, groups)
+        # Whatever depended on the former devices.
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
         self.runner, self._devices = None, list(devices)
         self._between = BetweenSteps()
         self.timetable = dataclasses.replace(self.timetable, searches=None)
         self._agree(devices[:num_needed])
+        # The runner, and for a searched schedule its timetables.
         placement = self._place_state(groups)
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
@@ -655,7 +656,7 @@ class Pipeline:
         return runner
 
     def _agree(self, devices: Sequence[Any]) -> None:
-        """Sees that all processes of the run have the same pipeline."""
+        """Checks that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
         timetable = self.timetable(self.options.num_micro_batches or 1)
         building.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
@@ -949,6 +950,7 @@ class Pipeline:
             )
 
         with jax.debug_nans(False), jax.disable_jit(False):
+            # jax_disable_jit: op by op, with no compiled step.
             if is_op_by_op:
                 if self.traced.uses_replicas:
                     raise RuntimeError(
@@ -973,6 +975,7 @@ class Pipeline:
                 if error is not None:
                     raise error
                 return dataclasses.replace(progress, state=RunState(progress.state.pipeline, {}))
+            # check_nans: compiled, and op by op only if there is a nan.
             micro_batches = supply.taken = []
             input_state = copy_state(RunState(state, {})).pipeline if self.options.donate else state
             progress = run(input_state)
@@ -1244,11 +1247,7 @@ def _describe_for_choice(pipeline: Pipeline) -> Mapping[str, str]:
     options, mapping = pipeline.options, pipeline.device_mapping
     timetable = pipeline.timetable(options.num_micro_batches or 1)
     texts = building.describe(pipeline.built, options, mapping, timetable, None)
-    programs = [
-        program
-        for stage_programs in pipeline.programs
-        for program in (stage_programs.forward, *stage_programs.backwards)
-    ]
+    programs = [program for stage in pipeline.programs for program in (stage.forward, *stage.backwards)]
     texts |= {program.name: identify_operations(program.equations) for program in programs}
     updates = () if pipeline.built.updates is None else pipeline.built.updates.updates
     return texts | {program.name: str(program.num_operations) for program in updates}

@@ -26,7 +26,7 @@ from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import find_near, is_integer
 from ipu_pipeline.ground.pytrees import describe_structure
 
-# Checks of a pipeline's options: what each may be, and which of them have no effect.
+# Checks.
 
 Fields: TypeAlias = "Mapping[str, Any]"
 
@@ -128,7 +128,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-# The options of a pipeline: its arguments besides the stages.
+# The options.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

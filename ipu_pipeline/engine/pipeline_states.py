@@ -20,7 +20,7 @@ from ipu_pipeline.engine.updates.update_programs import Updates
 from ipu_pipeline.ground.pytrees import describe
 from ipu_pipeline.ground.tables import shorten
 
-# Makes the state that training begins with.
+# Initial states.
 
 
 def make_state(runner: Runner[Any], key: Any) -> PipelineState:
@@ -70,7 +70,8 @@ def make_optimizer_state(
     return runner.init_optimizer_state(placed, [dict(enumerate(outputs or ()))] * len(runner.homes))
 
 
-# Makes a state from another pipeline's: common variables are kept, others start from initial values.
+# States of other pipelines, by full names alone: an order means nothing where variables are missing, as a
+# layer put in between would shift all that follow. (`resplitting`, which uses the order, needs all.)
 
 _MAX_NAMES = 300  # characters
 
@@ -134,11 +135,8 @@ def compare(variables: Mapping[str, Any], specs: Mapping[str, VariableSpec]) -> 
             f"Pipeline.adopt: the state has none of the pipeline's variables. It has {listed[0]}; the "
             f"pipeline has {listed[1]}. engine.resplit(state, pipeline) moves a state of another split."
         )
-    new, unused = (
-        (name for name in specs if name not in variables),
-        (n for n in variables if n not in specs),
-    )
-    return Adoption(tuple(taken), tuple(new), tuple(unused))
+    new = tuple(name for name in specs if name not in variables)
+    return Adoption(tuple(taken), new, tuple(name for name in variables if name not in specs))
 
 
 def adopt_optimizer_state(
@@ -170,7 +168,7 @@ def adopt_optimizer_state(
     return updates.state_tree.unflatten(new_leaves), True
 
 
-# What a pipeline has between two steps: accumulators, and the state that is in place.
+# Between two steps.
 
 
 class BetweenSteps:

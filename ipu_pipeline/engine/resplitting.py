@@ -44,7 +44,7 @@ Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a variable is in another state.
+    """The origin of a variable in another state.
 
     Attributes:
       parts: the names of variables, each with the row of its first axis; None: all of it.
@@ -138,7 +138,7 @@ class _Optimizer:
         self._left = set(leaves)
 
     def move(self, path: tuple[Any, ...], state_leaf: StateLeaf) -> Any:
-        """Finds a leaf."""
+        """The value of a leaf of the pipeline's optimizer state."""
         text = jax.tree_util.keystr(path)
         names = [str(entry.key) if isinstance(entry, jax.tree_util.DictKey) else "" for entry in path]
         place = next((place for place, name in enumerate(names) if name in self._origins), None)
@@ -153,10 +153,8 @@ class _Optimizer:
             leaf = self._of_variable(path, place, self._origins[names[place]])
         aval = state_leaf.aval
         if leaf is None or tuple(leaf.shape) != aval.shape or leaf.dtype != aval.dtype:
-            fault = (
-                "is missing there" if leaf is None else f"is {describe(leaf)} there, not {describe(aval)}"
-            )
-            raise ValueError(f"{_OTHER_OPTIMIZER}: {text} {fault}.")
+            fault = "missing there" if leaf is None else f"{describe(leaf)} there, not {describe(aval)}"
+            raise ValueError(f"{_OTHER_OPTIMIZER}: {text} is {fault}.")
         return leaf
 
     def _of_variable(self, path: tuple[Any, ...], place: int, origin: _Origin) -> Any:
@@ -174,14 +172,14 @@ class _Optimizer:
         return self._leaves.get(text)
 
     def check_all_taken(self) -> None:
-        """Raises a ValueError if there is more than was asked for."""
+        """Raises a ValueError if leaves of the state remain."""
         if self._left:
             names = shorten(", ".join(sorted(self._left)), _MAX_NAMES)
             raise ValueError(f"{_OTHER_OPTIMIZER}: it has no {names}.")
 
 
 def _read(values: Mapping[str, Any], origin: _Origin) -> Any:
-    """The value of what is made of others; the very array if it is one of them."""
+    """The value of a variable; the same array if its origin is a single variable."""
     if origin.whole is not None:
         return values[origin.whole]
     peers.check_joined("Moving stacked layers")
@@ -191,17 +189,17 @@ def _read(values: Mapping[str, Any], origin: _Origin) -> Any:
     return np.stack(rows) if origin.is_stacked else rows[0]
 
 
-def _match(old_shapes: Shapes, new_shapes: Shapes) -> dict[str, _Origin]:
-    """For each variable that is wanted, what it is of those that are known."""
-    if dict(old_shapes) == dict(new_shapes):
-        return {name: _Origin(((name, None),)) for name in new_shapes}
+def _match(old: Shapes, new: Shapes) -> dict[str, _Origin]:
+    """The origin of each new variable among the old ones."""
+    if dict(old) == dict(new):
+        return {name: _Origin(((name, None),)) for name in new}
     origins = {
         name: _Origin(((name, None),))
-        for name in new_shapes
-        if old_shapes.get(name) == new_shapes[name] and _stage(name) is None
+        for name in new
+        if old.get(name) == new[name] and _stage(name) is None
     }
-    old_unmatched = {name: shape for name, shape in old_shapes.items() if name not in origins}
-    new_unmatched = {name: shape for name, shape in new_shapes.items() if name not in origins}
+    old_unmatched = {name: shape for name, shape in old.items() if name not in origins}
+    new_unmatched = {name: shape for name, shape in new.items() if name not in origins}
     tails = _find_tails([old_unmatched, new_unmatched])
     groups: dict[str, dict[str, _Origin] | None] = {}
     for tail in sorted({*tails[0].values(), *tails[1].values()}):
@@ -209,9 +207,7 @@ def _match(old_shapes: Shapes, new_shapes: Shapes) -> dict[str, _Origin]:
         after = {name: shape for name, shape in new_unmatched.items() if tails[1][name] == tail}
         groups[tail] = _match_group(before, after)
     certain = {
-        _rows(group)
-        for group in groups.values()
-        if group is not None and _is_certain(group, old_shapes, new_shapes)
+        _rows(group) for group in groups.values() if group is not None and _is_certain(group, old, new)
     }
     beside: dict[str, set[tuple[int, ...]]] = {}  # kind without its last word -> numbers of rows
     for tail, group in groups.items():
@@ -235,23 +231,21 @@ def _match(old_shapes: Shapes, new_shapes: Shapes) -> dict[str, _Origin]:
             "names must be equal. Pipeline.adopt(state) takes the variables of the same names only, and "
             "begins others anew."
         )
-    return {name: origins[name] for name in new_shapes}
+    return {name: origins[name] for name in new}
 
 
-def _match_group(old_shapes: Shapes, new_shapes: Shapes) -> dict[str, _Origin] | None:
+def _match_group(old: Shapes, new: Shapes) -> dict[str, _Origin] | None:
     """Matches variables of one kind in their order; None if they do not belong together."""
-    old_names, new_names = (
-        sorted(names, key=lambda name: (_order(name), name)) for names in (old_shapes, new_shapes)
-    )
-    if [old_shapes[name] for name in old_names] == [new_shapes[name] for name in new_names]:
+    old_names, new_names = (sorted(names, key=lambda name: (_order(name), name)) for names in (old, new))
+    if [old[name] for name in old_names] == [new[name] for name in new_names]:
         pairs = list(zip(old_names, new_names, strict=True))
         of_stages = any(_stage(name) is not None for name in (*old_names, *new_names))
-        if not of_stages and any(old != new for old, new in pairs):
+        if not of_stages and any(before != after for before, after in pairs):
             return None
         if not _agree_with_names(pairs):
             return None
-        return {name: _Origin(((old, None),)) for old, name in pairs}
-    shapes = [*old_shapes.values(), *new_shapes.values()]
+        return {name: _Origin(((before, None),)) for before, name in pairs}
+    shapes = [*old.values(), *new.values()]
     ranks = {len(shape) for shape in shapes}
     if not old_names or not new_names or max(ranks) == 0 or max(ranks) - min(ranks) > 1:
         return None
@@ -262,11 +256,11 @@ def _match_group(old_shapes: Shapes, new_shapes: Shapes) -> dict[str, _Origin] |
     def rows(name: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
         return [(name, row) for row in range(shape[0])] if len(shape) == stacked else [(name, None)]
 
-    remaining = [part for name in old_names for part in rows(name, old_shapes[name])]
+    remaining = [part for name in old_names for part in rows(name, old[name])]
     origins = {}
     for name in new_names:
-        number = len(rows(name, new_shapes[name]))
-        origins[name] = _Origin(tuple(remaining[:number]), len(new_shapes[name]) == stacked)
+        number = len(rows(name, new[name]))
+        origins[name] = _Origin(tuple(remaining[:number]), len(new[name]) == stacked)
         remaining = remaining[number:]
         if len(origins[name].parts) < number:
             return None
@@ -274,16 +268,16 @@ def _match_group(old_shapes: Shapes, new_shapes: Shapes) -> dict[str, _Origin] |
 
 
 def _rows(origins: Mapping[str, _Origin]) -> tuple[int, ...]:
-    """How many rows each variable has, if layers are stacked otherwise; else nothing."""
+    """The number of rows of each variable if layers are stacked differently; otherwise ()."""
     if all(origin.whole is not None for origin in origins.values()):
         return ()
     return tuple(len(origin.parts) for origin in origins.values())
 
 
-def _is_certain(origins: Mapping[str, _Origin], old_shapes: Shapes, new_shapes: Shapes) -> bool:
+def _is_certain(origins: Mapping[str, _Origin], old: Shapes, new: Shapes) -> bool:
     """Whether rows are layers: single ones are variables on one side, or they are matrices and more."""
     parts = [part for origin in origins.values() for part in origin.parts]
-    ranks = {len(old_shapes[name]) for name, _row in parts} | {len(new_shapes[name]) for name in origins}
+    ranks = {len(old[name]) for name, _row in parts} | {len(new[name]) for name in origins}
     return len(ranks) > 1 or min(ranks) >= _LEAST_RANK
 
 
@@ -356,7 +350,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def _order(name: str) -> list[int]:
-    """That by which the layers of variables of one kind are ordered: the stage, then the numbers."""
+    """The sort key of variables of one kind: the stage, then the numbers."""
     prefix = _PREFIX.fullmatch(name.split("/")[0]) if "/" in name else None
     first = [int(prefix[2])] if prefix is not None and prefix[2] else []
     return first + _numbers(name)

@@ -26,7 +26,7 @@ from ipu_pipeline.ground.errors import CheckpointError
 # For the fronts; `engine` has the other names.
 __all__ = ["first_rows", "place_state", "take_parts"]
 
-# States of the engine's pipelines as snapshots, and back.
+# Snapshots.
 
 _NAME = "Pipeline"
 # In `Snapshot.extra`: the data of the state's random key, and the variables with a row for each replica.
@@ -92,7 +92,7 @@ def first_rows(snapshot: Snapshot) -> dict[str, Any]:
     return {name: value[0] if name in rows else value for name, value in snapshot.state.variables.items()}
 
 
-# States of the engine's pipelines on disk: `engine.save` and `engine.restore`.
+# On disk.
 
 
 @one_thread("saving a state")
@@ -162,7 +162,7 @@ def _check_path(caller: str, path: object) -> None:
         raise TypeError(f"{caller}: path must be a string or a path; got {path!r}.")
 
 
-# States of the engine's pipelines in the machines' memory.
+# In the machines' memory.
 
 _EXTRA = "engine_extra"  # in `Snapshot.extra`: what a program adds
 
@@ -274,16 +274,14 @@ class InMemoryCheckpoints:
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.
         copies = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
-        state, separate = (
-            dataclasses.replace(state, variables=copies),
-            find_separate_variables(self._pipeline),
-        )
+        state = dataclasses.replace(state, variables=copies)
+        separate = find_separate_variables(self._pipeline)
         series.meet()
         series.take(lambda: take_parts(state, separate, saved_extra))
 
 
 def _check_extra(extra: Any) -> dict[str, Any]:
-    """A copy of what belongs to a state, as it will be read."""
+    """A copy of the extra data, as it will be read back."""
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):

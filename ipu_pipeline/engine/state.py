@@ -16,8 +16,6 @@ from ipu_pipeline.engine.mesh_isolation import apart
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import as_plain, is_readable
 
-# The state and the outputs of a step.
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -152,7 +150,7 @@ class Collected:
 
 @dataclass(frozen=True, eq=False)
 class Handed:
-    """What was enqueued at once, for one micro-batch or weight update or for several in a row.
+    """Values that were enqueued together, for one micro-batch or weight update or for several in a row.
 
     Attributes:
       leaves: the values, by the number of the leaf.
@@ -180,7 +178,7 @@ class RunState:
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """What some micro-batches leave, still being computed.
+    """The results of some micro-batches, still being computed.
 
     Attributes:
       state: the new state.
@@ -207,7 +205,7 @@ def _unstack(stack: Any, size: int) -> list[Any]:
     return list(stack)[:size]
 
 
-# What a state must be to be used: whole, and not in the middle of a trace.
+# Checks.
 
 # What errors say of states that lack variables.
 MOVES = (
@@ -254,7 +252,7 @@ def as_plain_state(state: PipelineState) -> PipelineState:
 
 
 def without_aliases(state: PipelineState) -> PipelineState:
-    """The placed state with copies of what it has in a second place: a step gives memory away once."""
+    """The placed state, with a copy of each array that occurs twice: a step donates a buffer once."""
     pointers: set[int] = set()
 
     def unshared(value: Any) -> Any:

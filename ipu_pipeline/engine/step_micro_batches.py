@@ -23,7 +23,7 @@ from ipu_pipeline.engine.updates.update_programs import AccumulatorPlan, find_re
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.pytrees import describe, describe_structures
 
-# Takes the micro-batches of a step from what `Pipeline.step` was given.
+# Taking micro-batches.
 
 Place: TypeAlias = "Callable[[Any, int], Any]"  # of a micro-batch and its number
 
@@ -48,7 +48,7 @@ class StepFeed:
         return first
 
     def placing(self, place: Place) -> Take:
-        """A take of micro-batches that `place` puts on the devices."""
+        """Returns a function that takes micro-batches, which `place` puts on the devices."""
         return functools.partial(self._take, place)
 
     def _take(self, place: Place, limit: int) -> list[Any]:
@@ -87,11 +87,8 @@ def _raise(error: Exception) -> Iterator[Any]:
     raise error
 
 
-# The shapes that a pipeline's micro-batches have: each has a number, and a runner with programs for them.
-#
-# The shapes of the first micro-batch have the number 0, and their runner leads. Others come as they are
-# met, or were named beforehand. All have the same structure and dtypes, and the same variables, so there is
-# one state.
+# Shapes: those of the first micro-batch have the number 0, and their runner leads. Others come as they are
+# met, or were named beforehand. All have the same variables, so there is one state.
 
 ShapesKey: TypeAlias = "tuple[tuple[int, ...], ...]"  # the shapes of a micro-batch's leaves
 MakeRunner: TypeAlias = "Callable[[Runner[Any], Any, int], Runner[Any]]"
@@ -118,9 +115,9 @@ def check_number(known_elements: Sequence[Any], element: Any, max_shapes: int) -
         return
     raise ValueError(
         f"max_shapes is {max_shapes}, and a micro-batch of {describe_shapes(element)} has shapes number "
-        f"{len(known_elements) + 1}. There are programs for {'; '.join(map(describe_shapes, known_elements))}. Each of the "
-        "shapes takes time to compile: pad micro-batches to a few lengths (datasets.Buckets does), or "
-        "give the pipeline a larger max_shapes."
+        f"{len(known_elements) + 1}. There are programs for "
+        f"{'; '.join(map(describe_shapes, known_elements))}. Each of the shapes takes time to compile: pad "
+        "micro-batches to a few lengths (datasets.Buckets does), or give the pipeline a larger max_shapes."
     )
 
 
@@ -161,8 +158,8 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
 
 
 def _check_variables(first: Built, other: Built, where: str) -> None:
-    specs, other_specs = first.traced.variables, other.traced.variables
-    missing, new = (specs.keys() - other_specs.keys(), other_specs.keys() - specs.keys())
+    specs, actual = first.traced.variables, other.traced.variables
+    missing, new = specs.keys() - actual.keys(), actual.keys() - specs.keys()
     if missing or new:
         parts = [f"missing are {', '.join(sorted(missing))}"] if missing else []
         parts += [f"new are {', '.join(sorted(new))}"] if new else []
@@ -170,9 +167,9 @@ def _check_variables(first: Built, other: Built, where: str) -> None:
             f"{where} the stages have other variables: {'; '.join(parts)}. All shapes share one state."
         )
     for name, spec in specs.items():
-        if (spec.shape, spec.dtype) != (other_specs[name].shape, other_specs[name].dtype):
+        if (spec.shape, spec.dtype) != (actual[name].shape, actual[name].dtype):
             raise ValueError(
-                f"{where} variable {name} is {describe(other_specs[name])}, in place of {describe(spec)}. Its "
+                f"{where} variable {name} is {describe(actual[name])}, in place of {describe(spec)}. Its "
                 "shape must not depend on the micro-batch's: make it for the longest, and use a part of it."
             )
     if first.traced.owners != other.traced.owners:
@@ -180,7 +177,7 @@ def _check_variables(first: Built, other: Built, where: str) -> None:
 
 
 def _read_outputs(built: Built) -> tuple[Any, Any]:
-    """What is read of the last stage's outputs to make the optimizer's state, and in updates."""
+    """The last stage's outputs that the optimizer's init and update read."""
     if built.updates is None:
         return (), ()
     avals = built.traced.output_avals
@@ -220,7 +217,7 @@ def trace_again(
 
 
 class MicroBatchShapes:
-    """What a pipeline has for each of the shapes of its micro-batches.
+    """The pipelines and runners for the shapes of a pipeline's micro-batches.
 
     Attributes:
       others: the same pipeline for other shapes than the first ones.

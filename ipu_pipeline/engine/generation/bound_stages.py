@@ -29,10 +29,8 @@ from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.ground.lazy_initialization import begin_first_run
 from ipu_pipeline.ground.pytrees import as_shape, describe, is_readable
 
-# Slots, in groups: what requests in flight keep on the devices, and how tokens go through the stages.
-#
-# A group's slots go through a stage in one program, so while one stage handles a group, the others handle
-# other groups. All is started in order and not waited for; tokens are read later, in the same order.
+# Slots. A group's slots go through a stage in one program, so while one stage handles a group, the others
+# handle other groups. All is started in order and not waited for; tokens are read later, in the same order.
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +63,7 @@ class _Values:
         self._found = {(source, devices): value for source, value in values.items()}
 
     def add(self, sources: Sequence[Source], values: Sequence[Any], devices: DeviceGroup) -> None:
-        """Takes what a stage has made."""
+        """Adds the results of a stage."""
         for source, value in zip(sources, values, strict=True):
             self._home[source], self._found[source, devices] = devices, value
 
@@ -106,7 +104,7 @@ class SlotGroup:
 
     @property
     def num_unread(self) -> int:
-        """How often tokens have been started that are not read yet."""
+        """The number of turns whose tokens are not read yet."""
         return len(self._unread)
 
     def join(self, request: Request, lengths: Sequence[int]) -> None:
@@ -120,8 +118,7 @@ class SlotGroup:
                 sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
             of_last = [*[(None, None)] * (len(stages.programs) - 1), (self._tokens, sampling)]
             more = [
-                (np.int32(slot), first, *extra)
-                for first, extra in zip(stages.initial, of_last, strict=True)
+                (np.int32(slot), first, *args) for first, args in zip(stages.initial, of_last, strict=True)
             ]
             values = _Values({TOKENS: request.prompt[position : position + length]}, None)
             self._start([program.chunk(length) for program in stages.programs], values, numbers, more)
@@ -195,7 +192,7 @@ class SlotGroup:
         ]
 
 
-# Makes the programs of all stages, compiles them, and gives them the weights of a state.
+# Programs and weights.
 
 _SAMPLED = Sampling(temperature=1.0)
 
@@ -285,9 +282,7 @@ class StageBuilder:
             threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
             try:
                 with compiling(len(missing), "for a generator") as compilation:
-                    started = [
-                        threads.submit(_compile, self._lower(*program), compilation) for program in missing
-                    ]
+                    started = [threads.submit(_compile, self._lower(*key), compilation) for key in missing]
                     for future in started:
                         future.result()
             finally:  # after an error or an interrupt, compilations that have not begun are not waited for

@@ -34,13 +34,6 @@ from ipu_pipeline.engine.tracing.stage_meshes import TensorParallel
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.pytrees import describe
 
-# The loop that takes requests from a queue, and keeps all stages at work until none is left.
-#
-# In each turn all groups of slots take in requests. Then each starts a token of each slot, and the tokens
-# of its turn before are read. So the host is at most a turn behind, and a stage never waits for it, if
-# there are as many groups as devices. A request that ends by a stop token has one more token computed,
-# which is dropped.
-
 
 class RequestQueue:
     """Requests that wait for a slot, and those in flight; safe to use from several threads."""
@@ -107,6 +100,9 @@ def answer_requests(
     prepare: Callable[[Request], Sequence[int]],
 ) -> None:
     """Answers the requests of a queue, until it is closed and empty."""
+    # Each group starts a token of each slot, and then its tokens of the turn before are read. So the host
+    # is at most a turn behind, and a stage never waits for it if there are as many groups as devices. A
+    # request that ends by a stop token has one more token computed, which is dropped.
     groups: list[SlotGroup] = []
     while queue.wait():
         groups = groups or [SlotGroup(stages, num_slots) for _group in range(num_groups)]
@@ -126,9 +122,9 @@ def answer_requests(
                 group.read(1 if is_started else 0)
 
 
-# The public class: a generator made of stages, which answers prompts with the weights of a state.
-
 GREEDY = Sampling()
+# Prompts are divided into these lengths, and not padded to them: padding would change what a stage keeps,
+# unless it addresses all of it by position.
 _CHUNK_LENGTHS = (1, 4, 16, 64, 256)
 _logger = logging.getLogger("ipu_pipeline")
 
@@ -204,6 +200,7 @@ class Generator:
         check_positive("max_length", max_length)
         self._max_length = int(max_length)
         self._chunk_lengths = _check_chunk_lengths(chunk_lengths, self._max_length)
+        # Only traced, never prepared: its micro-batch is a chunk and its position, its shapes are lengths.
         self.pipeline = Pipeline(
             stages,
             num_micro_batches=1,
@@ -246,8 +243,6 @@ class Generator:
         pipeline = self.pipeline.for_shapes(make_element(length))
         _check_logits(pipeline, length)
         return pipeline
-
-    # What is known of it.
 
     @property
     def max_length(self) -> int:

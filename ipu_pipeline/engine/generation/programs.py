@@ -16,14 +16,14 @@ from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 
-# What a stage computes for one request, from a chunk of its tokens.
+# A stage for one request.
 
 TOKENS, POSITION = Source("element", 0), Source("element", 1)  # of what the first stage takes
 _COUNT = Source("update_count", 0)
 
 
 class RequestScalars(NamedTuple):
-    """What a stage gets for a request besides values of other stages: scalars."""
+    """The scalars that a stage gets for a request."""
 
     position: Any  # the place of the first token, int32
     key: Any  # the request's random key
@@ -54,24 +54,20 @@ class StageRun:
     _index: int
 
     def __call__(
-        self,
-        caches: Sequence[Any],
-        weights: Sequence[Any],
-        inputs: Sequence[Any],
-        request_scalars: RequestScalars,
+        self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], scalars: RequestScalars
     ) -> tuple[list[Any], list[Any]]:
         """Computes the outputs, and the new caches."""
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
         )
         values = dict(zip(self.inputs, inputs, strict=True))
-        values |= {POSITION: request_scalars.position, _COUNT: request_scalars.update_count}
+        values |= {POSITION: scalars.position, _COUNT: scalars.update_count}
         names = [spec.name for spec in self._stage.variables]
-        scalars = {
-            ValueKind.KEY: lambda: request_scalars.key,
+        by_kind = {
+            ValueKind.KEY: lambda: scalars.key,
             ValueKind.EXECUTION_COUNT: lambda: jnp.int32(0),
-            ValueKind.MICRO_BATCH: lambda: request_scalars.position,
-            ValueKind.UPDATE_COUNT: lambda: request_scalars.update_count,
+            ValueKind.MICRO_BATCH: lambda: scalars.position,
+            ValueKind.UPDATE_COUNT: lambda: scalars.update_count,
         }
         arguments = []
         for value in self._program.arguments:
@@ -82,7 +78,7 @@ class StageRun:
             elif value.kind is ValueKind.KEY_NUMBER:
                 arguments.append(np.uint32(value.index))
             else:
-                arguments.append(scalars[value.kind]())
+                arguments.append(by_kind[value.kind]())
         new_values: dict[Any, Any] = {}
         try:
             results = self._program.function(*arguments)
@@ -107,10 +103,9 @@ def make_runs(pipeline: Pipeline, platform: str) -> list[StageRun]:
     last = len(programs) - 1
     if logits.stage != last and logits not in takes[last]:
         takes[last] = (*takes[last], logits)
-    used_sources = {logits}.union(*takes)
+    sources = {logits}.union(*takes)
     return [
-        _make_run(traced, index, program, takes[index], used_sources)
-        for index, program in enumerate(programs)
+        _make_run(traced, index, program, takes[index], sources) for index, program in enumerate(programs)
     ]
 
 
@@ -124,7 +119,7 @@ def _make_run(
     index: int,
     program: StageProgram,
     inputs: tuple[Source, ...],
-    used_sources: set[Source],
+    sources: set[Source],
 ) -> StageRun:
     stage = traced.stages[index]
     caches = tuple(spec.name for spec in stage.assigned)
@@ -135,7 +130,7 @@ def _make_run(
     outputs = tuple(
         source
         for position, source in enumerate(stage.outputs)
-        if source == Source("output", position, index) and source in used_sources
+        if source == Source("output", position, index) and source in sources
     )
     avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(traced.aval, inputs))
     return StageRun(stage.place, weights, caches, inputs, avals, outputs, program, stage, index)
@@ -149,13 +144,12 @@ def scanned(
     inputs: Sequence[Any],
     scalars: RequestScalars,
 ) -> tuple[list[Any], list[Any]]:
-    """What a stage that takes one token at a time computes for a chunk: inputs and outputs are stacked."""
+    """Runs a stage that takes one token at a time over a chunk, whose inputs and outputs are stacked."""
 
     def step(caches: Any, token: Any) -> Any:
-        number, token_inputs = token
-        outputs, caches = run(
-            caches, weights, token_inputs, scalars._replace(position=scalars.position + number)
-        )
+        number, inputs = token
+        position = scalars.position + number
+        outputs, caches = run(caches, weights, inputs, scalars._replace(position=position))
         return caches, outputs
 
     numbers = jnp.arange(length, dtype=jnp.int32)
@@ -163,10 +157,9 @@ def scanned(
     return list(stacked), list(after)
 
 
-# The programs of a stage: one token of each slot of a group, and a chunk of the prompt of one slot.
-#
-# Both take the caches of a group, whose first axis is the slots, and give their memory to the new ones. The
-# last stage's programs also choose tokens: they return the newest token of each slot, [slots].
+# The programs. They take the caches of a group, whose first axis is the slots, and give their memory to
+# the new ones. They do not depend on who is in a slot, so nothing is compiled when requests come and go.
+# The last stage's programs also choose tokens: they return the newest token of each slot, [slots].
 
 
 class SlotNumbers(NamedTuple):
@@ -270,6 +263,7 @@ class StagePrograms:
         ) -> Any:
             key = _request_key(numbers)
             scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
+            # A first chunk starts from initial values, and never reads what a former request left.
             rows = [
                 jnp.where(
                     numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False)

@@ -13,10 +13,8 @@ import numpy as np
 
 from ipu_pipeline.ground.checks import is_integer, is_number
 
-# How the next token is chosen: greedily, or drawn by temperature, top-k and top-p.
-#
-# Top-p is the nucleus of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020. Filters are
-# applied in the order of Hugging Face's transformers: temperature, top-k, top-p.
+# Sampling. Top-p is the nucleus of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
+# Filters are applied in the order of Hugging Face's transformers: temperature, top-k, top-p.
 
 _ALL = 2**31 - 1  # top_k that keeps every word
 _WHOLE = 2.0  # top_p that keeps every word, whatever rounding makes of a sum of probabilities
@@ -108,12 +106,12 @@ def choose(logits: jax.Array, sampling: SamplingArrays | None, key: jax.Array) -
     return jnp.where(temperature > 0, drawn.astype(jnp.int32), greedy)
 
 
-# Requests: a prompt, its options, and the new tokens, which any thread may wait for.
+# Requests.
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a generator's requests may be: tokens of a request with its prompt, and words of the model."""
+    """The most tokens of a request with its prompt, and the number of words of the model."""
 
     max_length: int
     num_words: int
