@@ -240,7 +240,7 @@ class SearchedTimetables:
     def __init__(self, scenario: Scenario) -> None:
         """Takes the pipeline as it was measured."""
         self._scenario = scenario
-        self._kept = functools.lru_cache(_MOST_TIMETABLES)(self._make)
+        self._searches = functools.lru_cache(_MOST_TIMETABLES)(self._make)
 
     def _make(self, num_chunks: int) -> tuple[Searched, Timetable]:
         number = num_chunks * self._scenario.chunk_size
@@ -251,11 +251,11 @@ class SearchedTimetables:
 
     def find(self, num_micro_batches: int) -> Searched:
         """Returns what the search found."""
-        return self._kept(num_micro_batches // self._scenario.chunk_size)[0]
+        return self._searches(num_micro_batches // self._scenario.chunk_size)[0]
 
     def __call__(self, num_chunks: int) -> Timetable:
         """Returns the timetable."""
-        return self._kept(num_chunks)[1]
+        return self._searches(num_chunks)[1]
 
 
 def check_one_process(groups: Sequence[DeviceGroup]) -> None:

@@ -254,7 +254,7 @@ class Pipeline:
         self.runner: Runner[Any] | None = None
         self._shapes = MicroBatchShapes()
         self._surroundings: Surroundings | None = None  # of the first trace
-        self._kept = compilation.current_programs()
+        self._program_cache = compilation.current_programs()
         self._between = BetweenSteps()
         # A timetable does not hold the pipeline: an infeed holds the runner, which has the timetable, and
         # the pipeline's program holds the infeed.
@@ -585,7 +585,7 @@ class Pipeline:
             lead=lead,
             shapes=number,
         )
-        runner.kept = self._kept
+        runner.kept = self._program_cache
         runner.note = "" if lead is None else _describe_number(self, number)
         make = _runner_maker(
             self, placement, [placement], number, self._compiler_options, self._has_identical_keys
@@ -626,7 +626,7 @@ class Pipeline:
             other_runner = first[0] if first else lead
             runner = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead, other=other_runner)
             first.append(runner)
-            runner.kept = self._kept
+            runner.kept = self._program_cache
             runner.note = "" if lead is None else _describe_number(self, number_of_shapes)
             if number > 1 and not self.options.hooks.gathers_outputs:
                 runner.keep_outputs()

@@ -135,7 +135,7 @@ class _Optimizer:
     ) -> None:
         self._leaves, self._origins, self._shapes = leaves, origins, shapes
         self._are_others = any(origin.whole != name for name, origin in origins.items())
-        self._left = set(leaves)
+        self._remaining = set(leaves)
 
     def move(self, path: tuple[Any, ...], state_leaf: StateLeaf) -> Any:
         """The value of a leaf of the pipeline's optimizer state."""
@@ -168,13 +168,13 @@ class _Optimizer:
         return _read(leaves, origin)
 
     def _take(self, text: str) -> Any:
-        self._left.discard(text)
+        self._remaining.discard(text)
         return self._leaves.get(text)
 
     def check_all_taken(self) -> None:
         """Raises a ValueError if leaves of the state remain."""
-        if self._left:
-            names = shorten(", ".join(sorted(self._left)), _MAX_NAMES)
+        if self._remaining:
+            names = shorten(", ".join(sorted(self._remaining)), _MAX_NAMES)
             raise ValueError(f"{_OTHER_OPTIMIZER}: it has no {names}.")
 
 

@@ -202,11 +202,11 @@ class Values:
 
     def __init__(self, function: SegmentedFunction, inputs: Sequence[Any]) -> None:
         self._function = function
-        self._known = {**function.constants, **dict(zip(function.inputs, inputs, strict=True))}
+        self._values = {**function.constants, **dict(zip(function.inputs, inputs, strict=True))}
 
     def find(self, atom: Any) -> Any:
         """The value of an atom; None if it has not been made yet."""
-        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._known.get(atom)
+        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._values.get(atom)
 
     def operands(self, step: CallStep) -> list[Any]:
         """The operands of a call, once the steps before it have run."""
@@ -214,11 +214,11 @@ class Values:
 
     def arguments(self, step: Segment) -> list[Any]:
         """The arguments of a segment, with None for variables."""
-        return [None if var in step.reads else self._known[var] for var in step.arguments]
+        return [None if var in step.reads else self._values[var] for var in step.arguments]
 
     def set_results(self, step: Step, results: Sequence[Any]) -> None:
         """Sets the results of a step."""
-        self._known.update(zip(step.results, results, strict=True))
+        self._values.update(zip(step.results, results, strict=True))
 
     def compute(
         self, step: Segment, variables: Sequence[Any], devices: Sequence[Any], waits: bool = False
@@ -227,10 +227,10 @@ class Values:
 
         Where its values differ between replicas, it computes each replica's own.
         """
-        self._known.update(zip(step.reads, read_gathered(variables), strict=True))
+        self._values.update(zip(step.reads, read_gathered(variables), strict=True))
         device = next(filter(is_here, devices), None) or jax.local_devices()[0]
         group = make_groups([device], (0,))[0]
-        arguments = [self._known[var] for var in step.arguments]
+        arguments = [self._values[var] for var in step.arguments]
         sizes = {len(value.values) for value in arguments if isinstance(value, OfReplicas)}
         if len(sizes) > 1:
             raise ValueError(
@@ -252,8 +252,8 @@ class Values:
 
     def compute_on_host(self, step: Segment, variables: Sequence[Any]) -> None:
         """Runs a segment on JAX's default device, from arrays of the host."""
-        self._known.update(zip(step.reads, variables, strict=True))
-        arguments = [np.asarray(self._known[var]) for var in step.arguments]
+        self._values.update(zip(step.reads, variables, strict=True))
+        arguments = [np.asarray(self._values[var]) for var in step.arguments]
         self.set_results(step, step.function(*arguments))
 
     def outputs(self) -> list[Any]:
@@ -262,7 +262,7 @@ class Values:
         return [value if _is_key(value) else np.array(value) for value in returned]
 
     def _read(self, atom: Any) -> Any:
-        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._known[atom]
+        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._values[atom]
 
 
 def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[Any]:

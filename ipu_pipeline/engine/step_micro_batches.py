@@ -33,7 +33,7 @@ class StepFeed:
 
     def __init__(self, micro_batches: Iterable[Any], count: int, has_peers: Callable[[], bool]) -> None:
         """Takes nothing yet."""
-        self._numbers, self._every, self._has_peers = iter(range(count)), count, has_peers
+        self._numbers, self._count, self._has_peers = iter(range(count)), count, has_peers
         try:
             self._iterator = _iterate(micro_batches, count)
         except Exception as error:
@@ -68,7 +68,7 @@ class StepFeed:
             return next(self._iterator)
         except StopIteration:
             raise OutOfRangeError(
-                f"The data ended after {number} of the {self._every} micro-batches of a step."
+                f"The data ended after {number} of the {self._count} micro-batches of a step."
             ) from None
 
 
@@ -135,11 +135,11 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
         raise ValueError(f"{where} the last stage returns {after}, in place of {before}. Return the same.")
     if first.collecting.is_summed and _differ(first.collecting.avals, other.collecting.avals):
         raise ValueError(
-            f"{where} what is summed over the micro-batches is {_list(other.collecting.avals)}, in place "
-            f"of {_list(first.collecting.avals)}. Sum values whose shapes do not depend on the "
+            f"{where} what is summed over the micro-batches is {_describe_avals(other.collecting.avals)}, in "
+            f"place of {_describe_avals(first.collecting.avals)}. Sum values whose shapes do not depend on the "
             "micro-batch's, such as the loss."
         )
-    if _enqueued(first) != _enqueued(other):
+    if _find_enqueued(first) != _find_enqueued(other):
         raise ValueError(f"{where} the stages enqueue or report other values. They must be the same.")
     for argument, of_first, of_other in zip(
         ("init", "update"), _read_outputs(first), _read_outputs(other), strict=True
@@ -188,7 +188,7 @@ def _read_outputs(built: Built) -> tuple[Any, Any]:
     return read(built.updates.inits), read(built.updates.updates)
 
 
-def _enqueued(built: Built) -> tuple[Any, Any]:
+def _find_enqueued(built: Built) -> tuple[Any, Any]:
     """What the stages enqueue, and the names of what they report."""
     entries = built.traced.enqueued
     return [entry.tree for entry in entries], metric_names(entries)
@@ -198,7 +198,7 @@ def _differ(first: Sequence[Any], other: Sequence[Any]) -> bool:
     return [(aval.shape, aval.dtype) for aval in first] != [(aval.shape, aval.dtype) for aval in other]
 
 
-def _list(avals: Sequence[Any]) -> str:
+def _describe_avals(avals: Sequence[Any]) -> str:
     return ", ".join(map(describe, avals))
 
 

@@ -59,25 +59,25 @@ class _Values:
 
     def __init__(self, values: Mapping[Source, Any], devices: DeviceGroup | None) -> None:
         """Takes values that are on some devices; None: on the host."""
-        self._home = dict.fromkeys(values, devices)
-        self._found = {(source, devices): value for source, value in values.items()}
+        self._homes = dict.fromkeys(values, devices)
+        self._copies = {(source, devices): value for source, value in values.items()}
 
     def add(self, sources: Sequence[Source], values: Sequence[Any], devices: DeviceGroup) -> None:
         """Adds the results of a stage."""
         for source, value in zip(sources, values, strict=True):
-            self._home[source], self._found[source, devices] = devices, value
+            self._homes[source], self._copies[source, devices] = devices, value
 
     def on(self, sources: Sequence[Source], devices: DeviceGroup) -> list[Any]:
         """Values on a stage's devices; those that are elsewhere are sent there."""
         away: dict[DeviceGroup | None, list[Source]] = {}
         for source in sources:
-            if (source, devices) not in self._found:
-                away.setdefault(self._home[source], []).append(source)
+            if (source, devices) not in self._copies:
+                away.setdefault(self._homes[source], []).append(source)
         for home, missing in away.items():
-            values = [self._found[source, home] for source in missing]
+            values = [self._copies[source, home] for source in missing]
             moved = put(values, devices) if home is None else copy_to(values, devices)
-            self._found.update(zip([(source, devices) for source in missing], moved, strict=True))
-        return [self._found[source, devices] for source in sources]
+            self._copies.update(zip([(source, devices) for source in missing], moved, strict=True))
+        return [self._copies[source, devices] for source in sources]
 
 
 class SlotGroup:

@@ -50,7 +50,7 @@ class RequestQueue:
         """Adds a request. Returns whether that was still possible."""
         with self._changed:
             if self._is_open:
-                self._all = [earlier for earlier in self._all if not earlier.is_done]
+                self._all = [member for member in self._all if not member.is_done]
                 self._all.append(request)
                 self._waiting.append(request)
                 self._changed.notify_all()
@@ -331,7 +331,7 @@ class Generator:
             )
         with self._running:
             stages = self._bind(state)
-            keys = {key for request in requests for key in self._find_needed(request)}
+            keys = {key for request in requests for key in self._find_keys(request)}
             self._surroundings.run(self._prepare().compile, keys)
             self._answer(stages, RequestQueue(requests))
         return [request.result() for request in requests]
@@ -427,7 +427,7 @@ class Generator:
         builder = self._prepare()
 
         def prepare(request: Request) -> list[int]:
-            builder.compile(self._find_needed(request))
+            builder.compile(self._find_keys(request))
             return self._divide(len(request.prompt))
 
         try:
@@ -480,7 +480,7 @@ class Generator:
         variables = {name: value for name, value in moved.variables.items() if name not in empty}
         return dataclasses.replace(moved, variables=variables)
 
-    def _find_needed(self, request: Request) -> set[ProgramKey]:
+    def _find_keys(self, request: Request) -> set[ProgramKey]:
         """The programs that a request needs."""
         is_sampled = request.sampling.temperature > 0
         *firsts, last = self._divide(len(request.prompt))

@@ -136,7 +136,7 @@ def _make_run(
     return StageRun(stage.place, weights, caches, inputs, avals, outputs, program, stage, index)
 
 
-def scanned(
+def scan_tokens(
     run: StageRun,
     length: int,
     caches: Sequence[Any],
@@ -243,7 +243,7 @@ class StagePrograms:
 
     def _make_chunk(self, length: int) -> Callable[..., Any]:
         run = self.run
-        call: Callable[..., Any] = functools.partial(scanned, run, length)
+        call: Callable[..., Any] = functools.partial(scan_tokens, run, length)
         if self._make_run is not None and length > 1:
             run = call = self._make_run(length)
         elif length == 1:
