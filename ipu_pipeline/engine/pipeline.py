@@ -1280,7 +1280,7 @@ def _plan_compiler_options(pipeline: Pipeline) -> CompilerOptions:
 
 
 def _has_devices(pipeline: Pipeline, known_devices: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
-    """Whether the pipeline's devices are those that it is `known` to have."""
+    """Whether the pipeline would have the same devices of `devices` as of `known_devices`."""
     assert known_devices is not None
     size, per_ipu = max(pipeline.device_mapping) + 1, pipeline.options.num_devices_per_ipu
     numbers = [

@@ -183,7 +183,7 @@ def tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
-    """No line is shown in the block, because an observer shows what compiles."""
+    """Lets an observer show what is compiled inside the `with` block, in place of the line."""
     token = _observer.set(observer)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The micro-batches of a step: taken from what `Pipeline.step` was given, of shapes that have numbers."""
+"""The micro-batches of a step: how they are taken, and the shapes that they may have."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
         raise ValueError(f"{where} the last stage returns {after}, in place of {before}. Return the same.")
     if first.collecting.is_summed and _differ(first.collecting.avals, other.collecting.avals):
         raise ValueError(
-            f"{where} what is summed over the micro-batches is {_describe_avals(other.collecting.avals)}, in "
-            f"place of {_describe_avals(first.collecting.avals)}. Sum values whose shapes do not depend on the "
-            "micro-batch's, such as the loss."
+            f"{where} what is summed over the micro-batches is {_describe_avals(other.collecting.avals)}, "
+            f"in place of {_describe_avals(first.collecting.avals)}. Sum values whose shapes do not depend "
+            "on the micro-batch's, such as the loss."
         )
     if _find_enqueued(first) != _find_enqueued(other):
         raise ValueError(f"{where} the stages enqueue or report other values. They must be the same.")

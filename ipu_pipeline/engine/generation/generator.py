@@ -1,4 +1,4 @@
-"""The public class: a generator made of stages, which answers prompts by a loop over requests."""
+"""The generator: stages that answer prompts, by a loop over requests."""
 
 from __future__ import annotations
 

@@ -300,6 +300,7 @@ class StagePrograms:
 
 
 def _request_key(numbers: Any) -> jax.Array:
+    """The key of a request, from its seed and number alone: its answer does not depend on other slots."""
     return jax.random.fold_in(jax.random.key(numbers.seeds), numbers.numbers)
 
 
