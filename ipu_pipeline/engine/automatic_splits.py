@@ -592,7 +592,6 @@ class _Layers:
         options, mapping = task.options, task.mapping
         self._options, self._mapping, self._num_stages = options, mapping, task.num_stages
         number = len(entries)
-        # The problem, as far as it is known before tracing.
         problem = SplitProblem(
             Costs.of(number, forward=1.0),
             0.0,
@@ -806,18 +805,17 @@ class _Layers:
         fitting = [candidate for candidate in candidates.values() if candidate.row.fits]
         chosen = min(fitting, key=_Candidate.rank)
         even = chosen if chosen in evens else evens[0]
-        evenly = f"even by {self._task.unit}s"
-        rows = [chosen.named("chosen, " + evenly if chosen is even else "chosen")]
+        even_label = f"even by {self._task.unit}s"
+        rows = [chosen.named("chosen, " + even_label if chosen is even else "chosen")]
         if chosen is not even:
-            rows.append(even.named(evenly))
+            rows.append(even.named(even_label))
         fitting = [candidate for candidate in fitting if candidate is not chosen and candidate is not even]
         if fitting:
             best = min(fitting, key=lambda candidate: (candidate.row.step_seconds, candidate.groups))
             rows.append(best.named("best other"))
-        # The table.
         is_exact = all(result.is_exact for _order, _problem, result in searched)
         counts = [result.num_simulated for _order, _problem, result in searched]
-        of_all = f"all {counts[0]:,}" if is_exact else f"{sum(counts):,}"
+        count_text = f"all {counts[0]:,}" if is_exact else f"{sum(counts):,}"
         judged = ' by "zero_bubble"' if isinstance(self._problem.schedule, SearchedSchedule) else ""
         in_order = list(itertools.chain(*chosen.groups))
         costs = self._problem.layers
@@ -829,7 +827,7 @@ class _Layers:
             tuple(costs.update[layer] for layer in in_order),
             self._sent_bytes(in_order),
             self._source,
-            f"{of_all} simulated{judged}",
+            f"{count_text} simulated{judged}",
             self._mapping,
             self._task.unit,
         )

@@ -208,10 +208,10 @@ def _make_updates(
 
 def _find_metrics(traced: TracedPipeline, updates: Updates | None) -> MetricReader:
     of_updates = () if updates is None else updates.enqueued
-    twice = set(metric_names(traced.enqueued)) & set(metric_names(of_updates))
-    if twice:
+    shared = set(metric_names(traced.enqueued)) & set(metric_names(of_updates))
+    if shared:
         raise ValueError(
-            f"metric: {sorted(twice)[0]!r} is reported by a stage and by the weight update. Give one of "
+            f"metric: {sorted(shared)[0]!r} is reported by a stage and by the weight update. Give one of "
             "them another name."
         )
     return MetricReader.find(traced.enqueued, of_updates)

@@ -421,7 +421,6 @@ def split(
         source or Source("output", next(own_numbers), last) for source in output_sources
     )
 
-    # The stages.
     stages = []
     for index, run in enumerate(runs):
         assigned = [spec for spec in new_values if assigned_in[spec] == index]

@@ -224,15 +224,15 @@ def _describe(values: Sequence[str]) -> str:
     processes: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes.setdefault(value, []).append(process)
-    alike = next(n for n, chars in enumerate(itertools.zip_longest(*processes)) if len(set(chars)) > 1)
-    begin = max(0, alike - _SHOWN // 2)
+    num_alike = next(n for n, chars in enumerate(itertools.zip_longest(*processes)) if len(set(chars)) > 1)
+    begin = max(0, num_alike - _SHOWN // 2)
     parts = []
-    for value, having in processes.items():
+    for value, holders in processes.items():
         if max(map(len, processes)) > _SHOWN:
             end = begin + _SHOWN
             value = f"{'...' * (begin > 0)}{value[begin:end]}{'...' * (end < len(value))}"
-        numbers = ", ".join(map(str, having))
-        parts.append(f"{value!r} in process{'es' * (len(having) > 1)} {numbers}")
+        numbers = ", ".join(map(str, holders))
+        parts.append(f"{value!r} in process{'es' * (len(holders) > 1)} {numbers}")
     return ", ".join(parts)
 
 

@@ -359,7 +359,7 @@ class Pipeline:
         input_shapes: tuple[Any, ...] = as_shapes(inputs, "The inputs")
         with self._building:
             if self._built is None:
-                around = Surroundings.now(self.options.hooks.program_names)
+                surroundings = Surroundings.now(self.options.hooks.program_names)
                 # Else JAX writes loops out while it traces.
                 with jax.disable_jit(False), tracing():
                     halved: Collection[int] = ()
@@ -368,10 +368,10 @@ class Pipeline:
                         halved = self.timetable(number).halved
                         self.timetable = dataclasses.replace(self.timetable, halved=halved)
                     built = build(self._recipe, element, input_shapes, self.recompute, halved)
-                self._built, self.programs, self._surroundings = built, built.programs, around
-                for number, named in enumerate(self.options.shapes):
-                    check_like(named, element, f"shapes[{number}]", may_vary=True)
-                    self.for_shapes(named)
+                self._built, self.programs, self._surroundings = built, built.programs, surroundings
+                for number, shapes in enumerate(self.options.shapes):
+                    check_like(shapes, element, f"shapes[{number}]", may_vary=True)
+                    self.for_shapes(shapes)
                 return
         traced = self._built.traced
         if traced.inputs != input_shapes:
@@ -396,14 +396,14 @@ class Pipeline:
             `max_shapes` shapes; or something must not depend on the shapes, see `trace`.
         """
         element, built = as_shapes(micro_batch, "The micro-batch"), self.built
-        traced, around, pipelines = built.traced, self._surroundings, self._shapes.others
+        traced, surroundings, pipelines = built.traced, self._surroundings, self._shapes.others
         check_like(element, traced.element, "The micro-batch", may_vary=True)
         key = find_key(element)
 
         def trace(captures: Captures) -> Pipeline:
-            assert around is not None
+            assert surroundings is not None
             hooks = dataclasses.replace(
-                self.options.hooks, program_names=around.names.copy(), captures=captures
+                self.options.hooks, program_names=surroundings.names.copy(), captures=captures
             )
             new: Pipeline = self.copied(hooks=hooks, shapes=())
             new._built, new.programs = None, ()
@@ -419,8 +419,8 @@ class Pipeline:
                     element,
                     self.options.max_shapes,
                 )
-                assert around is not None
-                new = trace_again(traced, element, around, self.options.hooks.captures, trace)
+                assert surroundings is not None
+                new = trace_again(traced, element, surroundings, self.options.hooks.captures, trace)
                 check_alike(built, new.built, (accumulator_plan(self), accumulator_plan(new)))
                 pipelines[key] = new
             pipeline: Pipeline = pipelines[key]
@@ -476,8 +476,8 @@ class Pipeline:
         with self._building:
             if self.runner is None or not (devices is None or _has_devices(self, self._devices, devices)):
                 runner = self._make_runner(devices)
-                for named in self.options.shapes:  # unless that has been done
-                    self.for_shapes(named)
+                for shapes in self.options.shapes:  # unless that has been done
+                    self.for_shapes(shapes)
                 self._shapes.set_runner(
                     self.traced.element, runner, self._make_other_runner, self._building
                 )
@@ -491,16 +491,16 @@ class Pipeline:
             devices = jax.devices() if self._devices is None else self._devices
             if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
                 warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
-        number, size = self._num_replicas, self.options.num_devices_per_ipu
+        number, per_ipu = self._num_replicas, self.options.num_devices_per_ipu
         num_needed = self.num_devices * number
         if len(devices) < num_needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {num_needed} devices, {size if size > 1 else 'one'} per number "
+                f"The pipeline needs {num_needed} devices, {per_ipu if per_ipu > 1 else 'one'} per number "
                 f"in device_mapping{of_replicas}, but there are {len(devices)}. On a CPU, before the first "
                 f"use of JAX, ipu_pipeline.set_num_devices({num_needed}) makes more."
             )
-        groups, schedule = make_groups(devices, self.device_mapping, number, size), self.options.schedule
+        groups, schedule = make_groups(devices, self.device_mapping, number, per_ipu), self.options.schedule
         check_processes(groups)
         if self.options.check_nans and groups[0].processes[1:]:
             raise ValueError(

@@ -182,8 +182,8 @@ def step(
         outputs_of = zip(*(part.outputs for part in parts), strict=True)
         losses_of = zip(*(part.losses for part in parts), strict=True)
         together = [
-            ([jnp.stack(leaves) for leaves in zip(*some, strict=True)], jnp.stack(losses))
-            for some, losses in zip(outputs_of, losses_of, strict=True)
+            ([jnp.stack(leaves) for leaves in zip(*replica_leaves, strict=True)], jnp.stack(losses))
+            for replica_leaves, losses in zip(outputs_of, losses_of, strict=True)
         ]
     collected = [
         Collected(outputs, None if optimizer is None else loss, None) for outputs, loss in together

@@ -209,14 +209,14 @@ def _match(old: Shapes, new: Shapes) -> dict[str, _Origin]:
     certain = {
         _rows(group) for group in groups.values() if group is not None and _is_certain(group, old, new)
     }
-    beside: dict[str, set[tuple[int, ...]]] = {}  # kind without its last word -> numbers of rows
+    siblings: dict[str, set[tuple[int, ...]]] = {}  # kind without its last word -> numbers of rows
     for tail, group in groups.items():
         if group is not None and (len(group) > 1 or _rows(group)):
-            beside.setdefault(_parent(tail), set()).add(_rows(group))
+            siblings.setdefault(_parent(tail), set()).add(_rows(group))
     wrong: tuple[list[str], list[str]] = ([], [])
     for tail, group in groups.items():
         # Rows of matrices that only happen to add up are no layers; what is beside them tells.
-        is_known = group is not None and len(beside.get(_parent(tail), ())) <= 1
+        is_known = group is not None and len(siblings.get(_parent(tail), ())) <= 1
         if group is None or not is_known or (_rows(group) and _rows(group) not in certain):
             wrong[0].extend(name for name in old_unmatched if tails[0][name] == tail)
             wrong[1].extend(name for name in new_unmatched if tails[1][name] == tail)

@@ -203,11 +203,15 @@ def _describe_avals(avals: Sequence[Any]) -> str:
 
 
 def trace_again(
-    first: TracedPipeline, element: Any, around: Surroundings, captures: Captures, trace: Callable[..., Any]
+    first: TracedPipeline,
+    element: Any,
+    surroundings: Surroundings,
+    captures: Captures,
+    trace: Callable[..., Any],
 ) -> Any:
     """Traces a pipeline for other shapes than the first ones, in the surroundings of the first trace."""
     try:
-        return around.run(captures.trace_again, first.captured, trace)
+        return surroundings.run(captures.trace_again, first.captured, trace)
     except Exception as error:
         error.add_note(
             f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
