@@ -226,7 +226,7 @@ def _has_numbered_variables(node: _Tree) -> bool:
 
 
 def _siblings(name: str, scopes: Mapping[str, Any]) -> list[str]:
-    """The scopes whose names differ from that of one in their number only, itself included."""
+    """The scopes whose names differ from this name in their number only, itself included."""
     prefix = _number_prefix(name)
     return [] if prefix is None else [sibling for sibling in scopes if _number_prefix(sibling) == prefix]
 
@@ -288,7 +288,7 @@ def find_whole_layers(stage: TracedStage, index: int, owned: Collection[str]) ->
 
 
 def _name_run(run: _Run, layer_of: Mapping[str, str]) -> str:
-    """The name of a run for people: its layer's, the scope that has all of them, or theirs in a row."""
+    """The name of a run: its layer's, the scope that has all of its layers, or their names in a row."""
     names = [*run.layers]
     if len(names) == 1:
         return names[0]

@@ -77,16 +77,18 @@ class PipelineSummary(PipelineDetails):
 
     def describe_run(self) -> str:
         """Describes stages, devices, the schedule, and the number of micro-batches."""
-        stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
-        where = _counted(self.num_ipus, self.device_word)
+        stages = _count_text(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
+        where = _count_text(self.num_ipus, self.device_word)
         if self.num_devices_per_ipu > 1:
-            where = f"{_counted(self.num_ipus, 'group')} of {self.num_devices_per_ipu} {self.device_word}s"
+            where = (
+                f"{_count_text(self.num_ipus, 'group')} of {self.num_devices_per_ipu} {self.device_word}s"
+            )
         parts = [f"{stages} on {where}"]
         if self.schedule:
             parts.append(f"schedule {self.schedule}")
         if self.unit != "micro-batch":
             parts.append(
-                f"a weight update every {_counted(self.num_micro_batches or 1, self.unit)}"
+                f"a weight update every {_count_text(self.num_micro_batches or 1, self.unit)}"
                 if self.trains
                 else "no training"
             )
@@ -94,7 +96,7 @@ class PipelineSummary(PipelineDetails):
             count = self.num_micro_batches
             number = "as many micro-batches as a run says"
             if count is not None:
-                number = _counted(count * self.num_serialized, self.unit)
+                number = _count_text(count * self.num_serialized, self.unit)
             parts.append(f"{number} per {'weight update' if self.trains else 'execution, no training'}")
             if self.num_serialized > 1:
                 parts.append(f"{self.num_serialized} at a time")
@@ -105,7 +107,7 @@ class PipelineSummary(PipelineDetails):
     def describe_total(self) -> str:
         """Describes the number of parameters and their size."""
         total, trained = self.num_parameters, self.num_trained
-        text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
+        text = f"  {_count_text(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
         if not self.trains:
             return text
         return f"{text}, {'all' if trained == total else f'{trained:,}'} trained"
@@ -114,14 +116,14 @@ class PipelineSummary(PipelineDetails):
         lines = []
         for shared in self.shared[:_MAX_SHARED]:
             size = describe_bytes(num_bytes(shared.variables))
-            names = _fitted(shared.variables[0].name, 60)
+            names = _short_name(shared.variables[0].name, 60)
             if len(shared.variables) > 1:
                 names = _name_layers(find_layers(shared.variables), 60)
                 size = f"{len(shared.variables)} variables, {size}"
             lines.append(f"shared: {names} ({size}) by stages {describe_numbers(shared.stages)}")
         remaining = self.shared[_MAX_SHARED:]
         if remaining:
-            text = _counted(sum(len(shared.variables) for shared in remaining), "other variable")
+            text = _count_text(sum(len(shared.variables) for shared in remaining), "other variable")
             lines.append(f"shared: {text} by other stages")
         return lines
 
@@ -198,14 +200,14 @@ def _describe_stages(stages: Sequence[StageDetails], limit: int) -> list[tuple[s
             return rows
     runs: list[list[StageDetails]] = []
     for stage in stages:
-        if runs and _looks(runs[-1][-1]) == _looks(stage):
+        if runs and _common_cells(runs[-1][-1]) == _common_cells(stage):
             runs[-1].append(stage)
         else:
             runs.append([stage])
     return [row for run in runs for row in _describe_run(run, 1)]
 
 
-def _looks(stage: StageDetails) -> tuple[str, ...]:
+def _common_cells(stage: StageDetails) -> tuple[str, ...]:
     """The cells that stages that share a row have in common."""
     return (*_cells_of_size(stage.num_parameters, stage.num_parameter_bytes), *_cells_of_work(stage))
 
@@ -231,7 +233,7 @@ def _describe_run(stages: Sequence[StageDetails], num_layers: int) -> list[tuple
     work = [sent, returned, *held_cells, forward, backward]
     rows: list[tuple[str, ...]] = [(number, ipus, name, times + parameters, size, *work)]
     for layer in selected:
-        layer_name = f"  {_fitted(layer.name, _MAX_NAME - 2)}"
+        layer_name = f"  {_short_name(layer.name, _MAX_NAME - 2)}"
         cells = _cells_of_size(layer.num_parameters, layer.num_bytes)
         rows.append(("", "", layer_name, *cells, *[""] * len(work)))
     return rows
@@ -265,10 +267,10 @@ def _name_layers(layers: Sequence[Layer], width: int) -> str:
     common = begins[0] if begins else ""
     if len(names) > 1 and common:
         names = [f"{common}({', '.join(name[len(common) :] for name in names)})"]
-    return _fitted(", ".join(names), width) or "none"
+    return _short_name(", ".join(names), width) or "none"
 
 
-def _fitted(name: str, width: int) -> str:
+def _short_name(name: str, width: int) -> str:
     return shorten(printable(name), width)
 
 
@@ -289,7 +291,7 @@ def describe_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def _counted(number: int, noun: str) -> str:
+def _count_text(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else _plural(noun)}"
 
 

@@ -40,7 +40,7 @@ class Programs:
     def __init__(self, options: CompilerOptions, donates_accumulators: bool) -> None:
         """Begins without any. `donates_accumulators`: whether backwards may take their memory."""
         self.options, self.donates_accumulators = options, donates_accumulators
-        self._known: dict[Any, Program] = {}
+        self._programs: dict[Any, Program] = {}
 
     def of_stage(
         self,
@@ -143,18 +143,18 @@ class Programs:
         **details: Any,
     ) -> Program:
         """Jits a function of arrays that returns a list. Without `shardings`, results lie as JAX finds."""
-        if key not in self._known:
+        if key not in self._programs:
             jit = _jit_once if is_shared else _jit
             jitted = jit(source, name, shardings, tuple(donated), tuple(options.items()))
-            self._known[key] = program = Program(
+            self._programs[key] = program = Program(
                 name, group, jitted, jitted, source, shardings, options, tuple(donated), **details
             )
             self.forget_compiled(program)
-        return self._known[key]
+        return self._programs[key]
 
     @staticmethod
     def forget_compiled(program: Program) -> None:
-        """Lets a program be compiled anew: it calls what was jitted, or nothing where it is not run."""
+        """Resets a program: it calls what was jitted, or nothing where another process runs it."""
         program.function, program.is_compiled = program.jitted, False
         if not program.group.is_here:
             replicated, shardings = program.group.replicated, program.shardings
@@ -163,14 +163,16 @@ class Programs:
             program.function = NotRun(program.jitted, shardings or replicated)
 
     def keep_stages(self, scope: Any) -> None:
-        """Lets go of stages' programs for others than some shapes and size of chunks."""
-        self._known = {
-            key: program for key, program in self._known.items() if program.kind is None or key[0] == scope
+        """Drops stages' programs for other shapes or sizes of chunks."""
+        self._programs = {
+            key: program
+            for key, program in self._programs.items()
+            if program.kind is None or key[0] == scope
         }
 
     def __iter__(self) -> Iterator[Program]:
         """The programs made so far."""
-        return iter(self._known.values())
+        return iter(self._programs.values())
 
 
 def _jit(
@@ -236,7 +238,7 @@ def add_parts(total: Any, part: Any) -> list[Any]:
 
 
 def clear_accumulators(value: Any) -> list[Any]:
-    """Zeros."""
+    """Zeros for an accumulator."""
     return [jnp.zeros_like(value)]
 
 

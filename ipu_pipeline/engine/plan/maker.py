@@ -174,7 +174,7 @@ class Maker:
         if recipe.phases is not None:
             empties = not recipe.phases.keeps_values
             if not (empties or placement.offloads_in_micro_batches):
-                home = _itself
+                home = _identity
             return passes.in_phases(code, self.phase_of, empties, placement.offloads_activations, home)
         if placement.offloads_activations:
             code = passes.leave_activations(code)
@@ -491,7 +491,7 @@ def kept_output(layout: Layout, name: str, replica: int, place: int) -> Value:
     return Value((name, place), layout.homes[replica].groups[-1], replica)
 
 
-def _itself(value: Value) -> Value:
+def _identity(value: Value) -> Value:
     return value
 
 

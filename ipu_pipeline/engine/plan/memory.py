@@ -477,7 +477,7 @@ def _find_residuals(values: Iterable[ProgramValue]) -> set[int]:
 
 
 def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
-    """Per stage, the variables copied to its device, if the stage is the first there that reads them."""
+    """The variables copied to each stage's device, if the stage is the first there to read them."""
     present: set[tuple[str, int]] = set()
     copies = []
     for stage, ipu in zip(traced.stages, ipus, strict=True):

@@ -53,13 +53,13 @@ _Makers: TypeAlias = "dict[Any, _Maker]"  # by `Binding` or `UpdateValue`
 
 
 class OpByOp:
-    """Has the programs of a plan evaluated."""
+    """Evaluates the programs of a plan, an operation at a time."""
 
     def __init__(self, layout: Layout, collected: Sequence[Source], has_nan_checks: bool) -> None:
         """Computes nothing yet."""
         self._layout, self._has_nan_checks = layout, has_nan_checks
         loss, group = layout.whole.traced.loss, layout.whole.groups[-1]
-        self._wanted = [
+        self._results = [
             source_at(source, group, 0).what for source in (*([] if loss is None else [loss]), *collected)
         ]
         self._flat: dict[Program, FlatJaxpr] = {}
@@ -68,7 +68,7 @@ class OpByOp:
         self._num_done = self._num_each = self._num_all = 0  # programs
 
     def link(self, plan: Plan, linked: Sequence[list[Linked]]) -> list[list[Linked]]:
-        """The same blocks, whose programs are evaluated."""
+        """Returns the same blocks, with programs that are evaluated."""
         numbers = [number for instruction, number in plan.instructions() if _is_evaluated(instruction)]
         self._num_each, self._num_all = numbers.count(0), len(numbers)
         blocks: dict[Numbered, list[Linked]] = {}
@@ -114,7 +114,7 @@ class OpByOp:
         for replica, makers in enumerate(self._of_replicas):
             enqueued = sorted(name for name in makers if name.kind is BindingKind.ENQUEUED)
             state = [n for n in makers if n.kind in (BindingKind.ACCUMULATOR, BindingKind.ASSIGNED)]
-            for name in (*self._wanted, *enqueued, *state):
+            for name in (*self._results, *enqueued, *state):
                 if name in makers and makers[name].has_nan:
                     where = f"micro-batch {number * num_replicas + replica}"
                     raise self._explain(

@@ -260,6 +260,7 @@ def in_phases(
             late = [v for v in instruction.reads if is_reading and number > numbers[stores.get(v, key)]]
             late_reads.update(dict.fromkeys(late))
             changed.append(_read_away(instruction, late))
+        # Numbers of copies: each program's own from 1, those that a phase shares from 1,000.
         shared = loaded[number], 1000 + number, lambda value: kind_of(value) is BindingKind.VARIABLE
         new_code[key] = load_and_store(changed, home, place + 1, shared)
     of_programs: dict[tuple[Key, DeviceGroup], list[Value]] = {}

@@ -23,7 +23,7 @@ from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.engine.watching import Launch, LaunchKind, Watcher
 
-# its function, and the registers that it reads, writes and frees
+# An instruction's function, and the registers that it reads, writes and frees.
 Linked: TypeAlias = "tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
 
 
@@ -50,7 +50,7 @@ class Numbers:
     """Counts micro-batches as they come from the feed."""
 
     def __init__(self, first: int, num_accumulated: int) -> None:
-        """Begins: the number of the first one, and of those that have been accumulated before."""
+        """Begins with the number of the first one, and of those accumulated before."""
         self.micro_batch, self.accumulated = first, num_accumulated
 
     def take(self, size: int) -> tuple[int, int]:
@@ -75,18 +75,18 @@ class Cursor:
         """Begins before the step: its number, the first micro-batch's, and micro-batches per program."""
         self.plan, self.step = plan, step
         self._first, self._size = first, size
-        self._left: Iterator[Any] = iter(())
+        self._blocks: Iterator[Any] = iter(())
         self._end = 0
 
     def over(self, blocks: Sequence[Any], begin: int, end: int) -> Iterator[Any]:
         """The blocks from one place of the plan to another, one after the other."""
-        self._end, self._left = end, iter(blocks[begin:end])
-        return self._left
+        self._end, self._blocks = end, iter(blocks[begin:end])
+        return self._blocks
 
     @property
     def place(self) -> int:
         """The place of the block that it came to last."""
-        return self._end - operator.length_hint(self._left) - 1  # an iterator knows how much is left
+        return self._end - operator.length_hint(self._blocks) - 1  # an iterator knows how much is left
 
     @property
     def number(self) -> int:
@@ -144,7 +144,7 @@ class Linker:
         self._of_device = {
             group.devices[0]: group for placement in layout.homes for group in placement.groups
         }
-        self._known: dict[Numbered, list[Linked]] = {}
+        self._linked: dict[Numbered, list[Linked]] = {}
         self._functions: dict[Block, list[Callable[..., Sequence[Any]]]] = {}
         self._has_peers = layout.whole.has_peers
         self._received = set[Value]()  # what other processes send
@@ -153,7 +153,7 @@ class Linker:
 
     def link(self, plan: Plan) -> list[list[Linked]]:
         """The blocks of a plan, with the function of each instruction."""
-        linked, functions = self._known, self._functions  # another thread may let them be forgotten
+        linked, functions = self._linked, self._functions  # another thread may let them be forgotten
         new = [numbered for numbered in dict.fromkeys(plan.blocks) if numbered not in linked]
         for instruction in (
             instruction for numbered in new for instruction in numbered.block.code if self._has_peers
@@ -167,7 +167,7 @@ class Linker:
 
     def forget(self) -> None:
         """Forgets functions, since programs have others."""
-        self._known, self._functions = {}, {}
+        self._linked, self._functions = {}, {}
         self.version += 1
 
     def _link(
@@ -185,7 +185,7 @@ class Linker:
     def _with_log(
         self, function: Callable[..., Sequence[Any]], instruction: Instruction
     ) -> Callable[..., Sequence[Any]]:
-        """A program, which other processes may wait for: what this one has started is logged."""
+        """Makes a program log what this process has started, where others may wait for it."""
         program, placement = instruction.program, self._layout.whole
         if program is None or not self._has_peers or not program.group.is_here:
             return function
@@ -334,7 +334,7 @@ def _relocate(values: Sequence[Any], group: Any, is_away: bool, partitions: Any)
 def watched(
     plan: Plan, linked: Sequence[list[Linked]], watcher: Watcher, runner: Any, cursor: Cursor
 ) -> list[list[Linked]]:
-    """The same blocks, of which the watcher hears."""
+    """Returns the same blocks, with functions that tell the watcher."""
     watched_blocks = _WatchedBlocks(watcher, runner, cursor)
     pairs = zip(plan.blocks, linked, strict=True)
     by_block = {numbered: watched_blocks.wrap(numbered, functions) for numbered, functions in pairs}
@@ -345,16 +345,16 @@ class _WatchedBlocks:
     def __init__(self, watcher: Watcher, runner: Any, cursor: Cursor) -> None:
         self._watcher, self._runner, self._cursor = watcher, runner, cursor
         self._last: dict[int, Launch] = {}  # by replica, the program that sends belong to
-        self._known: dict[Numbered, list[Linked]] = {}
+        self._linked: dict[Numbered, list[Linked]] = {}
 
     def wrap(self, numbered: Numbered, linked: Sequence[Linked]) -> list[Linked]:
-        """A block whose functions tell the watcher."""
-        if numbered not in self._known:
-            self._known[numbered] = [
+        """Makes the functions of a block tell the watcher."""
+        if numbered not in self._linked:
+            self._linked[numbered] = [
                 (self._wrap(instruction, entry[0]), *entry[1:])
                 for instruction, entry in zip(numbered.instructions, linked, strict=True)
             ]
-        return self._known[numbered]
+        return self._linked[numbered]
 
     def _wrap(self, instruction: Instruction, function: Callable[..., Any]) -> Callable[..., Any]:
         if instruction.op is Op.RUN:

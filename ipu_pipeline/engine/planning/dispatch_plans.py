@@ -224,11 +224,11 @@ class _Choice:
         self._cores = count_cores() / step.num_replicas if speed.shares_cores else None
         # Fewer chunks than devices that compute at the same time leave some of them idle.
         fewest = 1 if speed.shares_cores and rehearsal is not None else _LEAST_CHUNKS
-        self._sizes, self._held_back = [1], ""
+        self._sizes, self._limit_reason = [1], ""
         for size in possible_chunk_sizes(step.num_micro_batches, fewest)[1:]:
             if step.live_bytes(size) > step.max_live_bytes:
                 most = describe_bytes(step.max_live_bytes)
-                self._held_back = f"; larger chunks would hold more than {most} on a stage"
+                self._limit_reason = f"; larger chunks would hold more than {most} on a stage"
                 break
             self._sizes.append(size)
 
@@ -295,10 +295,10 @@ class _Choice:
         return points[-1][0]
 
     def _tell(self, chosen: int, estimated: Mapping[int, float], measured: Mapping[int, float]) -> Chunking:
-        """The plan, with the time of a step and that of the best of the others."""
+        """Makes the plan, whose reason compares its step with the best alternative's."""
         if len(estimated) == 1:
             alone = f"{self._step.num_micro_batches} micro-batches cannot be divided into equal chunks"
-            return Chunking(reason=self._held_back.removeprefix("; ") or alone)
+            return Chunking(reason=self._limit_reason.removeprefix("; ") or alone)
         compared = measured if len(measured) > 1 else estimated
         alternatives = {size: seconds for size, seconds in compared.items() if size != chosen}
         alternative = min(alternatives, key=alternatives.__getitem__)
@@ -312,7 +312,7 @@ class _Choice:
         if chosen > 1:
             live, alone = (describe_bytes(self._step.live_bytes(size)) for size in (chosen, 1))
             reason += f"; a stage holds at most {live} of activations, with 1 per program {alone}"
-        return Chunking(chosen, reason + self._held_back)
+        return Chunking(chosen, reason + self._limit_reason)
 
 
 def describe_seconds(seconds: float) -> str:

@@ -281,7 +281,7 @@ class _Search:
 
 
 def _find_after(before: Sequence[Iterable[int]]) -> list[list[int]]:
-    """For each layer, those that need its result."""
+    """The layers that need each layer's result."""
     after: list[list[int]] = [[] for _layer in before]
     for layer, layers in enumerate(before):
         for predecessor in layers:

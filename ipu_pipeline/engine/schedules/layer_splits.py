@@ -24,7 +24,7 @@ Split: TypeAlias = "tuple[int, ...]"  # the number of each stage's first layer
 
 _NUM_WAITING = 4  # chunks that the host places ahead
 _MAX_WHOLE = 200_000  # actions of a timetable that is made for what stages hold
-_NUM_OTHERS = 24  # splits beside the best one that are told
+_NUM_NEXT_BEST = 24  # splits beside the best one that are told
 _MAX_SIMULATED = 64  # micro-batches; more only repeat what these do
 _MAX_ACTIONS = 3_000_000  # that a search simulates in all: some seconds
 _LONGER = 1.25  # than the least longest stage: how long that of a candidate may be
@@ -155,7 +155,7 @@ class SplitProblem:
         return timetable(schedule, self.num_stages, number, self.device_mapping, self.training)
 
     def fullest(self, chunk_size: int = 1) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each stage, when it may hold most in a whole step; see `Timetable.fullest`."""
+        """The moments when each stage may hold most in a whole step; see `Timetable.fullest`."""
         if chunk_size not in self._fullest:
             self._fullest[chunk_size] = self._find_fullest(chunk_size)
         return self._fullest[chunk_size]
@@ -213,7 +213,7 @@ class SplitProblem:
         )
 
     def _sum_within(self, pairs: Iterable[tuple[tuple[int, ...], float]]) -> npt.NDArray[np.float64]:
-        """For layers i up to, but without, j, the sum over the pairs of layers that are among them."""
+        """Sums over the pairs of layers that are among layers i up to, but without, j."""
         sums = np.zeros((self.num_layers + 1, self.num_layers + 1))
         for layers, value in pairs:
             sums[min(layers), max(layers) + 1] += value
@@ -454,7 +454,7 @@ def find_split(problem: SplitProblem, most: int | None = None, initial: Iterable
             f"{excess + problem.bytes_per_ipu:,} bytes; got {problem.bytes_per_ipu:,}. Raise it, or take "
             "more stages, recomputation or offloading."
         )
-    next_best = tuple((split, value) for split, (more, value) in ranked[1 : 1 + _NUM_OTHERS] if not more)
+    next_best = tuple((split, value) for split, (more, value) in ranked[1 : 1 + _NUM_NEXT_BEST] if not more)
     return FoundSplit(best, judged, next_best, is_exact, len(search.judgements))
 
 
@@ -556,13 +556,13 @@ def _find_candidates(problem: SplitProblem) -> list[Split]:
 
 
 def _spread(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The differences of running sums: of layers i up to, but without, j. No layers are infinitely many."""
+    """The differences of running sums: of layers i up to, but without, j; infinite for no layers."""
     differences: npt.NDArray[np.float64] = sums[None, :] - sums[:, None]
     differences[np.tril_indices(len(sums))] = np.inf
     return differences
 
 
-def _running(values: Iterable[float]) -> npt.NDArray[np.float64]:
+def _running_sums(values: Iterable[float]) -> npt.NDArray[np.float64]:
     return np.concatenate([[0.0], np.cumsum(list(values))])
 
 
@@ -570,14 +570,17 @@ def _find_loads(problem: SplitProblem) -> npt.NDArray[np.float64]:
     """The time of layers in one stage, for a micro-batch."""
     layers, overhead = problem.layers, problem.overhead
     programs = [layers.forward, layers.backward] if problem.training else [layers.forward]
-    sums = [_running(max(time - overhead, 0.0) for time in times) for times in programs]
+    sums = [_running_sums(max(time - overhead, 0.0) for time in times) for times in programs]
     loads = _spread(sum(sums, np.zeros(1))) - sum(problem.num_saved_seconds[: len(programs)])
     return np.maximum(loads, 0.0) + overhead * len(programs)
 
 
 def _find_held(problem: SplitProblem, memory: LayerMemory) -> list[npt.NDArray[np.float64]]:
     """The bytes of layers as each of the stages, without what `SplitProblem.num_bytes` adds."""
-    constant, held_sums = _spread(_running(memory.num_constant_bytes)), _running(memory.num_held_bytes)
+    constant, held_sums = (
+        _spread(_running_sums(memory.num_constant_bytes)),
+        _running_sums(memory.num_held_bytes),
+    )
     is_fused = problem.layers.is_fused and problem.training
     live = _spread(held_sums) - problem.num_joined_bytes
     sizes = []

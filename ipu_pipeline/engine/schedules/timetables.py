@@ -309,7 +309,7 @@ def check(
 
 
 def _find_fullest(moments: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The moments than which no other has more of both numbers."""
+    """The moments of which no other moment has more of both numbers."""
     maxima: list[tuple[int, int]] = []
     for moment in sorted(moments, reverse=True):
         if not maxima or moment[1] > maxima[-1][1]:
@@ -384,7 +384,7 @@ def _check_complete(
 
 
 def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
-    """Changes the turns of parallel stages of one device, which need the same actions done before them."""
+    """Puts parallel stages of a device in turn, so that every value has the same last reader."""
     if len(set(levels)) == len(levels):
         return rows
     changed = [list(row) for row in rows]

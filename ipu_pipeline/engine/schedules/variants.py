@@ -246,12 +246,12 @@ def _neighbours(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         if not is_alone or ipus[stage] == ipus[stage + 1]:
             continue
         for source, target in ((stage, stage + 1), (stage + 1, stage)):
-            moved = _to_move(scenario, source, target)
+            moved = _movable_layer(scenario, source, target)
             if moved is not None:
                 yield _describe_moves([([moved], source, target)]), _move(scenario, moved, source, target)
 
 
-def _to_move(scenario: Scenario, source: int, target: int) -> Layer | None:
+def _movable_layer(scenario: Scenario, source: int, target: int) -> Layer | None:
     """The layer that leaves a stage; None if the stage would be left without layers or work."""
     costs = scenario.costs
     if scenario.layers:
