@@ -393,15 +393,15 @@ def reduce(
         parts += [[assigned(layout, name, replica) for replica in replicas] for name in group_names]
         if not parts:
             continue
-        whats = [*(("mean", key) for key in group_keys), *(("assigned", name) for name in group_names)]
-        reads = tuple(Value(("joined", *what), group) for what in whats)
+        labels = [*(("mean", key) for key in group_keys), *(("assigned", name) for name in group_names)]
+        reads = tuple(Value(("joined", *label), group) for label in labels)
         code[group] = [Instruction(Op.JOIN, tuple(v for some in parts for v in some), reads, group)]
         if not layout.joins_assigned:
             joined.update(zip(group_names, reads[len(group_keys) :], strict=True))
-            group_names, reads, whats = [], reads[: len(group_keys)], whats[: len(group_keys)]
+            group_names, reads, labels = [], reads[: len(group_keys)], labels[: len(group_keys)]
         if not reads:
             continue
-        writes = tuple(Value(what, group) for what in whats)
+        writes = tuple(Value(label, group) for label in labels)
         zeros = tuple(Value(("joined zeros", key), group) for key in group_keys)
         means.update(zip(group_keys, writes, strict=False))
         joined.update(zip(group_names, writes[len(group_keys) :], strict=True))

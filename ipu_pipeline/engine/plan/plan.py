@@ -243,8 +243,8 @@ class Registers:
         number_once(0, num_kept)
         laid.insert(num_kept, end)
         left_behind: Results = _map(self.find, results)
-        given = self._find_given(blocks, left_behind)
-        return Plan(blocks, numbers, num_kept + 1, given, left_behind, self.names)
+        inputs = self._find_inputs(blocks, left_behind)
+        return Plan(blocks, numbers, num_kept + 1, inputs, left_behind, self.names)
 
     def _number_micro_batches(self, laid: Laid) -> Collection[Block]:
         """Numbers the blocks of micro-batches. Returns the different ones."""
@@ -311,16 +311,16 @@ class Registers:
             result = self._numbered[key] = Numbered(block, frame, tuple(numbered))
         return result
 
-    def _find_given(self, blocks: Sequence[Numbered], results: Results) -> dict[int, Value]:
+    def _find_inputs(self, blocks: Sequence[Numbered], results: Results) -> dict[int, Value]:
         """The registers that are read, or left, before they are written."""
-        written, given = set[int](), dict[int, None]()
+        written, inputs = set[int](), dict[int, None]()
         for reads, writes, _frees in (
             registers for numbered in dict.fromkeys(blocks) for registers in numbered.registers
         ):
-            given.update(dict.fromkeys(register for register in reads if register not in written))
+            inputs.update(dict.fromkeys(register for register in reads if register not in written))
             written.update(writes)
-        given.update(dict.fromkeys(register for register in values_of(results) if register not in written))
-        return {register: self.names[register] for register in given}
+        inputs.update(dict.fromkeys(register for register in values_of(results) if register not in written))
+        return {register: self.names[register] for register in inputs}
 
 
 def values_in(code: Iterable[Instruction]) -> Iterator[Value]:

@@ -59,10 +59,10 @@ def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_pr
             "dispatch_plan: all stages are on one device, where everything is one program. Leave it out."
         )
     if plan.chunk_size > 1 and (num_micro_batches is None or num_micro_batches % plan.chunk_size):
-        count = "is only known at run time" if num_micro_batches is None else f"is {num_micro_batches}"
+        clause = "is only known at run time" if num_micro_batches is None else f"is {num_micro_batches}"
         raise ValueError(
             f"dispatch_plan: chunk_size must divide the number of micro-batches per weight update, which "
-            f"{count}; got {plan.chunk_size}."
+            f"{clause}; got {plan.chunk_size}."
         )
 
 
