@@ -23,7 +23,7 @@ from ipu_pipeline.poptorch.lowering.arrays import (
 )
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Elementwise arithmetic.
+# Arithmetic.
 
 _function: Callable[..., Array]
 
@@ -301,8 +301,8 @@ def _angle(x: Array) -> Array:
     if is_complex(x):
         safe = jnp.where(x == 0, 1, x)
         return jnp.where(x == 0, jnp.angle(jax.lax.stop_gradient(x)), jnp.arctan2(safe.imag, safe.real))
-    made = jnp.where(x < 0, jnp.pi, 0.0)
-    return jnp.where(jnp.isnan(x), x, made) if is_inexact(x) else made
+    angle = jnp.where(x < 0, jnp.pi, 0.0)
+    return jnp.where(jnp.isnan(x), x, angle) if is_inexact(x) else angle
 
 
 # Activation functions, with torch's gradients where the pieces of a function meet.

@@ -15,9 +15,7 @@ import numpy as np
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Resizes images: nearest neighbours, linear and cubic interpolation.
-#
-# The sources and weights along each dimension are known when a program is compiled. Linear and cubic
+# Resizing. Sources and weights along each dimension are known when a program is compiled. Linear and cubic
 # interpolation are products with a matrix of weights, as in `jax.image.resize`. Nearest neighbours are a
 # slice or a repetition where the sizes allow it.
 
@@ -167,9 +165,8 @@ lowers("_upsample_bicubic2d_aa", keep=True)(
 )
 
 
-# Reads images at places given by a grid: from -1 to 1 along each dimension, the last one first.
-#
-# Beyond the image there are zeros, the edge, or a reflection.
+# Reading at places given by a grid: from -1 to 1 along each dimension, the last one first. Beyond the image
+# there are zeros, the edge, or a reflection.
 
 _BILINEAR, _NEAREST, _BICUBIC = range(3)
 _ZEROS, _BORDER, _REFLECTION = range(3)
@@ -247,5 +244,5 @@ def _reflect(coordinate: Array, low: float, span: float) -> Array:
         return jnp.zeros_like(coordinate)
     distance = jnp.abs(coordinate - low)
     turns = jax.lax.stop_gradient(jnp.floor(distance / span))
-    rest = distance - turns * span
-    return jnp.where(turns % 2 == 0, rest + low, span - rest + low)
+    remainder = distance - turns * span
+    return jnp.where(turns % 2 == 0, remainder + low, span - remainder + low)

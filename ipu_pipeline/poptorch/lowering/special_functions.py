@@ -13,8 +13,6 @@ from jax.scipy import special
 from ipu_pipeline.poptorch.lowering.arrays import Array, to_float
 from ipu_pipeline.poptorch.lowering.registry import lowers, lowers_without_gradient
 
-# Special functions: JAX's, and orthogonal polynomials by their recurrences.
-#
 # Sources: the recurrences are in Abramowitz and Stegun, Handbook of Mathematical Functions (1964), chapter
 # 22. The sum for erfcx is from Matta and Reichel, Mathematics of Computation 25 (1971).
 
@@ -57,12 +55,12 @@ def _polygamma(n: int, x: Array) -> Array:
     x = to_float(x)
     is_negative = x < 0
     positive = jnp.where(is_negative, 1 - x, x)
-    made = special.polygamma(n, positive) if n else special.digamma(positive)
+    direct = special.polygamma(n, positive) if n else special.digamma(positive)
     cotangent: Callable[[Array], Array] = _cotangent
     for _ in range(n):
         cotangent = _derivative(cotangent)
-    reflected = made * (-1) ** n - cotangent(jnp.where(is_negative, x, 0.5))
-    return jnp.where(is_negative, reflected, made)
+    reflected = direct * (-1) ** n - cotangent(jnp.where(is_negative, x, 0.5))
+    return jnp.where(is_negative, reflected, direct)
 
 
 def _cotangent(x: Array) -> Array:
@@ -120,10 +118,10 @@ def _polynomial(factor: float, number: float, coefficients: Coefficients, x: Arr
 
     first = jnp.where(degree > 0, factor * x + number, jnp.ones_like(x))
     most = jnp.max(degree, initial=0)
-    made = jax.lax.while_loop(
+    result = jax.lax.while_loop(
         lambda state: state[0] < most, step, (jnp.ones_like(most), jnp.ones_like(x), first)
     )[2]
-    return jnp.where(degree < 0, 0, made)
+    return jnp.where(degree < 0, 0, result)
 
 
 def _shifted(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -187,9 +185,9 @@ def _bessel_j(order: int, x: Array) -> Array:
     is_large = size > _ASYMPTOTIC_FROM
     near = _bessel_integral(order, np.ones(_NUM_NODES), jnp.where(is_large, 0, size))
     far = _hankel_expansion(order, jnp.where(is_large, size, _ASYMPTOTIC_FROM), ("cos", "sin"))
-    made = jnp.where(is_large, far, near)
-    made = jnp.where(jnp.isinf(x), 0, jnp.where(jnp.isnan(x), x, made))
-    return jnp.where(x < 0, -made, made) if order else made
+    result = jnp.where(is_large, far, near)
+    result = jnp.where(jnp.isinf(x), 0, jnp.where(jnp.isnan(x), x, result))
+    return jnp.where(x < 0, -result, result) if order else result
 
 
 def _bessel_y(order: int, x: Array) -> Array:
@@ -201,9 +199,9 @@ def _bessel_y(order: int, x: Array) -> Array:
     if order:  # the derivative of the function of order 0, with the other sign
         near = near - _bessel_j(0, small) / small
     far = _hankel_expansion(order, jnp.where(is_large, x, _ASYMPTOTIC_FROM), ("sin", "cos"))
-    made = jnp.where(is_large, far, 2 / np.pi * near)
-    made = jnp.where(x == jnp.inf, 0, made)
-    return jnp.where(x > 0, made, jnp.where(x == 0, -jnp.inf, jnp.nan))
+    result = jnp.where(is_large, far, 2 / np.pi * near)
+    result = jnp.where(x == jnp.inf, 0, result)
+    return jnp.where(x > 0, result, jnp.where(x == 0, -jnp.inf, jnp.nan))
 
 
 def _bessel_k(order: int, x: Array) -> Array:
@@ -219,8 +217,8 @@ def _bessel_k(order: int, x: Array) -> Array:
         # cosh t - 1, without cancellation
         return total + jnp.exp(-2 * positive * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t)
 
-    made = step * jax.lax.fori_loop(1, count, add, jnp.full_like(x, 0.5))
-    return jnp.where(x > 0, made, jnp.where(x == 0, jnp.inf, jnp.nan))
+    integral = step * jax.lax.fori_loop(1, count, add, jnp.full_like(x, 0.5))
+    return jnp.where(x > 0, integral, jnp.where(x == 0, jnp.inf, jnp.nan))
 
 
 for _order in (0, 1):
