@@ -18,12 +18,11 @@ import jax
 from ipu_pipeline.engine.inspect import Launch
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.reports.profile import Event, EventKind
-from ipu_pipeline.reports.recorder import Launched, Recorder
+from ipu_pipeline.reports.recorder import LaunchedProgram, Recorder
 
-# Reads from the notes of JAX's profiler when programs ran on the devices.
-#
-# XLA notes every operation that a device carries out, with the module, the device and the number of the
-# run. A program runs from the beginning of its first operation to the end of its last one.
+# JAX's profiler. XLA notes every operation that a device carries out, with the module, the device and the
+# number of the run: a program runs from the beginning of its first operation to the end of its last one. A
+# thread that waits for each result would see ends only, late, and would keep results alive.
 #
 # Source of the names: XLA's tsl/profiler (`hlo_module`, `run_id`, `device_ordinal`, `profile_start_time`),
 # as seen with jaxlib 0.10.2. Runs that a device's profiler does not name this way are reported as lost.
@@ -102,13 +101,13 @@ class DeviceProfiler:
             return DeviceProfile((), ())
         try:
             jax.profiler.stop_trace()
-            found = sorted(directory.rglob("*.xplane.pb"))
-            if not found:
+            files = sorted(directory.rglob("*.xplane.pb"))
+            if not files:
                 return DeviceProfile((), ())
             with warnings.catch_warnings():
                 # On Python 3.13 jaxlib's types warn when they are made; as an error, that aborts Python.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return _read(jax.profiler.ProfileData.from_file(str(found[0])))
+                return _read(jax.profiler.ProfileData.from_file(str(files[0])))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -148,13 +147,13 @@ def _read(data: Any) -> DeviceProfile:
                     continue
                 if is_copier:
                     thread.operations.append((begin, end))
-                known = runs.get(run)
-                if known is None:
+                program_run = runs.get(run)
+                if program_run is None:
                     device, module, number = run
                     runs[run] = ProgramRun(module, device, number, origin + begin, origin + end)
                 else:
-                    known.begin = min(known.begin, origin + begin)
-                    known.end = max(known.end, origin + end)
+                    program_run.begin = min(program_run.begin, origin + begin)
+                    program_run.end = max(program_run.end, origin + end)
             copies += [(origin + begin, origin + end) for begin, end in _find_idle_regions(thread)]
     return DeviceProfile(tuple(runs.values()), tuple(sorted(copies)))
 
@@ -217,10 +216,8 @@ def group_runs(runs: Sequence[ProgramRun]) -> list[list[ProgramRun]]:
     return groups
 
 
-# Makes events by matching what the host started with what the devices ran.
-#
-# Runs are matched with launches per device and program: both are in the order in which they were started.
-# Runs from before the trace began, which only the devices noted, come first and are skipped.
+# Matching. Runs are matched with launches per device and program: both are in the order in which they were
+# started. Runs from before the trace began, which only the devices noted, come first and are skipped.
 
 # In nanoseconds.
 _LEAST_COPY = 500.0  # shorter ones are XLA's bookkeeping
@@ -231,7 +228,7 @@ _MOST_FUNCTIONS = 6  # functions with the same program that are distinguished
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedEvents:
     """Events, and the number of programs that were not found.
 
     Attributes:
@@ -245,19 +242,24 @@ class Matched:
     origin: float
 
 
-def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
+def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
     """Finds when each action ran."""
-    found, strangers, num_lost = _find_runs(recorder, profile)
+    runs_of_launches, strangers, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
-    times = [run.begin for launched, runs in found.items() for run in runs if not launched.is_rehearsal]
-    times += [one.begin for one in recorder.host if one.kind is not EventKind.SPAN]
+    times = [
+        run.begin
+        for launched, runs in runs_of_launches.items()
+        for run in runs
+        if not launched.is_rehearsal
+    ]
+    times += [work.begin for work in recorder.host if work.kind is not EventKind.SPAN]
     origin = min(times, default=0.0)
 
     def since(time: float) -> float:
         return (time - origin) / 1e3
 
     events: list[Event] = []
-    for number, (launched, runs) in enumerate(found.items()):
+    for number, (launched, runs) in enumerate(runs_of_launches.items()):
         if launched.is_rehearsal:
             continue
         place = recorder.find(launched.launch.runner)
@@ -271,51 +273,58 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
             events.append(
                 Event(EventKind.OTHER, since(run.begin), since(run.end), ipus[run.device], name=run.module)
             )
-    launches = {launched.launch: runs for launched, runs in found.items()}
+    launches = {launched.launch: runs for launched, runs in runs_of_launches.items()}
     events += _transfers(recorder, profile, launches, ipus, since)
-    for one in recorder.host:
-        if one.end < origin:  # a span before the trace
+    for work in recorder.host:
+        if work.end < origin:  # a span before the trace
             continue
         events.append(
             Event(
-                one.kind,
-                max(0.0, since(one.begin)),
-                since(one.end),
+                work.kind,
+                max(0.0, since(work.begin)),
+                since(work.end),
                 None,
-                micro_batch=one.micro_batch,
-                step=one.step,
-                num_bytes=one.num_bytes,
-                name=one.name,
+                micro_batch=work.micro_batch,
+                step=work.step,
+                num_bytes=work.num_bytes,
+                name=work.name,
             )
         )
-    return Matched(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin)
+    return MatchedEvents(
+        tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin
+    )
 
 
 def _number_devices(recorder: Recorder) -> dict[int, int]:
     """The IPU of each device, by the device's id."""
-    return {device.id: ipu for one in recorder.introduced for device, ipu in one.runner.find_ipus().items()}
+    runners = [record.runner for record in recorder.introduced]
+    return {device.id: ipu for runner in runners for device, ipu in runner.find_ipus().items()}
 
 
 def _find_runs(
     recorder: Recorder, profile: DeviceProfile
-) -> tuple[dict[Launched, list[ProgramRun]], list[ProgramRun], int]:
+) -> tuple[dict[LaunchedProgram, list[ProgramRun]], list[ProgramRun], int]:
     """The runs of each launch, one per device; runs without a launch; how many launches have no runs."""
-    wanted: dict[tuple[int, str], dict[int, list[Launched]]] = defaultdict(lambda: defaultdict(list))
+    launches_of_device: dict[tuple[int, str], dict[int, list[LaunchedProgram]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     modules: dict[int, str] = {}
     for launched in recorder.launched:
         function = id(launched.function)
         if function not in modules:
             modules[function] = _module_of(launched)
         for device in filter(is_here, launched.launch.devices):
-            wanted[device.id, modules[function]][function].append(launched)
+            launches_of_device[device.id, modules[function]][function].append(launched)
     noted: dict[tuple[int, str], list[list[ProgramRun]]] = defaultdict(list)
     for runs in group_runs(profile.runs):
         noted[runs[0].device, runs[0].module].append(runs)
 
-    found: dict[Launched, list[ProgramRun]] = {launched: [] for launched in recorder.launched}
+    runs_of_launches: dict[LaunchedProgram, list[ProgramRun]] = {
+        launched: [] for launched in recorder.launched
+    }
     strangers: list[ProgramRun] = []
     for place, groups in noted.items():
-        lists = list(wanted.get(place, {}).values())
+        lists = list(launches_of_device.get(place, {}).values())
         for runs in sorted(groups, key=lambda runs: min(run.begin for run in runs)):
             chosen = _choose(lists, runs)
             lists = [launches for launches in lists if launches not in chosen]
@@ -323,14 +332,17 @@ def _find_runs(
             if not together:
                 strangers += runs
             for launched, run in zip(together, runs[max(0, len(runs) - len(together)) :], strict=False):
-                found[launched].append(run)
+                runs_of_launches[launched].append(run)
     num_lost = sum(
-        len(runs) < sum(map(is_here, launched.launch.devices)) for launched, runs in found.items()
+        len(runs) < sum(map(is_here, launched.launch.devices))
+        for launched, runs in runs_of_launches.items()
     )
-    return found, strangers, num_lost
+    return runs_of_launches, strangers, num_lost
 
 
-def _choose(lists: Sequence[list[Launched]], runs: Sequence[ProgramRun]) -> list[list[Launched]]:
+def _choose(
+    lists: Sequence[list[LaunchedProgram]], runs: Sequence[ProgramRun]
+) -> list[list[LaunchedProgram]]:
     """Chooses the launches of these runs, by function: the fewest functions that fit their number best.
 
     There are more runs than launches if some were started before the trace, and fewer if the last ones had
@@ -345,12 +357,12 @@ def _choose(lists: Sequence[list[Launched]], runs: Sequence[ProgramRun]) -> list
     return min(fitting, key=lambda some: abs(sum(map(len, some)) - len(runs)), default=[])
 
 
-def _merge(lists: Iterable[list[Launched]]) -> list[Launched]:
+def _merge(lists: Iterable[list[LaunchedProgram]]) -> list[LaunchedProgram]:
     """All launches in the order in which they were started."""
     return sorted(itertools.chain(*lists), key=lambda launched: launched.begin)
 
 
-def _module_of(launched: Launched) -> str:
+def _module_of(launched: LaunchedProgram) -> str:
     """XLA's name of the program that was started."""
     if launched.launch.is_moved:
         executable = launched.function.runtime_executable()
@@ -358,7 +370,7 @@ def _module_of(launched: Launched) -> str:
     return f"jit_{launched.launch.name}"
 
 
-def _fits(launches: Sequence[Launched], runs: Sequence[ProgramRun]) -> bool:
+def _fits(launches: Sequence[LaunchedProgram], runs: Sequence[ProgramRun]) -> bool:
     """Whether, if these runs are the launches', no program ran before it was started."""
     skipped = max(0, len(runs) - len(launches))
     pairs = zip(launches, runs[skipped:], strict=False)
@@ -368,7 +380,7 @@ def _fits(launches: Sequence[Launched], runs: Sequence[ProgramRun]) -> bool:
 def _transfers(
     recorder: Recorder,
     profile: DeviceProfile,
-    found: Mapping[Launch, Sequence[ProgramRun]],
+    runs_of_launches: Mapping[Launch, Sequence[ProgramRun]],
     ipus: Mapping[int, int],
     since: Callable[[float], float],
 ) -> list[Event]:
@@ -381,21 +393,21 @@ def _transfers(
     """
     copies = [copy for copy in profile.copies if copy[1] - copy[0] >= _LEAST_COPY]
     begins = [begin for begin, _end in copies]
-    taken = [False] * len(copies)
+    is_used = [False] * len(copies)
     sent = []
     for moved in recorder.moved_arrays:
-        runs = found.get(moved.launch)
+        runs = runs_of_launches.get(moved.launch)
         if runs:
             sent.append((max(runs[0].end, moved.time), moved))
     events = []
-    for ready, moved in sorted(sent, key=lambda one: one[0]):
+    for ready, moved in sorted(sent, key=lambda pair: pair[0]):
         place = bisect.bisect_left(begins, ready - _CLOCKS_DIFFER)
-        while place < len(copies) and taken[place]:
+        while place < len(copies) and is_used[place]:
             place += 1
         begin = end = ready
         is_bounded = place == len(copies) or begins[place] > ready + _LATEST_COPY
         if not is_bounded:
-            taken[place] = True
+            is_used[place] = True
             begin, end = copies[place]
         launch = moved.launch
         number, source = recorder.find(launch.runner), ipus[launch.devices[0].id]

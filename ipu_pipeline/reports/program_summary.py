@@ -45,14 +45,18 @@ class Placement:
     def _describe(self, call: PipelineDetails, replicas: Sequence[Sequence[str]]) -> str:
         rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
         for part in call.parts:
-            first, *others = part.variables or ("none",)
-            known = replicas or (self.devices,)
+            first, *later_names = part.variables or ("none",)
+            replica_devices = replicas or (self.devices,)
             size = call.num_devices_per_ipu
-            devices = [name for own in known for name in own[part.ipu * size : (part.ipu + 1) * size]]
+            devices = [
+                name
+                for device_names in replica_devices
+                for name in device_names[part.ipu * size : (part.ipu + 1) * size]
+            ]
             device = ", ".join(devices) or "not selected yet"
             numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
             rows.append((str(part.index), str(part.ipu), device, *numbers, first))
-            rows += [("", "", "", "", "", name) for name in others]
+            rows += [("", "", "", "", "", name) for name in later_names]
         edges = [("from", "to", "bytes forwards", "bytes backwards")]
         edges += [
             (
