@@ -37,7 +37,7 @@ _DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that a schedule and its simulation share. None means not given."""
+    """Adds the options that a schedule and its simulation share; those that are left out are None."""
     parser.add_argument(
         "--stages", type=at_least_one, metavar="N", help=f"number of stages; {DEFAULT_STAGES} by default"
     )

@@ -79,10 +79,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_devices(as_json: bool) -> int:
-    # A program that trains may want all of an accelerator's memory, or have it already.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax  # here, since other commands are faster without it
-
+    jax = _import_jax()
     try:
         devices = [_describe_device(device) for device in jax.devices()]
     except RuntimeError as error:
@@ -115,6 +112,15 @@ def _list_devices(as_json: bool) -> int:
             "cores) as a program needs instead."
         )
     return 0
+
+
+def _import_jax() -> Any:
+    """Imports JAX, late, since other commands are faster without it."""
+    # A program that trains may want all of an accelerator's memory, or have it already.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    return jax
 
 
 def _describe_device(device: Any) -> dict[str, Any]:
@@ -226,10 +232,7 @@ def _check_versions() -> Iterator[Finding]:
 
 
 def _check_devices() -> Iterator[Finding]:
-    # A program that trains may want all of an accelerator's memory, or have it already.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
-
+    jax = _import_jax()
     try:
         devices = jax.devices()
     except Exception as error:  # whatever keeps JAX from starting

@@ -58,6 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "is one number, or a list with one number per stage, such as 1,2,1."
     )
     add_pipeline(parser)
+    # Costs.
     parser.add_argument(
         "--forward-cost", type=numbers, metavar="LIST", help="forward pass of a micro-batch; 1 by default"
     )
@@ -99,6 +100,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="bytes of a stage's gradients, which replicas average once per step; 0 by default",
     )
+    # Replicas, processes and links.
     parser.add_argument(
         "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; 1 by default"
     )
@@ -125,12 +127,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="each replica holds and updates only its share of the optimizer state",
     )
+    # Devices and programs.
     parser.add_argument(
         "--cores", type=_cores, metavar="N", help="cores that all devices share; none by default"
     )
     parser.add_argument(
         "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; 1 by default"
     )
+    # Files, and what is searched.
     parser.add_argument(
         "--costs-from",
         type=Path,
@@ -273,7 +277,7 @@ def _make_scenario(
 def _make_cluster(
     parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Cluster, num_ipus: int
 ) -> Cluster:
-    """A copy of a cluster, with the options that are given in place of its own values."""
+    """Replaces parts of a cluster by the options that are given."""
     num_replicas: int = parsed.replicas or base.num_replicas
     num_processes: int = parsed.processes or base.num_processes
     if num_replicas * num_ipus % num_processes:
@@ -308,7 +312,7 @@ def _make_cluster(
 
 
 def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
-    """A copy of costs, with the options that are given in place of its own values."""
+    """Replaces costs by the options that are given."""
     changes: dict[str, Any] = {}
     options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
     options["weight-gradients-cost"] = "weight_gradients"

@@ -67,7 +67,7 @@ class DeviceProfiler:
     """JAX's profiler, from `start` to `stop`."""
 
     def __init__(self) -> None:
-        """Does not start it."""
+        """Makes a profiler that is not running."""
         self._directory: Path | None = None
 
     @property
@@ -76,7 +76,7 @@ class DeviceProfiler:
         return self._directory is not None
 
     def start(self) -> None:
-        """Starts it."""
+        """Starts the profiler."""
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = 1  # the least that has operations
         options.python_tracer_level = 0
@@ -95,7 +95,7 @@ class DeviceProfiler:
         self._directory = directory
 
     def stop(self) -> DeviceProfile:
-        """Stops it, and reads what it noted: nothing if it did not run."""
+        """Stops the profiler. Returns its notes, none if it did not run."""
         directory, self._directory = self._directory, None
         if directory is None:
             return DeviceProfile((), ())
@@ -205,13 +205,13 @@ def group_runs(runs: Sequence[ProgramRun]) -> list[list[ProgramRun]]:
     for run in runs:
         named[run.device, run.module].append(run)
     groups: list[list[ProgramRun]] = []
-    for together in named.values():
-        together.sort(key=lambda run: run.number)
+    for same_program in named.values():
+        same_program.sort(key=lambda run: run.number)
         first = 0
-        for place in range(1, len(together) + 1):
-            is_last = place == len(together)
-            if is_last or together[place].number - together[place - 1].number > _FARTHEST:
-                groups.append(together[first:place])
+        for place in range(1, len(same_program) + 1):
+            is_last = place == len(same_program)
+            if is_last or same_program[place].number - same_program[place - 1].number > _FARTHEST:
+                groups.append(same_program[first:place])
                 first = place
     return groups
 
@@ -244,7 +244,7 @@ class MatchedEvents:
 
 def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
     """Finds when each action ran."""
-    runs_of_launches, strangers, num_lost = _find_runs(recorder, profile)
+    runs_of_launches, unmatched_runs, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
     times = [
         run.begin
@@ -268,7 +268,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
             begin, end = since(run.begin), since(run.end)
             shares, ipu = recorder.introduced[place].shares, ipus[run.device]
             events += shares.divide(launched.launch, ipu, place, number, begin, end)
-    for run in strangers:
+    for run in unmatched_runs:
         if run.device in ipus and since(run.begin) >= 0:
             events.append(
                 Event(EventKind.OTHER, since(run.begin), since(run.end), ipus[run.device], name=run.module)
@@ -309,12 +309,14 @@ def _find_runs(
         lambda: defaultdict(list)
     )
     modules: dict[int, str] = {}
+    # Launches by device and program's name, then by function.
     for launched in recorder.launched:
         function = id(launched.function)
         if function not in modules:
             modules[function] = _module_of(launched)
         for device in filter(is_here, launched.launch.devices):
             launches_of_device[device.id, modules[function]][function].append(launched)
+    # Runs in the same way; several pipelines may have programs of one name.
     noted: dict[tuple[int, str], list[list[ProgramRun]]] = defaultdict(list)
     for runs in group_runs(profile.runs):
         noted[runs[0].device, runs[0].module].append(runs)
@@ -322,7 +324,7 @@ def _find_runs(
     runs_of_launches: dict[LaunchedProgram, list[ProgramRun]] = {
         launched: [] for launched in recorder.launched
     }
-    strangers: list[ProgramRun] = []
+    unmatched_runs: list[ProgramRun] = []
     for place, groups in noted.items():
         lists = list(launches_of_device.get(place, {}).values())
         for runs in sorted(groups, key=lambda runs: min(run.begin for run in runs)):
@@ -330,14 +332,14 @@ def _find_runs(
             lists = [launches for launches in lists if launches not in chosen]
             together = _merge(chosen)
             if not together:
-                strangers += runs
+                unmatched_runs += runs
             for launched, run in zip(together, runs[max(0, len(runs) - len(together)) :], strict=False):
                 runs_of_launches[launched].append(run)
     num_lost = sum(
         len(runs) < sum(map(is_here, launched.launch.devices))
         for launched, runs in runs_of_launches.items()
     )
-    return runs_of_launches, strangers, num_lost
+    return runs_of_launches, unmatched_runs, num_lost
 
 
 def _choose(
@@ -349,12 +351,12 @@ def _choose(
     not run at its end.
     """
     fitting = [
-        list(some)
+        list(combination)
         for size in range(1, min(len(lists), _MOST_FUNCTIONS) + 1)
-        for some in itertools.combinations(lists, size)
-        if _fits(_merge(some), runs)
+        for combination in itertools.combinations(lists, size)
+        if _fits(_merge(combination), runs)
     ]
-    return min(fitting, key=lambda some: abs(sum(map(len, some)) - len(runs)), default=[])
+    return min(fitting, key=lambda combination: abs(sum(map(len, combination)) - len(runs)), default=[])
 
 
 def _merge(lists: Iterable[list[LaunchedProgram]]) -> list[LaunchedProgram]:

@@ -198,16 +198,17 @@ def lay_out_memory(
             spans[memory.ipu] += [_Span(timed.begin, timed.end, _ACTIVATIONS, number, None)] * bool(number)
     memories = []
     for memory in ipus:
-        doing = timed.computing(memory.ipu)
+        ipu_actions = timed.computing(memory.ipu)
         size = memory.num_temporary_bytes or 0
         temporary = [
-            _Span(begin, end, _TEMPORARIES, size, stage) for begin, end, _kind, stage, _mb in _joined(doing)
+            _Span(begin, end, _TEMPORARIES, size, stage)
+            for begin, end, _kind, stage, _mb in _without_overlaps(ipu_actions)
         ]
-        memories.append(_lay_out(memory, [*spans[memory.ipu], *temporary], doing, timed.begin))
+        memories.append(_lay_out(memory, [*spans[memory.ipu], *temporary], ipu_actions, timed.begin))
     return tuple(memories)
 
 
-_Doing: TypeAlias = "tuple[float, float, str, int | None, int | None]"
+_Action: TypeAlias = "tuple[float, float, str, int | None, int | None]"
 
 
 class _Times:
@@ -244,17 +245,17 @@ class _Times:
         if self.begin > self.end:
             self.begin = self.end = 0.0
 
-    def computing(self, ipu: int) -> list[_Doing]:
+    def computing(self, ipu: int) -> list[_Action]:
         """The actions of an IPU, by begin."""
-        doing: list[_Doing] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
-        doing += [
+        actions: list[_Action] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
+        actions += [
             (begin, end, kind, stage, micro_batch)
             for (kind, stage), spans_by_key in self._computations.items()
             if self.stages[stage].ipu == ipu
             for (micro_batch, _step), spans in spans_by_key.items()
             for begin, end in spans
         ]
-        return sorted(doing, key=lambda action: action[:2])
+        return sorted(actions, key=lambda action: action[:2])
 
     def held(self, stage: StageMemory) -> list[_Span]:
         """The memory that a stage holds from forwards to backwards, and between the halves of these."""
@@ -331,10 +332,10 @@ class _Times:
         return spans[number] if number < len(spans) else (self.end, self.end)
 
 
-def _joined(doing: Sequence[_Doing]) -> list[_Doing]:
+def _without_overlaps(actions: Sequence[_Action]) -> list[_Action]:
     """Joins actions that overlap, such as events that share a program: temporaries are counted once."""
-    joined: list[_Doing] = []
-    for begin, end, *action in doing:
+    joined: list[_Action] = []
+    for begin, end, *action in actions:
         if joined and begin < joined[-1][1]:
             begin = joined[-1][1]
         if end > begin:
@@ -343,7 +344,7 @@ def _joined(doing: Sequence[_Doing]) -> list[_Doing]:
 
 
 def _lay_out(
-    memory: IpuMemory, spans: Sequence[_Span], doing: Sequence[_Doing], start: float
+    memory: IpuMemory, spans: Sequence[_Span], actions: Sequence[_Action], start: float
 ) -> MemoryOverTime:
     begins, ends = [span.begin for span in spans], [span.end for span in spans]
     times, places = np.unique(np.array([start, *begins, *ends], float), return_inverse=True)
@@ -358,7 +359,7 @@ def _lay_out(
     total = levels.sum(axis=0)
     place = int(np.argmax(total))
     time = float(times[place])
-    kind, stage, micro_batch = _find_doing(doing, spans, time)
+    kind, stage, micro_batch = _find_action(actions, spans, time)
     parts = {name: int(row[place]) for name, row in zip(CATEGORIES, levels, strict=True)}
     return MemoryOverTime(
         memory.ipu,
@@ -370,11 +371,11 @@ def _lay_out(
     )
 
 
-def _find_doing(
-    doing: Sequence[_Doing], spans: Sequence[_Span], time: float
+def _find_action(
+    actions: Sequence[_Action], spans: Sequence[_Span], time: float
 ) -> tuple[str | None, int | None, int | None]:
     """The action of an IPU at a time; if there is none, the stage that holds most memory."""
-    for begin, end, kind, stage, micro_batch in doing:
+    for begin, end, kind, stage, micro_batch in actions:
         if begin <= time < end:
             return kind, stage, micro_batch
     bytes_by_stage: dict[int, int] = {}

@@ -286,7 +286,7 @@ def to_chrome_trace(profile: Profile) -> str:
             ipus[event.ipu].append(event)
     (word, *other_words) = {facts.device_word for facts in profile.pipelines} or {"IPU"}
     word = "IPU" if other_words else word
-    written: list[dict[str, Any]] = [
+    trace_events: list[dict[str, Any]] = [
         _name("process_name", 1, 0, f"{word[0].upper()}{word[1:]}s"),
         _name("process_name", 2, 0, f"Transfers, by the {word} that receives"),
         _name("process_name", 3, 0, "Host"),
@@ -296,12 +296,12 @@ def to_chrome_trace(profile: Profile) -> str:
             title = f"{word} {number}"
             if process == 3:
                 title = f"Host of process {number}" if set(hosts) - {0} else "Host"
-            for lane, some in enumerate(_lanes(events)):
+            for lane, lane_events in enumerate(_lanes(events)):
                 thread = number * _LANES + lane
-                written.append(_name("thread_name", process, thread, title))
-                written += [_complete(profile, event, process, thread) for event in some]
+                trace_events.append(_name("thread_name", process, thread, title))
+                trace_events += [_complete(profile, event, process, thread) for event in lane_events]
     document = {
-        "traceEvents": written,
+        "traceEvents": trace_events,
         "displayTimeUnit": "ms",
         "otherData": {"program": profile.program, "created": profile.created},
     }

@@ -124,7 +124,7 @@ def merge(parts: Sequence[Part]) -> Profile | None:
                 key=lambda device: (device.ipu, device.id),
             )
         ),
-        pipelines=tuple(_merge_facts(facts) for facts in _alike(profiles)),
+        pipelines=tuple(_merge_facts(facts) for facts in _facts_by_pipeline(profiles)),
         events=tuple(sorted(events, key=lambda event: (event.begin, event.end))),
         num_lost=sum(recording.num_lost for recording in profiles),
         num_dropped=sum(recording.num_dropped for recording in profiles),
@@ -141,10 +141,10 @@ def _begin(part: Part, first: Part) -> float:
     return part.origin if part.clock == first.clock else part.origin - part.now + first.now
 
 
-def _alike(profiles: Sequence[Profile]) -> Iterator[list[PipelineFacts]]:
+def _facts_by_pipeline(profiles: Sequence[Profile]) -> Iterator[list[PipelineFacts]]:
     """Yields, for each pipeline, the facts of each process that has it."""
-    for together in itertools.zip_longest(*(profile.pipelines for profile in profiles)):
-        yield [facts for facts in together if facts is not None]
+    for facts_of_processes in itertools.zip_longest(*(profile.pipelines for profile in profiles)):
+        yield [facts for facts in facts_of_processes if facts is not None]
 
 
 def _merge_facts(parts: Sequence[PipelineFacts]) -> PipelineFacts:
@@ -363,7 +363,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
 
 
 def _note_of_job() -> list[str]:
-    """What has become of the job, if its processes have been started again."""
+    """A note of the job's restarts and goodput, if its processes have been started again."""
     history = JobHistory.of_environment()
     if history is None or not history.num_restarts:
         return []

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from ipu_pipeline.engine.inspect import Work, count_work
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.arrays import cast
-from ipu_pipeline.poptorch.lowering.random_numbers import repeated
+from ipu_pipeline.poptorch.lowering.random_numbers import loop_iteration
 from ipu_pipeline.poptorch.lowering.registry import Lowering, find_lowering
 
 # They set where a tensor is kept, or the generator of random numbers; here JAX decides both.
@@ -170,7 +170,7 @@ def _while_loop(node: torch.fx.Node, read_node: ReadNode) -> Any:
 
     def again(numbered: Any) -> Any:
         number, values = numbered
-        with repeated(number):
+        with loop_iteration(number):
             return number + 1, step(*values, *extra)
 
     start = jnp.zeros((), jnp.int32), tuple(_operand_values(carried, read_node))
@@ -184,7 +184,7 @@ def _scan(node: torch.fx.Node, read_node: ReadNode) -> Any:
 
     def body(carry: tuple[Any, ...], numbered: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         number, row = numbered
-        with repeated(number):
+        with loop_iteration(number):
             results = step(*carry, *row, *extra)
         return results[: len(carry)], results[len(carry) :]
 
@@ -198,7 +198,7 @@ def _map(node: torch.fx.Node, read_node: ReadNode) -> Any:
 
     def apply(numbered: Any) -> tuple[Any, ...]:
         number, row = numbered
-        with repeated(number):
+        with loop_iteration(number):
             return step(*row, *extra)
 
     return jax.lax.map(apply, _numbered(_operand_values(rows, read_node)))

@@ -21,14 +21,14 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b)
 
 
-@lowers("linear", keep=True)  # for the same reason
+@lowers("linear", keep=True)  # so does that of linear
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     # Not `x @ weight.T`, which keeps a copy for the backward: the transposed weights.
     product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return product if bias is None else product + bias
 
 
-def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+def _scaled_addition(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     """Makes `beta * c + alpha * product(a, b)`. If beta is 0, c is not read, and its NaNs do not count."""
 
     def compute(c: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
@@ -68,9 +68,9 @@ def _grouped_mm(
 
 
 for _name in ("addmm", "addmv", "baddbmm"):
-    lowers(_name)(_added(jnp.matmul))
-lowers("addbmm", keep=True)(_added(lambda a, b: jnp.einsum("bij,bjk->ik", a, b)))
-lowers("addr", keep=True)(_added(jnp.outer))
+    lowers(_name)(_scaled_addition(jnp.matmul))
+lowers("addbmm", keep=True)(_scaled_addition(lambda a, b: jnp.einsum("bij,bjk->ik", a, b)))
+lowers("addr", keep=True)(_scaled_addition(jnp.outer))
 
 
 @lowers("_trilinear")
@@ -215,7 +215,7 @@ def _qr(x: Array, mode: str = "reduced") -> tuple[Array, Array]:
     return (jnp.zeros((0,), x.dtype) if mode == "r" else q), r
 
 
-def _completed(q: Array, size: int) -> Array:
+def _complete_basis(q: Array, size: int) -> Array:
     """Completes orthonormal columns to a square matrix by others without a gradient."""
     missing = size - q.shape[-1]
     if missing == 0:
@@ -233,8 +233,8 @@ def _svd(
         return jnp.zeros((0,), x.dtype), jnp.linalg.svd(x, compute_uv=False), jnp.zeros((0,), x.dtype)
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     if full_matrices:
-        u = _completed(u, x.shape[-2])
-        vh = _adjoint(_completed(_adjoint(vh), x.shape[-1]))
+        u = _complete_basis(u, x.shape[-2])
+        vh = _adjoint(_complete_basis(_adjoint(vh), x.shape[-1]))
     return u, s, vh
 
 
@@ -372,7 +372,7 @@ def _slogdet(x: Array) -> tuple[Any, ...]:
     return sign, logarithm, lambda: factors()[0], lambda: factors()[1] + 1
 
 
-def _reflected(vectors: Array, tau: Array, x: Array, in_order: bool, conjugates: bool) -> Array:
+def _reflect(vectors: Array, tau: Array, x: Array, in_order: bool, conjugates: bool) -> Array:
     """Applies Householder reflections `1 - tau v v^H` one after another."""
     count = tau.shape[-1]
     vectors = jnp.tril(vectors[..., :count], -1) + jnp.eye(vectors.shape[-2], count, dtype=vectors.dtype)
@@ -392,14 +392,14 @@ def _householder_product(vectors: Array, tau: Array) -> Array:
     eye = jnp.broadcast_to(
         jnp.eye(vectors.shape[-2], vectors.shape[-1], dtype=vectors.dtype), vectors.shape
     )
-    return _reflected(vectors, tau, eye, in_order=False, conjugates=False)
+    return _reflect(vectors, tau, eye, in_order=False, conjugates=False)
 
 
 @lowers("ormqr")
 def _ormqr(vectors: Array, tau: Array, x: Array, left: bool = True, transpose: bool = False) -> Array:
     if left:
-        return _reflected(vectors, tau, x, in_order=transpose, conjugates=transpose)
-    return _adjoint(_reflected(vectors, tau, _adjoint(x), in_order=not transpose, conjugates=not transpose))
+        return _reflect(vectors, tau, x, in_order=transpose, conjugates=transpose)
+    return _adjoint(_reflect(vectors, tau, _adjoint(x), in_order=not transpose, conjugates=not transpose))
 
 
 @lowers("geqrf")

@@ -317,7 +317,7 @@ def _adaptive_max_pool(num_dims: int) -> Callable[..., Any]:
             index = starts[:, None] + np.arange((ends - starts).max())
             indices.append(index)
             valid.append(index < ends[:, None])
-        positions = _gathered(x, indices, valid)
+        positions = _positions_by_index(x, indices, valid)
         return _take(x, positions, num_dims), positions
 
     return pool
@@ -327,7 +327,7 @@ lowers("adaptive_max_pool2d")(_adaptive_max_pool(2))
 lowers("adaptive_max_pool3d")(_adaptive_max_pool(3))
 
 
-def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> Array:
+def _positions_by_index(x: Array, indices: list[Any], valid: list[Any] | None = None) -> Array:
     """Returns positions of maxima over windows with unequal steps."""
     num_dims = len(indices)
     lengths = x.shape[x.ndim - num_dims :]
@@ -376,7 +376,7 @@ def _fractional_max_pool(num_dims: int) -> Callable[..., Any]:
             ]  # in two dimensions, width comes first
             starts = _fractional_starts(sample, x.shape[x.ndim - num_dims + i], sizes[i], kernel[i])
             indices.append(starts[..., None] + jnp.arange(kernel[i]))
-        positions = _gathered(x, indices)
+        positions = _positions_by_index(x, indices)
         return _take(x, positions, num_dims), positions
 
     return pool

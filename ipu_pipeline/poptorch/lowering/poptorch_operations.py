@@ -117,7 +117,7 @@ def _serialized_matmul(lhs: Array, rhs: Array, mode: str, factor: int, keep_prec
 
         def add_part(number: Array, total: Array) -> Array:
             product = jnp.matmul(_part(lhs, cut.lhs, number, factor), _part(rhs, cut.rhs, number, factor))
-            return _joined(total, product, cut.result, number, factor)
+            return _with_part(total, product, cut.result, number, factor)
 
         zeros = _zeros_for_parts(shape, cut.result, widened)
         return jax.lax.fori_loop(0, factor, add_part, zeros).astype(shape.dtype)
@@ -139,7 +139,7 @@ def _serialized_matmul(lhs: Array, rhs: Array, mode: str, factor: int, keep_prec
             _product, transpose = jax.vjp(jnp.matmul, *parts)
             of_parts = transpose(_part(gradient, cut.result, number, factor))
             of_lhs, of_rhs = (
-                _joined(array, part, axis, number, factor)
+                _with_part(array, part, axis, number, factor)
                 for array, part, axis in zip(gradients, of_parts, (cut.lhs, cut.rhs), strict=True)
             )
             return of_lhs, of_rhs
@@ -173,7 +173,7 @@ def _part(array: Array, axis: int | None, number: Array, factor: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, number * size, size, axis)
 
 
-def _joined(total: Array, part: Array, axis: int | None, number: Array, factor: int) -> Array:
+def _with_part(total: Array, part: Array, axis: int | None, number: Array, factor: int) -> Array:
     if axis is None:
         return total + part.astype(total.dtype)
     axis %= total.ndim
@@ -206,12 +206,12 @@ def _with_backward(results: list[Array], inputs: list[Array], saved: list[Array]
         return list(results)
 
     @jax.custom_vjp
-    def give(results: list[Array], inputs: list[Array], saved: list[Array]) -> list[Array]:
+    def results_with_backward(results: list[Array], inputs: list[Array], saved: list[Array]) -> list[Array]:
         del inputs, saved
         return results
 
     def forward(results: list[Array], inputs: list[Array], saved: list[Array]) -> tuple[list[Array], Any]:
-        return give(results, inputs, saved), saved
+        return results_with_backward(results, inputs, saved), saved
 
     def backward(saved: list[Array], gradients: list[Array]) -> tuple[Any, Any, Any]:
         all_gradients = [
@@ -222,8 +222,8 @@ def _with_backward(results: list[Array], inputs: list[Array], saved: list[Array]
         ]
         return None, list(_run_program(own_backward.program, [*saved, *all_gradients])), None
 
-    give.defvjp(forward, backward)
-    return give(list(results), list(inputs), list(saved))
+    results_with_backward.defvjp(forward, backward)
+    return results_with_backward(list(results), list(inputs), list(saved))
 
 
 def _run_program(program: Any, tensors: list[Array]) -> Any:

@@ -22,7 +22,7 @@ _iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def repeated(iteration: Array) -> Iterator[None]:
+def loop_iteration(iteration: Array) -> Iterator[None]:
     """Makes a loop's body, traced in the `with` block, draw new numbers in each iteration.
 
     The body is traced once: with one key, a dropout would drop the same elements in each iteration.

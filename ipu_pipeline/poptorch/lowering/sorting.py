@@ -101,7 +101,7 @@ def _nanmedian(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, A
     return _at_rank(x, axis, _median_rank(x, axis, ignores_nan=True), keepdim)
 
 
-def _of_all(x: Array, ignores_nan: bool) -> Array:
+def _total_median(x: Array, ignores_nan: bool) -> Array:
     """Takes the median of all elements. Its gradient is divided among equal elements."""
     flat = x.reshape(-1)
     value = _at_rank(jax.lax.stop_gradient(flat), 0, _median_rank(flat, 0, ignores_nan), False)[0]
@@ -114,12 +114,12 @@ def _of_all(x: Array, ignores_nan: bool) -> Array:
 
 @lowers("median.default", keep=True)
 def _median_of_all(x: Array) -> Array:
-    return _of_all(x, ignores_nan=False)
+    return _total_median(x, ignores_nan=False)
 
 
 @lowers("nanmedian.default", keep=True)
 def _nanmedian_of_all(x: Array) -> Array:
-    return _of_all(x, ignores_nan=True)
+    return _total_median(x, ignores_nan=True)
 
 
 @lowers("searchsorted.Tensor", "searchsorted.Scalar", keep=True)
@@ -150,7 +150,7 @@ def _bucketize(x: Array, boundaries: Array, *, out_int32: bool = False, right: b
     return _searchsorted(boundaries, x, out_int32=out_int32, right=right)
 
 
-def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
+def _running_extremum(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
     """Returns the extremum so far, and its last place."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
@@ -167,12 +167,12 @@ def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
 
 @lowers("cummax", keep=True)
 def _cummax(x: Array, dim: int) -> tuple[Array, Array]:
-    return _running(x, dim, jnp.greater_equal)
+    return _running_extremum(x, dim, jnp.greater_equal)
 
 
 @lowers("cummin", keep=True)
 def _cummin(x: Array, dim: int) -> tuple[Array, Array]:
-    return _running(x, dim, jnp.less_equal)
+    return _running_extremum(x, dim, jnp.less_equal)
 
 
 @lowers("mode")

@@ -24,7 +24,7 @@ def _floats(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *args: function(*(to_float(jnp.asarray(arg)) for arg in args))
 
 
-_jax_has: dict[str, Callable[..., Array]] = {
+_JAX_FUNCTIONS: dict[str, Callable[..., Array]] = {
     "i0": special.i0,
     "special_entr": special.entr,
     "special_i0e": special.i0e,
@@ -40,7 +40,7 @@ _jax_has: dict[str, Callable[..., Array]] = {
     "special_xlog1py": special.xlog1py,
     "special_zeta": lambda s, q: special.zeta(_stop(s), q),
 }
-for _name, _function in _jax_has.items():
+for _name, _function in _JAX_FUNCTIONS.items():
     lowers(_name, keep=True)(_floats(_function))
 
 

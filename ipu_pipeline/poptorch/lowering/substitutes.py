@@ -361,7 +361,7 @@ def _make_autocast(
     _init_autocast(self, device_type, dtype, enabled, cache_enabled)
 
 
-def _telling_autocast(enter: Callable[[torch.autocast], Any]) -> Callable[[torch.autocast], Any]:
+def _warning_autocast(enter: Callable[[torch.autocast], Any]) -> Callable[[torch.autocast], Any]:
     """Makes `torch.autocast.__enter__` warn if it is for a device that is not used."""
 
     def begin(self: torch.autocast) -> Any:
@@ -499,7 +499,7 @@ def exportable() -> Iterator[None]:
             stack.enter_context(patch(functional, name, cast))
         stack.enter_context(_replaced(torch.autocast, "__init__", _make_autocast))
         stack.enter_context(
-            _replaced(torch.autocast, "__enter__", _telling_autocast(torch.autocast.__enter__))
+            _replaced(torch.autocast, "__enter__", _warning_autocast(torch.autocast.__enter__))
         )
         recurrent_layer = torch.nn.RNNBase
         stack.enter_context(patch(recurrent_layer, "check_input", _check_input))

@@ -107,6 +107,7 @@ def register_custom_op(
     Example:
       poptorch.register_custom_op("com.acme", "Cube", 1, lambda x, bias: (x**3, x**3 + bias))
     """
+    # Arguments.
     for argument, value in (("domain", domain), ("name", name)):
         if not isinstance(value, str):
             raise TypeError(f"register_custom_op: {argument} must be a string; got {value!r}.")
@@ -119,6 +120,7 @@ def register_custom_op(
             )
     if not isinstance(writes, Sequence) or not all(is_int(number, 0) for number in writes):
         raise TypeError(f"register_custom_op: writes must be a list of numbers of inputs; got {writes!r}.")
+    # A function of a library, or of Python.
     key = domain, name, version
     if library is not None:
         if function is not None:
