@@ -158,7 +158,7 @@ def _mapping(text: str) -> list[int]:
 def spread(
     parser: argparse.ArgumentParser, option: str, values: Sequence[float], count: int, of: str
 ) -> float | list[float]:
-    """One number, or a list of `count` numbers; ends the program if it is neither."""
+    """Returns one number, or a list of `count` numbers; ends the program if it is neither."""
     if len(values) == 1:
         return values[0]
     if len(values) != count:

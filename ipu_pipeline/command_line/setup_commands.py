@@ -168,7 +168,7 @@ class Finding(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """What needs packages that the library itself does not: their modules, and how to get them."""
+    """A feature that needs more packages than the library: their modules, and how to get them."""
 
     name: str
     modules: tuple[str, ...]

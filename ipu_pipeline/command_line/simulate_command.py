@@ -37,7 +37,7 @@ from ipu_pipeline.engine.schedules import (
 )
 from ipu_pipeline.reports.page import write_simulation
 from ipu_pipeline.reports.predictions import (
-    MeasuredPipeline,
+    MeasuredRun,
     find_measured,
     predict_scenario,
     say_advice,
@@ -313,7 +313,7 @@ def _make_cluster(
 
 def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
     """Replaces costs by the options that are given."""
-    changes: dict[str, Any] = {}
+    costs: dict[str, Any] = {}
     options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
     options["weight-gradients-cost"] = "weight_gradients"
     options |= {f"{name}-bytes": f"num_{name}_bytes" for name in ("sent", "gradient")}
@@ -323,23 +323,21 @@ def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, bas
             length, of = base.num_stages, "stage"
             if name in ("transfer", "num_sent_bytes"):
                 length, of = base.num_stages - 1, "pair of neighbours"
-            changes[name] = spread(parser, f"--{option}", values, length, of)
+            costs[name] = spread(parser, f"--{option}", values, length, of)
     if parsed.host_cost is not None:
-        changes["host"] = parsed.host_cost
+        costs["host"] = parsed.host_cost
     try:
-        changed = Costs.of(
-            base.num_stages, **{"forward": base.forward, "backward": base.backward, **changes}
-        )
+        changed = Costs.of(base.num_stages, **{"forward": base.forward, "backward": base.backward, **costs})
     except ValueError as error:
         parser.error(f"argument --weight-gradients-cost: {error}")
-    names = ["transfers" if name == "transfer" else name for name in changes]
-    if "backward" in changes and "weight_gradients" not in changes:
+    names = ["transfers" if name == "transfer" else name for name in costs]
+    if "backward" in costs and "weight_gradients" not in costs:
         names.append("weight_gradients")
     return dataclasses.replace(base, **{name: getattr(changed, name) for name in names})
 
 
-def _read(parser: argparse.ArgumentParser, file: Path) -> MeasuredPipeline:
-    """What a file says of a pipeline; ends the program if there is none."""
+def _read(parser: argparse.ArgumentParser, file: Path) -> MeasuredRun:
+    """Reads the pipeline of a file; ends the program if there is none."""
     try:
         text = file.read_text(encoding="utf-8")
         entries = json.loads(text)
@@ -359,7 +357,7 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> MeasuredPipeline:
             "Scenario.as_dict has them, or be a profile.json."
         )
     try:
-        return MeasuredPipeline(Scenario.from_dict(entry))
+        return MeasuredRun(Scenario.from_dict(entry))
     except ValueError as error:
         parser.error(f"argument --costs-from: {str(file)!r}: {error}")
 
@@ -383,16 +381,13 @@ def _title(scenario: Scenario) -> str:
 
 
 def _timeline_table(simulation: Simulation) -> str:
-    timelines = (simulation.free_running, simulation.lock_step)
+    modes = (simulation.free_running, simulation.lock_step)
     rows = [
-        ["step time", *(f"{timeline.step_time:.6g}" for timeline in timelines)],
-        ["devices compute", *(f"{timeline.utilisation:.1%}" for timeline in timelines)],
+        ["step time", *(f"{mode.step_time:.6g}" for mode in modes)],
+        ["devices compute", *(f"{mode.utilisation:.1%}" for mode in modes)],
     ]
-    for cause in timelines[0].bubble.by_cause():
-        parts = [
-            timeline.bubble.by_cause()[cause] / (len(timeline.work) * timeline.step_time or 1)
-            for timeline in timelines
-        ]
+    for cause in modes[0].bubble.by_cause():
+        parts = [mode.bubble.by_cause()[cause] / (len(mode.work) * mode.step_time or 1) for mode in modes]
         if cause != "shared_cores" or simulation.scenario.cores is not None:
             rows.append([f"idle, {cause.replace('_', ' ')}", *(f"{part:.1%}" for part in parts)])
     return format_table(["", "waiting for data only", "in lock-step"], rows)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -159,7 +159,7 @@ def _read(data: Any) -> DeviceProfile:
 
 
 def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
-    """(device, module, number) of the run that an operation belongs to; None if it belongs to none."""
+    """The run that an operation belongs to, as (device, module, number); None if it belongs to none."""
     module = number = device = None
     for name, value in event.stats:
         if name == "hlo_module":
@@ -225,10 +225,11 @@ _LATEST_COPY = 2e6  # after it could begin; one that begins later is another cop
 _CLOCKS_DIFFER = 100e3  # the accuracy of the profiler's clock
 
 _MOST_FUNCTIONS = 6  # functions with the same program that are distinguished
+_Launches: TypeAlias = list[LaunchedProgram]
 
 
 @dataclass(frozen=True)
-class MatchedEvents:
+class Matching:
     """Events, and the number of programs that were not found.
 
     Attributes:
@@ -242,16 +243,11 @@ class MatchedEvents:
     origin: float
 
 
-def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
+def match(recorder: Recorder, profile: DeviceProfile) -> Matching:
     """Finds when each action ran."""
-    runs_of_launches, unmatched_runs, num_lost = _find_runs(recorder, profile)
+    matches, unmatched_runs, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
-    times = [
-        run.begin
-        for launched, runs in runs_of_launches.items()
-        for run in runs
-        if not launched.is_rehearsal
-    ]
+    times = [run.begin for launched, runs in matches.items() for run in runs if not launched.is_rehearsal]
     times += [work.begin for work in recorder.host if work.kind is not EventKind.SPAN]
     origin = min(times, default=0.0)
 
@@ -259,7 +255,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
         return (time - origin) / 1e3
 
     events: list[Event] = []
-    for number, (launched, runs) in enumerate(runs_of_launches.items()):
+    for number, (launched, runs) in enumerate(matches.items()):
         if launched.is_rehearsal:
             continue
         place = recorder.find(launched.launch.runner)
@@ -273,7 +269,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
             events.append(
                 Event(EventKind.OTHER, since(run.begin), since(run.end), ipus[run.device], name=run.module)
             )
-    launches = {launched.launch: runs for launched, runs in runs_of_launches.items()}
+    launches = {launched.launch: runs for launched, runs in matches.items()}
     events += _transfers(recorder, profile, launches, ipus, since)
     for work in recorder.host:
         if work.end < origin:  # a span before the trace
@@ -290,9 +286,7 @@ def match(recorder: Recorder, profile: DeviceProfile) -> MatchedEvents:
                 name=work.name,
             )
         )
-    return MatchedEvents(
-        tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin
-    )
+    return Matching(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin)
 
 
 def _number_devices(recorder: Recorder) -> dict[int, int]:
@@ -305,9 +299,7 @@ def _find_runs(
     recorder: Recorder, profile: DeviceProfile
 ) -> tuple[dict[LaunchedProgram, list[ProgramRun]], list[ProgramRun], int]:
     """The runs of each launch, one per device; runs without a launch; how many launches have no runs."""
-    launches_of_device: dict[tuple[int, str], dict[int, list[LaunchedProgram]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    by_device: dict[tuple[int, str], dict[int, _Launches]] = defaultdict(lambda: defaultdict(list))
     modules: dict[int, str] = {}
     # Launches by device and program's name, then by function.
     for launched in recorder.launched:
@@ -315,18 +307,16 @@ def _find_runs(
         if function not in modules:
             modules[function] = _module_of(launched)
         for device in filter(is_here, launched.launch.devices):
-            launches_of_device[device.id, modules[function]][function].append(launched)
+            by_device[device.id, modules[function]][function].append(launched)
     # Runs in the same way; several pipelines may have programs of one name.
     noted: dict[tuple[int, str], list[list[ProgramRun]]] = defaultdict(list)
     for runs in group_runs(profile.runs):
         noted[runs[0].device, runs[0].module].append(runs)
 
-    runs_of_launches: dict[LaunchedProgram, list[ProgramRun]] = {
-        launched: [] for launched in recorder.launched
-    }
+    matches: dict[LaunchedProgram, list[ProgramRun]] = {launched: [] for launched in recorder.launched}
     unmatched_runs: list[ProgramRun] = []
     for place, groups in noted.items():
-        lists = list(launches_of_device.get(place, {}).values())
+        lists = list(by_device.get(place, {}).values())
         for runs in sorted(groups, key=lambda runs: min(run.begin for run in runs)):
             chosen = _choose(lists, runs)
             lists = [launches for launches in lists if launches not in chosen]
@@ -334,17 +324,14 @@ def _find_runs(
             if not together:
                 unmatched_runs += runs
             for launched, run in zip(together, runs[max(0, len(runs) - len(together)) :], strict=False):
-                runs_of_launches[launched].append(run)
+                matches[launched].append(run)
     num_lost = sum(
-        len(runs) < sum(map(is_here, launched.launch.devices))
-        for launched, runs in runs_of_launches.items()
+        len(runs) < sum(map(is_here, launched.launch.devices)) for launched, runs in matches.items()
     )
-    return runs_of_launches, unmatched_runs, num_lost
+    return matches, unmatched_runs, num_lost
 
 
-def _choose(
-    lists: Sequence[list[LaunchedProgram]], runs: Sequence[ProgramRun]
-) -> list[list[LaunchedProgram]]:
+def _choose(lists: Sequence[_Launches], runs: Sequence[ProgramRun]) -> list[_Launches]:
     """Chooses the launches of these runs, by function: the fewest functions that fit their number best.
 
     There are more runs than launches if some were started before the trace, and fewer if the last ones had
@@ -359,7 +346,7 @@ def _choose(
     return min(fitting, key=lambda combination: abs(sum(map(len, combination)) - len(runs)), default=[])
 
 
-def _merge(lists: Iterable[list[LaunchedProgram]]) -> list[LaunchedProgram]:
+def _merge(lists: Iterable[_Launches]) -> _Launches:
     """All launches in the order in which they were started."""
     return sorted(itertools.chain(*lists), key=lambda launched: launched.begin)
 

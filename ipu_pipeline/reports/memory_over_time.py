@@ -260,51 +260,47 @@ class _Times:
     def held(self, stage: StageMemory) -> list[_Span]:
         """The memory that a stage holds from forwards to backwards, and between the halves of these."""
         seconds = self._computations.get(("weight gradients", stage.stage), {})
-        memory_spans = []
-        for key, spans in self._computations.get(("forward", stage.stage), {}).items():
-            for number, (begin, _end) in enumerate(spans):
+        spans = []
+        for key, times in self._computations.get(("forward", stage.stage), {}).items():
+            for number, (begin, _end) in enumerate(times):
                 first = self._end_of_first(stage.stage, key, number)
-                memory_spans.append(_Span(begin, first, _ACTIVATIONS, stage.num_held_bytes, stage.stage))
+                spans.append(_Span(begin, first, _ACTIVATIONS, stage.num_held_bytes, stage.stage))
                 if seconds:
                     second = self._nth(seconds, key, number)[1]
                     size = stage.num_between_bytes
-                    memory_spans.append(_Span(first, max(first, second), _ACTIVATIONS, size, stage.stage))
-        return [span for span in memory_spans if span.num_bytes]
+                    spans.append(_Span(first, max(first, second), _ACTIVATIONS, size, stage.stage))
+        return [span for span in spans if span.num_bytes]
 
     def flowing(self, flow: Flow, source: int) -> list[tuple[int, _Span]]:
         """The data that goes from stage to stage: the IPU, and when the data is there."""
-        memory_spans = []
+        spans = []
         all_sent = self._transfers.get((flow.stage, flow.target), {})
         size, stage = flow.num_bytes, flow.stage
-        for key, spans in self._of(flow.stage, flow.is_backward).items():
-            for number, (begin, end) in enumerate(spans):
+        for key, times in self._of(flow.stage, flow.is_backward).items():
+            for number, (begin, end) in enumerate(times):
                 last_read = self._last_read(flow, key, number)
                 if flow.target == source:
-                    memory_spans.append(
-                        (source, _Span(begin, max(end, last_read), _ACTIVATIONS, size, stage))
-                    )
+                    spans.append((source, _Span(begin, max(end, last_read), _ACTIVATIONS, size, stage)))
                     continue
                 sent = all_sent.get(key, ())
                 departs, arrives = next((span for span in sent if span[1] > end), (end, end))
                 received = max(begin, min(departs, arrives))
-                memory_spans.append((source, _Span(begin, max(end, arrives), _TRANSFERS, size, stage)))
-                memory_spans.append(
+                spans.append((source, _Span(begin, max(end, arrives), _TRANSFERS, size, stage)))
+                spans.append(
                     (flow.target, _Span(received, max(arrives, last_read), _TRANSFERS, size, stage))
                 )
-        return memory_spans
+        return spans
 
     def _last_read(self, flow: Flow, key: _Key, number: int) -> float:
         """The time when all stages have read a flow's data, or others hold it."""
-        read_times = [
+        reads = [
             self._end_of_first(stage, key, number)
             if flow.is_backward and self._backwards_of(stage)
             else self._nth(self._of(stage, flow.is_backward), key, number)[1]
             for stage in flow.readers
         ]
-        hold_times = [
-            self._nth(self._of(stage, flow.is_backward), key, number)[0] for stage in flow.holders
-        ]
-        return max((*read_times, *hold_times), default=self.begin)
+        holds = [self._nth(self._of(stage, flow.is_backward), key, number)[0] for stage in flow.holders]
+        return max((*reads, *holds), default=self.begin)
 
     def _of(self, stage: int, is_backward: bool) -> dict[_Key, list[tuple[float, float]]]:
         """A stage's actions in a direction; a stage without backwards does everything in its forwards."""

@@ -110,7 +110,7 @@ def scenario_of(facts: PipelineFacts, costs: Costs, count: int) -> Scenario:
 
 
 def _read_costs(facts: PipelineFacts, analysis: PipelineAnalysis) -> Costs | None:
-    """What programs took in the trace; None if it lacks those of a stage."""
+    """The costs of programs in the trace; None if it lacks those of a stage."""
     forward = [use.forward for use in analysis.stages if use.forward is not None]
     if len(forward) < len(facts.stages):
         return None
@@ -294,7 +294,7 @@ _LEAST_GAIN = 0.02  # of all the time: less of what the pipeline gains is not to
 
 
 def say_advice(advice: Advice, host: HostTime | None) -> tuple[str, ...]:
-    """What to change, in sentences, beginning with what IPUs wait for most.
+    """Says what to change, in sentences, beginning with what IPUs wait for most.
 
     If that is the host, the pipeline's stages do not hold each other back, and a better pipeline gains in
     the rest of the time only.
@@ -356,7 +356,7 @@ def study(profile: Profile) -> tuple[Study, ...]:
 
 
 @dataclass(frozen=True)
-class MeasuredPipeline:
+class MeasuredRun:
     """A pipeline that was measured, to simulate it, also with other settings.
 
     Attributes:
@@ -374,7 +374,7 @@ class MeasuredPipeline:
     is_profile: bool = False
 
 
-def find_measured(profile: Profile) -> MeasuredPipeline:
+def find_measured(profile: Profile) -> MeasuredRun:
     """Finds the pipeline of a profile that has most actions, of those that can be simulated."""
     analyses = analyse(profile)
     hosts = find_host_time(profile, analyses)
@@ -383,9 +383,7 @@ def find_measured(profile: Profile) -> MeasuredPipeline:
         scenario = make_scenario(facts, analysis)
         if scenario is not None:
             cores = find_shared_cores(profile, facts)
-            return MeasuredPipeline(
-                scenario, cores, facts.costs is not None, hosts[analysis.pipeline], True
-            )
+            return MeasuredRun(scenario, cores, facts.costs is not None, hosts[analysis.pipeline], True)
     raise ValueError(
         "the profile has no pipeline that can be simulated: one with a named schedule, of which a step and "
         "all stages were recorded."

@@ -46,13 +46,9 @@ class Placement:
         rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
         for part in call.parts:
             first, *later_names = part.variables or ("none",)
-            replica_devices = replicas or (self.devices,)
+            groups = replicas or (self.devices,)
             size = call.num_devices_per_ipu
-            devices = [
-                name
-                for device_names in replica_devices
-                for name in device_names[part.ipu * size : (part.ipu + 1) * size]
-            ]
+            devices = [name for names in groups for name in names[part.ipu * size : (part.ipu + 1) * size]]
             device = ", ".join(devices) or "not selected yet"
             numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
             rows.append((str(part.index), str(part.ipu), device, *numbers, first))
@@ -91,7 +87,7 @@ class Placement:
         return "\n".join(lines)
 
     def _advise(self, call: PipelineDetails) -> str:
-        """What report pages advise, by what was measured, or else counted; "" if it cannot be simulated."""
+        """The advice of report pages, by measured or else counted costs; "" if it cannot be simulated."""
         scenario = _make_scenario(call)
         if scenario is None:
             return ""

@@ -200,7 +200,7 @@ class IntroducedRunner:
 
 
 def _measure(owner: Any) -> Costs | None:
-    """What the programs of a `Pipeline` or `Loop` take alone; None where they cannot be measured."""
+    """Measures what programs of a `Pipeline` or `Loop` take alone; None where that is not possible."""
     if not isinstance(owner, Pipeline):
         return None
     # It has phases or callbacks, say; or there is not enough memory beside the state.

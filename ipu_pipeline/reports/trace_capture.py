@@ -442,9 +442,7 @@ def _describe_pipeline(record: IntroducedRunner, launches: Sequence[Launch]) -> 
     """Describes a pipeline or loop that ran."""
     facts, owner = record.facts, record.owner
     count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
-    num_micro_batches = (
-        None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)
-    )
+    number = None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)
     stages = [
         select_fields(
             StageFacts,
@@ -454,7 +452,7 @@ def _describe_pipeline(record: IntroducedRunner, launches: Sequence[Launch]) -> 
             in_flight=memory.in_flight,
             num_between_bytes=memory.num_between_bytes,
         )
-        for stage, memory in zip(facts.stages, plan_memory(owner, num_micro_batches), strict=True)
+        for stage, memory in zip(facts.stages, plan_memory(owner, number), strict=True)
     ]
     return select_fields(
         PipelineFacts,
@@ -462,7 +460,7 @@ def _describe_pipeline(record: IntroducedRunner, launches: Sequence[Launch]) -> 
         name=record.name,
         num_micro_batches=count,
         stages=tuple(stages),
-        memory=tuple(plan_ipu_memory(owner, num_micro_batches)),
+        memory=tuple(plan_ipu_memory(owner, number)),
     )
 
 

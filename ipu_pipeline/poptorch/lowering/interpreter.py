@@ -443,14 +443,12 @@ def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Work]:
 
 
 def _count_node(node: torch.fx.Node) -> Work:
-    inputs = [input_node for input_node in node.all_input_nodes if input_node.op != "get_attr"]
+    inputs = [source for source in node.all_input_nodes if source.op != "get_attr"]
 
     def run(values: list[Any]) -> Any:
         return run_node(node, dict(zip(inputs, values, strict=True)).__getitem__)
 
-    return count_work(
-        run, [_map_tensors(input_node.meta.get("val"), _shape_of_tensor) for input_node in inputs]
-    )
+    return count_work(run, [_map_tensors(source.meta.get("val"), _shape_of_tensor) for source in inputs])
 
 
 def _node_signature(node: torch.fx.Node) -> Any:

@@ -82,14 +82,9 @@ def _im2col(
     counts = [(padded.shape[2 + i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
     ends = [(count - 1) * step + 1 for count, step in zip(counts, stride, strict=True)]
     windows = [
-        padded[
-            :,
-            :,
-            first_row : first_row + ends[0] : stride[0],
-            first_column : first_column + ends[1] : stride[1],
-        ]
-        for first_row in range(0, dilation[0] * kernel[0], dilation[0])
-        for first_column in range(0, dilation[1] * kernel[1], dilation[1])
+        padded[:, :, row : row + ends[0] : stride[0], column : column + ends[1] : stride[1]]
+        for row in range(0, dilation[0] * kernel[0], dilation[0])
+        for column in range(0, dilation[1] * kernel[1], dilation[1])
     ]
     columns = jnp.stack(windows, 2).reshape(
         batched.shape[0], batched.shape[1] * kernel[0] * kernel[1], counts[0] * counts[1]

@@ -76,15 +76,13 @@ def _loss_of_rows(
     return losses, parts
 
 
-def _losses_in_chunks(
-    x: Array, target: Array, batch_chunk_size: int, *loss_arguments: Any
-) -> tuple[Array, Array]:
+def _losses_in_chunks(x: Array, target: Array, batch_chunk_size: int, *params: Any) -> tuple[Array, Array]:
     """Returns losses and divisors of all rows. The rows that fill up the last chunk are cut off."""
     count = -(-x.shape[0] // batch_chunk_size)
     missing = count * batch_chunk_size - x.shape[0]
     rows = jnp.pad(x, ((0, missing), (0, 0))).reshape(count, batch_chunk_size, -1)
     targets = jnp.pad(target, (0, missing)).reshape(count, batch_chunk_size)
-    weight, bias, class_weights, ignore_index, label_smoothing = loss_arguments
+    weight, bias, class_weights, ignore_index, label_smoothing = params
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def compute(rows: tuple[Array, Array]) -> tuple[Array, Array]:

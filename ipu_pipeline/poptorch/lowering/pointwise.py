@@ -361,7 +361,7 @@ def _silu(x: Array) -> Array:
 
 @lowers("softplus", keep=True)
 def _softplus(x: Array, beta: float = 1, threshold: float = 20) -> Array:
-    """Softplus, the identity above the threshold. torch's decomposition gives NaN where exp overflows."""
+    """Computes softplus, x above the threshold. torch's decomposition gives NaN where exp overflows."""
     x = widen(x)
     scaled = x * beta
     is_linear = scaled > threshold

@@ -201,8 +201,8 @@ def _call_custom(inputs: list[Array], key: str, results: str, attributes: str) -
 
 @lowers(own_backwards.WITH_BACKWARD)
 def _with_backward(results: list[Array], inputs: list[Array], saved: list[Array], key: str) -> list[Array]:
-    own_backward = own_backwards.find(key)
-    if own_backward.program is None:  # for inference
+    call = own_backwards.find(key)
+    if call.program is None:  # for inference
         return list(results)
 
     @jax.custom_vjp
@@ -216,11 +216,9 @@ def _with_backward(results: list[Array], inputs: list[Array], saved: list[Array]
     def backward(saved: list[Array], gradients: list[Array]) -> tuple[Any, Any, Any]:
         all_gradients = [
             gradient if has_gradient else jnp.zeros(result.shape, result.dtype)
-            for gradient, result, has_gradient in zip(
-                gradients, results, own_backward.differentiable, strict=True
-            )
+            for gradient, result, has_gradient in zip(gradients, results, call.differentiable, strict=True)
         ]
-        return None, list(_run_program(own_backward.program, [*saved, *all_gradients])), None
+        return None, list(_run_program(call.program, [*saved, *all_gradients])), None
 
     results_with_backward.defvjp(forward, backward)
     return results_with_backward(list(results), list(inputs), list(saved))

@@ -136,9 +136,7 @@ def _smooth_matrix(coordinates: Matrix, length: int, step: Any, is_cubic: bool =
     return weights / weights.sum(1, keepdims=True)
 
 
-def _interpolation(
-    num_dims: int, make_matrix: Callable[[Matrix, int, Any], Matrix]
-) -> Callable[..., Array]:
+def _interpolator(num_dims: int, make_matrix: Callable[[Matrix, int, Any], Matrix]) -> Callable[..., Array]:
     def resample(x: Array, size: Sequence[int] | None, align_corners: bool, *scales: Any) -> Array:
         wide = widen(x)
         for i, (target, factor) in enumerate(_targets(x, size, scales, num_dims)):
@@ -157,13 +155,13 @@ def _interpolation(
     return resample
 
 
-lowers("upsample_linear1d", keep=True)(_interpolation(1, _linear_matrix))
-lowers("upsample_bilinear2d", keep=True)(_interpolation(2, _linear_matrix))
-lowers("upsample_trilinear3d", keep=True)(_interpolation(3, _linear_matrix))
-lowers("upsample_bicubic2d", keep=True)(_interpolation(2, _cubic_matrix))
-lowers("_upsample_bilinear2d_aa", keep=True)(_interpolation(2, _smooth_matrix))
+lowers("upsample_linear1d", keep=True)(_interpolator(1, _linear_matrix))
+lowers("upsample_bilinear2d", keep=True)(_interpolator(2, _linear_matrix))
+lowers("upsample_trilinear3d", keep=True)(_interpolator(3, _linear_matrix))
+lowers("upsample_bicubic2d", keep=True)(_interpolator(2, _cubic_matrix))
+lowers("_upsample_bilinear2d_aa", keep=True)(_interpolator(2, _smooth_matrix))
 lowers("_upsample_bicubic2d_aa", keep=True)(
-    _interpolation(2, functools.partial(_smooth_matrix, is_cubic=True))
+    _interpolator(2, functools.partial(_smooth_matrix, is_cubic=True))
 )
 
 

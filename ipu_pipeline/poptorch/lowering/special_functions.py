@@ -76,7 +76,7 @@ def _derivative(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
 @lowers("special_erfcx")
 @_floats
 def _erfcx(x: Array) -> Array:
-    """exp(x²) erfc(x): from x = 1 on a sum of exp(-t²) / (x² + t²), minus the residue at the pole."""
+    """Computes exp(x²) erfc(x): from x = 1 on a sum of exp(-t²) / (x² + t²), less the pole's residue."""
     is_large, step = x >= 1, 0.5
     large = jnp.where(is_large, x, 1)
     squares = [(number * step) ** 2 for number in range(1, 13)]
@@ -205,7 +205,7 @@ def _bessel_y(order: int, x: Array) -> Array:
 
 
 def _bessel_k(order: int, x: Array) -> Array:
-    """exp(x) K(x): the integral of exp(x (1 - cosh t)) cosh(order t) over t from 0 to where it vanishes."""
+    """Computes exp(x) K(x), the integral of exp(x (1 - cosh t)) cosh(order t) over t until it vanishes."""
     x = to_float(x)
     positive = jnp.where(x > 0, x, 1)
     count = 96

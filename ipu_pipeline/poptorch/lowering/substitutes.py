@@ -198,9 +198,7 @@ def _gaussian_nll_loss(
         if input.shape[:-1] == var.shape:
             var = var.unsqueeze(-1)
         elif input.dim() != var.dim() or [
-            length
-            for length, input_length in zip(var.shape, input.shape, strict=True)
-            if length != input_length
+            length for length, size in zip(var.shape, input.shape, strict=True) if length != size
         ] != [1]:
             raise ValueError("var is of incorrect size")
     # As in torch, the gradient passes where the variance is raised to eps.

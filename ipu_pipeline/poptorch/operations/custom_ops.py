@@ -108,16 +108,14 @@ def register_custom_op(
       poptorch.register_custom_op("com.acme", "Cube", 1, lambda x, bias: (x**3, x**3 + bias))
     """
     # Arguments.
-    for argument, value in (("domain", domain), ("name", name)):
+    for label, value in (("domain", domain), ("name", name)):
         if not isinstance(value, str):
-            raise TypeError(f"register_custom_op: {argument} must be a string; got {value!r}.")
+            raise TypeError(f"register_custom_op: {label} must be a string; got {value!r}.")
     if not is_int(version):
         raise TypeError(f"register_custom_op: version must be an integer; got {version!r}.")
-    for argument, callback in (("function", function), ("vjp", vjp)):
+    for label, callback in (("function", function), ("vjp", vjp)):
         if callback is not None and not callable(callback):
-            raise TypeError(
-                f"register_custom_op: {argument} must be callable; got {type(callback).__name__}."
-            )
+            raise TypeError(f"register_custom_op: {label} must be callable; got {type(callback).__name__}.")
     if not isinstance(writes, Sequence) or not all(is_int(number, 0) for number in writes):
         raise TypeError(f"register_custom_op: writes must be a list of numbers of inputs; got {writes!r}.")
     # A function of a library, or of Python.
@@ -131,9 +129,7 @@ def register_custom_op(
     if symbol is not None:
         raise ValueError("register_custom_op: symbol is a name in a library, and there is no library.")
     if function is None:
-        return lambda decorated: register_custom_op(
-            domain, name, version, decorated, vjp=vjp, writes=writes
-        )
+        return lambda compute: register_custom_op(domain, name, version, compute, vjp=vjp, writes=writes)
     _registered[key] = CustomOperation(*key, _from_python(function), vjp, tuple(writes), is_foreign=False)
     return function
 
@@ -236,15 +232,13 @@ def custom_op(
     """
     check_outside("custom_op")
     tensor_lists: dict[str, Any] = {"inputs": inputs, "example_outputs": example_outputs}
-    for argument, value in tensor_lists.items():
+    for label, value in tensor_lists.items():
         if isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"custom_op: {argument} must be a list of tensors; got a tensor. Write [tensor]."
-            )
+            raise ValueError(f"custom_op: {label} must be a list of tensors; got a tensor. Write [tensor].")
     inputs, examples = list(inputs), list(example_outputs)
-    for argument, tensors in (("inputs", inputs), ("example_outputs", examples)):
+    for label, tensors in (("inputs", inputs), ("example_outputs", examples)):
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise ValueError(f"custom_op: {argument} must be a list of tensors, at least one.")
+            raise ValueError(f"custom_op: {label} must be a list of tensors, at least one.")
     attributes = _check_attributes({} if attributes is None else attributes)
     operation = find_custom_op(domain, name, domain_version)
     _check_writes(operation, inputs, examples)
@@ -365,12 +359,10 @@ class CustomCall:
                 f"Custom operation {label} is from a library, and has no gradient. Give register_custom_op "
                 "vjp=, a function that computes it; or detach the inputs."
             )
-        input_gradients = vjp(inputs, results, gradients, **self.attributes)
-        input_gradients = (
-            tuple(input_gradients) if isinstance(input_gradients, (list, tuple)) else (input_gradients,)
-        )
-        shapes = [None if gradient is None else jnp.shape(gradient) for gradient in input_gradients]
-        if len(input_gradients) != len(inputs) or any(
+        cotangents = vjp(inputs, results, gradients, **self.attributes)
+        cotangents = tuple(cotangents) if isinstance(cotangents, (list, tuple)) else (cotangents,)
+        shapes = [None if gradient is None else jnp.shape(gradient) for gradient in cotangents]
+        if len(cotangents) != len(inputs) or any(
             shape not in (None, array.shape) for shape, array in zip(shapes, inputs, strict=True)
         ):
             raise Error(
@@ -381,7 +373,7 @@ class CustomCall:
             None
             if gradient is None or not jnp.issubdtype(array.dtype, jnp.floating)
             else jnp.asarray(gradient).astype(array.dtype)
-            for gradient, array in zip(input_gradients, inputs, strict=True)
+            for gradient, array in zip(cotangents, inputs, strict=True)
         )
 
 
@@ -425,14 +417,14 @@ def _backward_on_cpu(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tupl
 
         outputs, transpose = jax.vjp(compute, *(arrays[number] for number in varied))
         by_results = [g for g, dtype in zip(gradients, call.dtypes, strict=True) if dtype.is_floating_point]
-        output_gradients = [
+        result_gradients = [
             jnp.zeros_like(array) if gradient is None else jnp.asarray(to_numpy(gradient.contiguous()))
             for gradient, array in zip(by_results, outputs, strict=True)
         ]
-        input_gradients: list[torch.Tensor | None] = [None] * len(tensors)
-        for number, gradient in zip(varied, transpose(output_gradients), strict=True):
-            input_gradients[number] = to_torch(gradient, tensors[number].dtype)
-    return input_gradients, None, None, None
+        cotangents: list[torch.Tensor | None] = [None] * len(tensors)
+        for number, gradient in zip(varied, transpose(result_gradients), strict=True):
+            cotangents[number] = to_torch(gradient, tensors[number].dtype)
+    return cotangents, None, None, None
 
 
 _library = torch.library.Library(markers.NAMESPACE, "FRAGMENT")

@@ -105,13 +105,13 @@ class HostFunction:
             outputs = self._function(leaves)
             pairs = [(r, g) for r, g in zip(outputs, gradients, strict=True) if r.requires_grad]
             varied = [leaf for leaf in leaves if leaf.requires_grad]
-            input_gradients: Sequence[torch.Tensor | None] = [None] * len(varied)
+            cotangents: Sequence[torch.Tensor | None] = [None] * len(varied)
             if pairs and varied:
                 results, output_gradients = zip(*pairs, strict=True)
-                input_gradients = torch.autograd.grad(results, varied, output_gradients, allow_unused=True)
+                cotangents = torch.autograd.grad(results, varied, output_gradients, allow_unused=True)
         return [
             torch.zeros_like(leaf) if gradient is None else gradient.detach()
-            for leaf, gradient in zip(varied, input_gradients, strict=True)
+            for leaf, gradient in zip(varied, cotangents, strict=True)
         ]
 
     def check(self, results: Tensors) -> Tensors:
@@ -170,17 +170,15 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
                 f"poptorch.CPU {function.name!r} has no gradient, because torch cannot compute it: "
                 f"{function.obstacle}. Detach its inputs (tensor.detach()), or use it for inference."
             )
-        output_gradients = [
+        gradients = [
             jax.numpy.zeros(kind.shape, jax_dtype(kind.dtype))
             if gradient.dtype == jax.dtypes.float0
             else gradient
             for gradient, kind in zip(gradients, function.results, strict=True)
         ]
         kinds = [kind.array for kind in varied]
-        input_gradients = iter(
-            jax.pure_callback(gradient_on_host, kinds, *saved, *output_gradients) if kinds else []
-        )
-        return tuple(next(input_gradients) if is_varied else None for is_varied in function.varied)
+        cotangents = iter(jax.pure_callback(gradient_on_host, kinds, *saved, *gradients) if kinds else [])
+        return tuple(next(cotangents) if is_varied else None for is_varied in function.varied)
 
     call.defvjp(forward, backward)
     return call(*inputs)

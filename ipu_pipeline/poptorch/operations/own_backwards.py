@@ -62,9 +62,7 @@ class Context:
 
     def has_gradient(self, result: torch.Tensor) -> bool:
         """Whether a result has a gradient."""
-        return result.is_floating_point() and all(
-            result is not constant for constant in self._constant_results
-        )
+        return result.is_floating_point() and all(result is not value for value in self._constant_results)
 
     def take_apart(self) -> tuple[list[torch.Tensor], Structure]:
         """Returns the tensors that are kept, and the rest; see `with_parts`."""
@@ -115,18 +113,16 @@ class OwnBackward(torch.nn.Module):
         gradients: list[Any] = [None] * self._num_results
         for place, gradient in zip(self._places, copies[self.num_kept :], strict=True):
             gradients[place] = gradient
-        input_gradients: Any = self._function.backward(context, *gradients)
-        input_gradients = (
-            input_gradients if isinstance(input_gradients, (tuple, list)) else (input_gradients,)
-        )
-        if len(input_gradients) < len(self._inputs) or any(
-            extra is not None for extra in input_gradients[len(self._inputs) :]
+        cotangents: Any = self._function.backward(context, *gradients)
+        cotangents = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents,)
+        if len(cotangents) < len(self._inputs) or any(
+            extra is not None for extra in cotangents[len(self._inputs) :]
         ):
             raise Error(
-                f"The backward of {self.name} returns {len(input_gradients)} gradients; its forward takes "
+                f"The backward of {self.name} returns {len(cotangents)} gradients; its forward takes "
                 f"{len(self._inputs)} arguments. Return one for each, None for those without."
             )
-        pairs = zip(input_gradients, self._inputs, strict=False)
+        pairs = zip(cotangents, self._inputs, strict=False)
         return tuple(
             self._fit(gradient, number, *kind)
             for number, (gradient, kind) in enumerate(pairs)

@@ -297,7 +297,7 @@ def table_of_best(facts: PipelineFacts, predictions: Predictions) -> str:
 
 
 def table_of_bubble(facts: PipelineFacts, predictions: Predictions) -> str:
-    """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
+    """The reasons why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
     simulation = predictions.simulation
     number = len(simulation.scenario.ipus_of_replicas)
     timelines = {"free-running": simulation.free_running, "lock-step": simulation.lock_step}
@@ -309,15 +309,13 @@ def table_of_bubble(facts: PipelineFacts, predictions: Predictions) -> str:
     rows = []
     for name, timeline in timelines.items():
         shares = timeline.bubble.by_cause()
-        total_time = number * timeline.step_time
+        total = number * timeline.step_time
         cells = [
             _text(name),
             _number(describe_time(timeline.step_time * 1e6)),
             _number(describe_share(timeline.utilisation)),
         ]
-        cells += [
-            _number(describe_share(shares[cause] / total_time if total_time else 0.0)) for cause in causes
-        ]
+        cells += [_number(describe_share(shares[cause] / total if total else 0.0)) for cause in causes]
         rows.append((False, cells))
     return _table(facts, "Where the time of the IPUs goes, simulated", headings, rows)
 
@@ -388,12 +386,10 @@ def _figures(pipeline: Study) -> list[tuple[str, str, list[str]]]:
     """The most important figures: title, figure, and details."""
     facts, analysis, predicted = pipeline.facts, pipeline.analysis, pipeline.predictions
     balanced = analysis.balanced_utilisation
-    utilisations = (
-        [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]
-    )
+    shares = [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]
     if predicted is not None:
         free, lock = predicted.simulation.free_running, predicted.simulation.lock_step
-        utilisations.append(
+        shares.append(
             f"simulated {describe_share(free.utilisation)}, in lock-step {describe_share(lock.utilisation)}"
         )
     idle = []
@@ -433,7 +429,7 @@ def _figures(pipeline: Study) -> list[tuple[str, str, list[str]]]:
     elif analysis.is_even and len(analysis.ipus) > 1:
         limit = ("none", [f"all {facts.device_word}s are about equally busy"])
     return [
-        (f"Utilisation of the {facts.device_word}s", describe_share(analysis.utilisation), utilisations),
+        (f"Utilisation of the {facts.device_word}s", describe_share(analysis.utilisation), shares),
         ("Bubble", describe_share(analysis.bubble), idle),
         ("Speed", f"{describe_speed(speed)} {unit}", ["while steps run"]),
         ("Step", describe_time(analysis.step_time), steps),
