@@ -129,14 +129,14 @@ def _launch(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
             memory.close()
 
 
-def _make_memory(parser: argparse.ArgumentParser, given: Path | None) -> Memory | None:
-    parent = DEFAULT_DIRECTORY if given is None else given
+def _make_memory(parser: argparse.ArgumentParser, directory: Path | None) -> Memory | None:
+    parent = DEFAULT_DIRECTORY if directory is None else directory
     try:
         remove_left(parent)
         return Memory(parent)
     except OSError as error:
-        if given is not None:
-            parser.error(f"--memory-dir: nothing can be written to {given}: {error.strerror}.")
+        if directory is not None:
+            parser.error(f"--memory-dir: nothing can be written to {directory}: {error.strerror}.")
         say(
             f"nothing is kept in memory: {DEFAULT_DIRECTORY} cannot be used ({error.strerror}). After a "
             "failure, training goes on from checkpoints on disk. --memory-dir names another directory."

@@ -12,8 +12,6 @@ from pathlib import Path
 from ipu_pipeline import __version__
 from ipu_pipeline.ground.tables import align
 
-# Shows what commands have found: plain tables on a terminal, pages in a browser.
-
 
 def show(text: str) -> None:
     """Prints what a command was asked for. The program that reads it may stop reading, as `head` does."""
@@ -37,8 +35,6 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: 
     return "\n".join(align([headings, *rows], range(texts, len(headings)), indent=""))
 
 
-# The program `ipu-pipeline`: creates, runs, profiles and inspects pipelines.
-#
 # Only the module of the command that was asked for is imported, so that each starts as fast as it can.
 
 # Command -> (its module and function, what it does in a line). The function adds a description and

@@ -70,8 +70,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _monitor(as_json: bool, every: float | None) -> int:
-    if every is None:
+def _monitor(as_json: bool, interval: float | None) -> int:
+    if interval is None:
         print(_describe(as_json))  # noqa: T201  # a program
         return 0
     clears = sys.stdout.isatty() and not as_json
@@ -79,16 +79,16 @@ def _monitor(as_json: bool, every: float | None) -> int:
         while True:
             text = _describe(as_json)
             print(f"\033[H\033[2J{text}" if clears else text, flush=True)  # noqa: T201  # a program
-            time.sleep(every)
+            time.sleep(interval)
     except KeyboardInterrupt:
         return 130
 
 
 def _describe(as_json: bool) -> str:
-    found = board.read_all()
-    for reason in found.refused:
+    entries = board.read_all()
+    for reason in entries.refused:
         print(f"ipu-pipeline monitor: {printable(reason)}.", file=sys.stderr)  # noqa: T201  # a program
-    programs = [_complete(announced) for announced in found.announced]
+    programs = [_complete(announced) for announced in entries.announced]
     if as_json:
         return json.dumps({"programs": programs})
     if not programs:
@@ -174,7 +174,7 @@ def _describe_ipus(ipus: Sequence[Mapping[str, Any]], number: str) -> str:
     for ipu in ipus:
         by_kind.setdefault(ipu["kind"], []).append(ipu[number])
     return "; ".join(
-        f"{_describe_numbers(sorted(found))} {_shown(kind)}" for kind, found in by_kind.items()
+        f"{_describe_numbers(sorted(numbers))} {_shown(kind)}" for kind, numbers in by_kind.items()
     )
 
 
@@ -186,14 +186,14 @@ def _describe_numbers(numbers: Sequence[int]) -> str:
 
 
 def _describe_rate(run: Mapping[str, Any]) -> str:
-    rate, what = run["rate"], f"{run['unit']}s"
+    rate, unit = run["rate"], f"{run['unit']}s"
     if run["samples_per_second"] is not None:
-        rate, what = run["samples_per_second"], "samples"
+        rate, unit = run["samples_per_second"], "samples"
     elif run["unit"] == "micro-batch":
-        what = "micro-batches"
+        unit = "micro-batches"
     if rate is None:
         return ""
-    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2}f} {what}/s"
+    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 10 else 2}f} {unit}/s"
 
 
 def _describe_planned(ipus: Sequence[Mapping[str, Any]]) -> str:

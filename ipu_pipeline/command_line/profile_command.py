@@ -79,10 +79,10 @@ def profile(
     options = {"autoReport.all": "true", "autoReport.directory": str(where.absolute())}
     environment["POPLAR_ENGINE_OPTIONS"] = json.dumps(options)
     if is_synthetic:
-        asked = environment.get(_SYNTHETIC) or "use_synthetic_data" in environment.get(
+        is_asked = environment.get(_SYNTHETIC) or "use_synthetic_data" in environment.get(
             "TF_POPLAR_FLAGS", ""
         )
-        environment[_SYNTHETIC] = environment.get(_SYNTHETIC, "") if asked else "zeros"
+        environment[_SYNTHETIC] = environment.get(_SYNTHETIC, "") if is_asked else "zeros"
     _say(f"Running {shlex.join(command[4:])}{' on synthetic data' if is_synthetic else ''}")
     try:
         status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603  # the user's
@@ -105,7 +105,7 @@ def profile(
 def _find_flags(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The entries of `_FLAGS` that a program's help mentions and its arguments lack."""
     try:
-        shown = subprocess.run(  # noqa: S603  # the user's, too
+        help_run = subprocess.run(  # noqa: S603  # the user's, too
             [*command, "--help"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -116,24 +116,24 @@ def _find_flags(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
         )
     except subprocess.TimeoutExpired:
         return []
-    if shown.returncode:  # a program without --help may have done anything
+    if help_run.returncode:  # a program without --help may have done anything
         return []
-    given = {argument.partition("=")[0] for argument in arguments}
-    found: list[str] = []
+    names = {argument.partition("=")[0] for argument in arguments}
+    flags: list[str] = []
     for flag, value in _FLAGS:
-        if flag not in given and re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown.stdout):
-            found += [flag, value]
-    return found
+        if flag not in names and re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", help_run.stdout):
+            flags += [flag, value]
+    return flags
 
 
 def _tell_of_host(file: Path) -> None:
     """Says so if IPUs waited for the host more than for anything else: nothing on the page matters more."""
     try:
         profile = read_profile(file.read_text(encoding="utf-8"))
-        found = find_host_time(profile, analyse(profile))
+        host_times = find_host_time(profile, analyse(profile))
     except (OSError, ValueError):
         return
-    for facts, host in zip(profile.pipelines, found, strict=True):
+    for facts, host in zip(profile.pipelines, host_times, strict=True):
         if host is not None and host.is_first:
             _say(printable(f"{facts.name}: {say_device(host.sentence, facts.device_word)}"))
 

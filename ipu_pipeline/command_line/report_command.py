@@ -47,13 +47,13 @@ def report(directory: str, as_json: bool = False, opens: bool = False) -> int:
     page = folder / _PAGE
     processes = {device.ipu: device.process for device in profile.devices}
     if as_json:
-        entries = [_as_entries(one, processes) for one in studies]
+        entries = [_as_entries(pipeline, processes) for pipeline in studies]
         print(json.dumps({"page": str(page.absolute()), "pipelines": entries}, indent=2))  # noqa: T201
     else:
-        lines = [line for one in studies for line in _as_lines(one, processes)]
+        lines = [line for pipeline in studies for line in _as_lines(pipeline, processes)]
         notes = [f"Note: {note}" for note in profile.notes]
-        found = [f"The page is {page.absolute()}", *notes, *lines]
-        print("\n".join(map(printable, found)))  # noqa: T201
+        summary = [f"The page is {page.absolute()}", *notes, *lines]
+        print("\n".join(map(printable, summary)))  # noqa: T201
     if opens:
         open_page(page)
     return 0
@@ -78,9 +78,9 @@ def _read(folder: Path) -> str:
         raise ValueError(f"{_PROFILE}: it is damaged ({error}). Record the trace again.") from error
 
 
-def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
+def _as_lines(pipeline: Study, processes: Mapping[int, int]) -> list[str]:
     """The summary of a pipeline for people."""
-    facts, analysis, word = one.facts, one.analysis, one.facts.device_word
+    facts, analysis, word = pipeline.facts, pipeline.analysis, pipeline.facts.device_word
     if not analysis.steps:
         return ["", f"{facts.name}: no step of it was recorded"]
     speed, unit = analysis.samples_per_second, "samples/s"
@@ -95,18 +95,18 @@ def _as_lines(one: Study, processes: Mapping[int, int]) -> list[str]:
     )
     if analysis.is_even and len(analysis.ipus) > 1:
         limit = "none: all IPUs are about equally busy"
-    if one.is_held_back_by_host:
+    if pipeline.is_held_back_by_host:
         limit = "the host, for which IPUs wait more than for each other"
     rows = [
         ("step", describe_time(analysis.step_time)),
         ("speed", f"{describe_speed(speed)} {unit}"),
         ("utilisation", describe_share(analysis.utilisation) + beside),
-        ("held back by" if one.is_held_back_by_host else "limiting stage", say_device(limit, word)),
+        ("held back by" if pipeline.is_held_back_by_host else "limiting stage", say_device(limit, word)),
         *zip(
             [f"{word} {use.ipu}" for use in analysis.ipus], _describe_uses(analysis, processes), strict=True
         ),
     ]
-    rows += [("advice", sentence) for sentence in one.advice]
+    rows += [("advice", sentence) for sentence in pipeline.advice]
     width = max(len(name) for name, _value in rows)
     return [
         "",
@@ -128,12 +128,12 @@ def _describe_uses(analysis: PipelineAnalysis, processes: Mapping[int, int]) -> 
     ]
 
 
-def _as_entries(one: Study, processes: Mapping[int, int]) -> dict[str, Any]:
+def _as_entries(pipeline: Study, processes: Mapping[int, int]) -> dict[str, Any]:
     """The summary of a pipeline for programs; times are in microseconds, the scenario's in seconds.
 
     Takes the same arguments as `_as_lines`.
     """
-    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    facts, analysis, predicted = pipeline.facts, pipeline.analysis, pipeline.predictions
     return {
         "name": facts.name,
         "kind": facts.kind,
@@ -141,7 +141,9 @@ def _as_entries(one: Study, processes: Mapping[int, int]) -> dict[str, Any]:
         **dataclasses.asdict(analysis),
         "ipus": [{**dataclasses.asdict(use), "process": processes.get(use.ipu)} for use in analysis.ipus],
         "bubble": analysis.bubble,
-        "advice": " ".join(one.advice) or None,
-        "host": None if one.host is None else {**dataclasses.asdict(one.host), "idle": one.host.idle},
+        "advice": " ".join(pipeline.advice) or None,
+        "host": None
+        if pipeline.host is None
+        else {**dataclasses.asdict(pipeline.host), "idle": pipeline.host.idle},
         "scenario": None if predicted is None else predicted.simulation.scenario.as_dict(),
     }

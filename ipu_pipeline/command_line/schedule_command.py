@@ -37,7 +37,7 @@ _DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that a schedule and its simulation share. None means not given."""
+    """Adds the options that a schedule and its simulation share; those that are left out are None."""
     parser.add_argument(
         "--stages", type=at_least_one, metavar="N", help=f"number of stages; {DEFAULT_STAGES} by default"
     )
@@ -82,27 +82,27 @@ def tell_example(parser: argparse.ArgumentParser, parsed: argparse.Namespace) ->
 
 def _schedule(text: str) -> str:
     try:
-        found = check_schedule(text)
+        schedule = check_schedule(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if not isinstance(found, SearchedSchedule) and found not in named_schedules():
+    if not isinstance(schedule, SearchedSchedule) and schedule not in named_schedules():
         raise argparse.ArgumentTypeError(f"must be a name, not a file; got {text!r}")
-    return schedule_name(found)
+    return schedule_name(schedule)
 
 
 def find_mapping(
-    parser: argparse.ArgumentParser, given: Sequence[int] | None, num_stages: int, schedule: object
+    parser: argparse.ArgumentParser, devices: Sequence[int] | None, num_stages: int, schedule: object
 ) -> tuple[int, ...]:
     """The device of each stage; ends the program if the option does not fit the number of stages."""
-    if given is None and schedule in {*_AROUND, *_DOWN_AND_UP}:
+    if devices is None and schedule in {*_AROUND, *_DOWN_AND_UP}:
         if num_stages % 2:
             parser.error(
                 f"argument --stages: {schedule} has two stages on each device; got {num_stages}. Give an "
                 "even number, or --device-mapping."
             )
-        given = [*range(num_stages // 2)]
-        given += given if schedule in _AROUND else given[::-1]
-    mapping = tuple(range(num_stages)) if given is None else tuple(given)
+        devices = [*range(num_stages // 2)]
+        devices += devices if schedule in _AROUND else devices[::-1]
+    mapping = tuple(range(num_stages)) if devices is None else tuple(devices)
     if len(mapping) != num_stages:
         parser.error(
             f"argument --device-mapping: must have a device for each of the {num_stages} stages; got "
@@ -156,20 +156,20 @@ def _mapping(text: str) -> list[int]:
 
 
 def spread(
-    parser: argparse.ArgumentParser, option: str, given: Sequence[float], count: int, of: str
+    parser: argparse.ArgumentParser, option: str, values: Sequence[float], count: int, of: str
 ) -> float | list[float]:
-    """One number, or a list of `count` numbers; ends the program if it is neither."""
-    if len(given) == 1:
-        return given[0]
-    if len(given) != count:
+    """Returns one number, or a list of `count` numbers; ends the program if it is neither."""
+    if len(values) == 1:
+        return values[0]
+    if len(values) != count:
         parser.error(
-            f"argument {option}: must be one number or {count}, one per {of}; got {len(given)}. Give "
+            f"argument {option}: must be one number or {count}, one per {of}; got {len(values)}. Give "
             f"{count}, or another --stages."
         )
-    return list(given)
+    return list(values)
 
 
-# `ipu-pipeline schedule`: the staircase of a schedule, as text.
+# The command.
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -229,7 +229,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     ipus = len(set(mapping))
     waits = 1 - len(table.order) / (ipus * table.num_time_steps)
     width = shutil.get_terminal_size().columns if parsed.width is None else parsed.width
-    purpose = next((f"\n{known.purpose}" for known in SCHEDULES if known.name == schedule), "")
+    purpose = next((f"\n{entry.purpose}" for entry in SCHEDULES if entry.name == schedule), "")
     show(
         f"{schedule}: {num_stages} stages on {ipus} devices, {count} micro-batches, "
         f"{table.num_time_steps} time-steps, devices idle for {waits:.0%} of them\n\n"

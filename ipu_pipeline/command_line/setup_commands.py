@@ -22,7 +22,7 @@ from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.tables import align, describe_bytes, printable
 from ipu_pipeline.ground.user_warnings import TESTED, is_tested
 
-# `ipu-pipeline new`: creates a small project with a pipeline, its test, and a page about them.
+# `ipu-pipeline new`.
 
 _TEMPLATES = ("README.md", "train.py", "test_train.py")
 
@@ -65,7 +65,7 @@ def _refuse(message: str) -> int:
     return 2
 
 
-# `ipu-pipeline devices`: lists the devices that JAX has here, each of which can be an IPU.
+# `ipu-pipeline devices`.
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
@@ -79,10 +79,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_devices(as_json: bool) -> int:
-    # A program that trains may want all of an accelerator's memory, or have it already.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax  # here, since other commands are faster without it
-
+    jax = _import_jax()
     try:
         devices = [_describe_device(device) for device in jax.devices()]
     except RuntimeError as error:
@@ -117,6 +114,15 @@ def _list_devices(as_json: bool) -> int:
     return 0
 
 
+def _import_jax() -> Any:
+    """Imports JAX, late, since other commands are faster without it."""
+    # A program that trains may want all of an accelerator's memory, or have it already.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    return jax
+
+
 def _describe_device(device: Any) -> dict[str, Any]:
     try:
         stats = device.memory_stats() or {}
@@ -145,7 +151,7 @@ def _sizes(device: dict[str, Any]) -> tuple[int | None, int | None]:
     return device["memory_bytes"], device["used_bytes"]
 
 
-# `ipu-pipeline doctor`: checks what works on this machine, and what is missing for the rest.
+# `ipu-pipeline doctor`.
 
 OK = "ok"
 NOTE = "note"  # it works, or may
@@ -162,7 +168,7 @@ class Finding(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """What needs packages that the library itself does not: their modules, and how to get them."""
+    """A feature that needs more packages than the library: their modules, and how to get them."""
 
     name: str
     modules: tuple[str, ...]
@@ -194,13 +200,13 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_checks() -> int:
-    found = [*_check_versions()]
-    if all(finding.state != WRONG for finding in found):  # else JAX is not there, or broken
-        found += [*_check_devices(), _check_cache()]
+    findings = [*_check_versions()]
+    if all(finding.state != WRONG for finding in findings):  # else JAX is not there, or broken
+        findings += [*_check_devices(), _check_cache()]
     distributions = importlib.metadata.packages_distributions()
-    found += [*(_check_feature(feature, distributions) for feature in FEATURES), _check_compiler()]
-    print("\n".join(align(found)))  # noqa: T201  # a program
-    return int(any(finding.state == WRONG for finding in found))
+    findings += [*(_check_feature(feature, distributions) for feature in FEATURES), _check_compiler()]
+    print("\n".join(align(findings)))  # noqa: T201  # a program
+    return int(any(finding.state == WRONG for finding in findings))
 
 
 def _check_versions() -> Iterator[Finding]:
@@ -226,10 +232,7 @@ def _check_versions() -> Iterator[Finding]:
 
 
 def _check_devices() -> Iterator[Finding]:
-    # A program that trains may want all of an accelerator's memory, or have it already.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    import jax
-
+    jax = _import_jax()
     try:
         devices = jax.devices()
     except Exception as error:  # whatever keeps JAX from starting
@@ -256,11 +259,11 @@ def _check_cache() -> Finding:
         )
     if not os.path.lexists(directory):
         return Finding(OK, subject, f"in {printable(directory)}, which the first program makes")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("always")
         executable_cache.enable_executable_cache(directory)
-    if told:
-        return Finding(WRONG, subject, printable(str(told[0].message)))
+    if problems:
+        return Finding(WRONG, subject, printable(str(problems[0].message)))
     return Finding(OK, subject, f"in {printable(directory)}: {describe_bytes(_size_of(Path(directory)))}")
 
 
@@ -287,10 +290,10 @@ def _check_feature(feature: Feature, distributions: Mapping[str, Sequence[str]])
 
 def _check_compiler() -> Finding:
     subject = "custom operations in C++"
-    found = shutil.which("g++") or shutil.which("clang++")
-    if found is None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
         return Finding(MISSING, subject, "no g++ and no clang++: install a compiler")
-    return Finding(OK, subject, found)
+    return Finding(OK, subject, compiler)
 
 
 def _first_line(error: Exception) -> str:

@@ -37,7 +37,7 @@ from ipu_pipeline.engine.schedules import (
 )
 from ipu_pipeline.reports.page import write_simulation
 from ipu_pipeline.reports.predictions import (
-    Measured,
+    MeasuredRun,
     find_measured,
     predict_scenario,
     say_advice,
@@ -58,6 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "is one number, or a list with one number per stage, such as 1,2,1."
     )
     add_pipeline(parser)
+    # Costs.
     parser.add_argument(
         "--forward-cost", type=numbers, metavar="LIST", help="forward pass of a micro-batch; 1 by default"
     )
@@ -99,6 +100,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="bytes of a stage's gradients, which replicas average once per step; 0 by default",
     )
+    # Replicas, processes and links.
     parser.add_argument(
         "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; 1 by default"
     )
@@ -125,12 +127,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="each replica holds and updates only its share of the optimizer state",
     )
+    # Devices and programs.
     parser.add_argument(
         "--cores", type=_cores, metavar="N", help="cores that all devices share; none by default"
     )
     parser.add_argument(
         "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; 1 by default"
     )
+    # Files, and what is searched.
     parser.add_argument(
         "--costs-from",
         type=Path,
@@ -176,24 +180,26 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.html is not None:
         _write_page(parser, scenario, parsed.html)
     variants: Sequence[Variant] = []
-    advice, told = None, ""
+    advice, sentences = None, ""
     if parsed.what_if or scenario.num_actions <= _MOST_ACTIONS:
         is_measured = measured is not None and measured.is_measured
         # Only of a profile the costs are known to be in seconds.
         describe = say_seconds if measured is not None and measured.is_profile else "{:.4g}".format
-        found = predict_scenario(scenario, cores, is_measured=is_measured, is_whole=True, describe=describe)
-        simulation, variants, advice = found.simulation, found.variants, found.advice
-        told = " ".join(say_advice(advice, None if measured is None else measured.host))
+        predictions = predict_scenario(
+            scenario, cores, is_measured=is_measured, is_whole=True, describe=describe
+        )
+        simulation, variants, advice = predictions.simulation, predictions.variants, predictions.advice
+        sentences = " ".join(say_advice(advice, None if measured is None else measured.host))
     else:
         simulation = simulate(scenario)
     if parsed.json:
-        show(json.dumps(_as_json(simulation, variants, advice, told)))
+        show(json.dumps(_as_json(simulation, variants, advice, sentences)))
         return 0
     parts = [_title(scenario), _timeline_table(simulation), _ipu_table(simulation)]
     if advice is None:
         parts.append(f"More than {_MOST_ACTIONS:,} actions: --what-if simulates other schedules as well.")
     else:
-        parts += [_what_if_table(variants), told]
+        parts += [_what_if_table(variants), sentences]
     example = tell_example(parser, parsed)
     if example:
         parts.insert(1, format_staircase(scenario.timetable(), scenario.device_mapping))
@@ -251,7 +257,7 @@ def _make_scenario(
             f"{schedule_name(schedule)}. Leave it out, or give --schedule searched."
         )
     try:
-        found = dataclasses.replace(
+        scenario = dataclasses.replace(
             base,
             schedule=schedule,
             num_micro_batches=count,
@@ -262,8 +268,8 @@ def _make_scenario(
             memory=base.memory if mapping == base.device_mapping else None,  # by device
             cluster=_make_cluster(parser, parsed, base.cluster, max(mapping) + 1),
         )
-        found.timetable()
-        return found
+        scenario.timetable()
+        return scenario
     except ValueError as error:
         parser.error(str(error))
 
@@ -271,7 +277,7 @@ def _make_scenario(
 def _make_cluster(
     parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Cluster, num_ipus: int
 ) -> Cluster:
-    """A copy of a cluster, with the options that are given in place of its own values."""
+    """Replaces parts of a cluster by the options that are given."""
     num_replicas: int = parsed.replicas or base.num_replicas
     num_processes: int = parsed.processes or base.num_processes
     if num_replicas * num_ipus % num_processes:
@@ -289,14 +295,14 @@ def _make_cluster(
     for place, name in enumerate(("within", "between")):
         speed = getattr(base, name)
         for figure in ("latency", "bandwidth"):
-            given = getattr(parsed, figure)
-            if given is not None and len(given) > 2:
+            values = getattr(parsed, figure)
+            if values is not None and len(values) > 2:
                 parser.error(
                     f"argument --{figure}: must be one number, or two (within a process, between "
-                    f"processes); got {len(given)}."
+                    f"processes); got {len(values)}."
                 )
-            if given is not None:
-                speed = dataclasses.replace(speed, **{figure: given[min(place, len(given) - 1)]})
+            if values is not None:
+                speed = dataclasses.replace(speed, **{figure: values[min(place, len(values) - 1)]})
         speeds[name] = speed
     if parsed.replicas or parsed.processes or num_replicas * num_ipus != len(base.processes):
         processes = Cluster.of(num_replicas, num_ipus, num_processes).processes
@@ -306,8 +312,8 @@ def _make_cluster(
 
 
 def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
-    """A copy of costs, with the options that are given in place of its own values."""
-    given: dict[str, Any] = {}
+    """Replaces costs by the options that are given."""
+    costs: dict[str, Any] = {}
     options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
     options["weight-gradients-cost"] = "weight_gradients"
     options |= {f"{name}-bytes": f"num_{name}_bytes" for name in ("sent", "gradient")}
@@ -317,21 +323,21 @@ def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, bas
             length, of = base.num_stages, "stage"
             if name in ("transfer", "num_sent_bytes"):
                 length, of = base.num_stages - 1, "pair of neighbours"
-            given[name] = spread(parser, f"--{option}", values, length, of)
+            costs[name] = spread(parser, f"--{option}", values, length, of)
     if parsed.host_cost is not None:
-        given["host"] = parsed.host_cost
+        costs["host"] = parsed.host_cost
     try:
-        changed = Costs.of(base.num_stages, **{"forward": base.forward, "backward": base.backward, **given})
+        changed = Costs.of(base.num_stages, **{"forward": base.forward, "backward": base.backward, **costs})
     except ValueError as error:
         parser.error(f"argument --weight-gradients-cost: {error}")
-    names = ["transfers" if name == "transfer" else name for name in given]
-    if "backward" in given and "weight_gradients" not in given:
+    names = ["transfers" if name == "transfer" else name for name in costs]
+    if "backward" in costs and "weight_gradients" not in costs:
         names.append("weight_gradients")
     return dataclasses.replace(base, **{name: getattr(changed, name) for name in names})
 
 
-def _read(parser: argparse.ArgumentParser, file: Path) -> Measured:
-    """What a file says of a pipeline; ends the program if there is none."""
+def _read(parser: argparse.ArgumentParser, file: Path) -> MeasuredRun:
+    """Reads the pipeline of a file; ends the program if there is none."""
     try:
         text = file.read_text(encoding="utf-8")
         entries = json.loads(text)
@@ -344,23 +350,23 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> Measured:
             return find_measured(read_profile(text))
         except ValueError as error:
             parser.error(f"argument --costs-from: {str(file)!r}: {error}")
-    found = entries.get("scenario", entries) if isinstance(entries, dict) else None
-    if not isinstance(found, dict) or "costs" not in found:
+    entry = entries.get("scenario", entries) if isinstance(entries, dict) else None
+    if not isinstance(entry, dict) or "costs" not in entry:
         parser.error(
             f'argument --costs-from: {str(file)!r} must have "costs", by itself or under "scenario", as '
             "Scenario.as_dict has them, or be a profile.json."
         )
     try:
-        return Measured(Scenario.from_dict(found))
+        return MeasuredRun(Scenario.from_dict(entry))
     except ValueError as error:
         parser.error(f"argument --costs-from: {str(file)!r}: {error}")
 
 
 def _title(scenario: Scenario) -> str:
-    what = "training" if scenario.training else "inference"
+    purpose = "training" if scenario.training else "inference"
     text = (
         f"{scenario.costs.num_stages} stages on {len(scenario.ipus)} devices, {scenario.num_micro_batches} "
-        f"micro-batches, schedule {scenario.searched or schedule_name(scenario.schedule)}, {what}"
+        f"micro-batches, schedule {scenario.searched or schedule_name(scenario.schedule)}, {purpose}"
     )
     if scenario.chunk_size > 1:
         text += f", {scenario.chunk_size} micro-batches per program"
@@ -375,13 +381,13 @@ def _title(scenario: Scenario) -> str:
 
 
 def _timeline_table(simulation: Simulation) -> str:
-    both = (simulation.free_running, simulation.lock_step)
+    modes = (simulation.free_running, simulation.lock_step)
     rows = [
-        ["step time", *(f"{one.step_time:.6g}" for one in both)],
-        ["devices compute", *(f"{one.utilisation:.1%}" for one in both)],
+        ["step time", *(f"{mode.step_time:.6g}" for mode in modes)],
+        ["devices compute", *(f"{mode.utilisation:.1%}" for mode in modes)],
     ]
-    for cause in both[0].bubble.by_cause():
-        parts = [one.bubble.by_cause()[cause] / (len(one.work) * one.step_time or 1) for one in both]
+    for cause in modes[0].bubble.by_cause():
+        parts = [mode.bubble.by_cause()[cause] / (len(mode.work) * mode.step_time or 1) for mode in modes]
         if cause != "shared_cores" or simulation.scenario.cores is not None:
             rows.append([f"idle, {cause.replace('_', ' ')}", *(f"{part:.1%}" for part in parts)])
     return format_table(["", "waiting for data only", "in lock-step"], rows)
@@ -394,7 +400,7 @@ def _ipu_table(simulation: Simulation) -> str:
     rows = []
     for ipu, work in timeline.work.items():
         mapping = scenario.device_mapping
-        stages = [str(stage) for stage, own in enumerate(mapping) if own == ipu % scenario.num_ipus]
+        stages = [str(stage) for stage, device in enumerate(mapping) if device == ipu % scenario.num_ipus]
         row = [str(ipu), " ".join(stages), f"{work:.6g}", f"{timeline.utilisation_of_ipus[ipu]:.1%}"]
         if peaks:
             row += [f"{peaks[ipu].num_bytes:,} bytes", f"{peaks[ipu].time:.6g}"]
@@ -419,7 +425,7 @@ def _what_if_table(variants: Sequence[Variant]) -> str:
 
 
 def _as_json(
-    simulation: Simulation, variants: Sequence[Variant], advice: Advice | None, told: str
+    simulation: Simulation, variants: Sequence[Variant], advice: Advice | None, sentences: str
 ) -> dict[str, Any]:
     searched = simulation.scenario.searched
     return {
@@ -431,7 +437,7 @@ def _as_json(
         "advice": None
         if advice is None
         else {
-            "sentence": told,
+            "sentence": sentences,
             "gain": advice.gain,
             "limiting_stage": advice.limiting_stage,
             "variant": None if advice.variant is None else _variant_json(advice.variant),
@@ -446,12 +452,12 @@ def _timeline_json(timeline: Timeline) -> dict[str, Any]:
         "utilisation_of_ipus": timeline.utilisation_of_ipus,
         "idle": timeline.bubble.by_cause(),
         "peaks": [peak._asdict() for peak in timeline.peaks],
-        "actions": [one._asdict() for one in timeline.intervals()],
-        "transfers": [one._asdict() for one in timeline.transfers()],
+        "actions": [interval._asdict() for interval in timeline.intervals()],
+        "transfers": [interval._asdict() for interval in timeline.transfers()],
     }
 
 
 def _variant_json(row: Variant) -> dict[str, Any]:
-    found = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    del found["scenario"]
-    return found
+    fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    del fields["scenario"]
+    return fields

@@ -13,10 +13,9 @@ from ipu_pipeline.engine.inspect import PipelineFacts
 from ipu_pipeline.ground.tables import describe_share, describe_time
 from ipu_pipeline.reports.profile import ACTIONS, COMPILING, REHEARSAL, Event, EventKind, Profile, busy_time
 
-# A first look at a trace: how busy the IPUs were, how fast steps went, which stage limits them.
-#
-# Figures are medians over steps; figures of actions are medians of the means of steps. So a step during
-# which something else happened (a compilation, an evaluation) does not count for more than another one.
+# Figures of pipelines. They are medians over steps; figures of actions are medians of the means of steps.
+# So a step during which something else happened (a compilation, an evaluation) counts no more than another
+# one.
 
 _EVEN = 1.02  # times as busy as another
 _LAST_ACTIONS = (*ACTIONS, EventKind.UPDATE)
@@ -193,7 +192,7 @@ def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> Pipel
         num_micro_batches = round(statistics.median(numbers))
     speed = num_micro_batches / step_time * 1e6 if step_time else 0.0
     limiting = max(ipus, key=lambda use: (use.busy, -use.ipu)).ipu
-    here = [stages[index] for index in facts.stages_on(limiting)]
+    limiting_stages = [stages[index] for index in facts.stages_on(limiting)]
     actions = [event for event in events if event.kind in _LAST_ACTIONS]
     gaps = [max(0.0, after.begin - before.end) for before, after in itertools.pairwise(steps)]
     return PipelineAnalysis(
@@ -210,7 +209,7 @@ def _analyse(index: int, facts: PipelineFacts, events: Sequence[Event]) -> Pipel
         micro_batches_per_second=speed,
         samples_per_second=None if facts.micro_batch_size is None else speed * facts.micro_batch_size,
         limiting_ipu=limiting,
-        limiting_stage=max(here, key=lambda stage: (stage.length, -stage.stage)).stage,
+        limiting_stage=max(limiting_stages, key=lambda stage: (stage.length, -stage.stage)).stage,
         num_shared=sum(event.is_shared for event in actions),
         num_actions=len(actions),
     )
@@ -221,8 +220,8 @@ def _find_steps(by_step: Mapping[int, Sequence[Event]]) -> tuple[StepTime, ...]:
         number: sum(event.kind in _LAST_ACTIONS for event in events) for number, events in by_step.items()
     }
     most = max(counts.values(), default=0)
-    found = []
-    reached = float("-inf")
+    step_times = []
+    last_end = float("-inf")
     spans = [
         (min(event.begin for event in events), max(event.end for event in events), number)
         for number, events in by_step.items()
@@ -231,10 +230,10 @@ def _find_steps(by_step: Mapping[int, Sequence[Event]]) -> tuple[StepTime, ...]:
         micro_batches = {
             event.micro_batch for event in by_step[number] if event.kind is EventKind.FORWARD
         } - {None}
-        length = max(0.0, end - max(begin, reached))
-        found.append(StepTime(number, begin, end, length, len(micro_batches), counts[number] == most))
-        reached = max(reached, end)
-    return tuple(found)
+        length = max(0.0, end - max(begin, last_end))
+        step_times.append(StepTime(number, begin, end, length, len(micro_batches), counts[number] == most))
+        last_end = max(last_end, end)
+    return tuple(step_times)
 
 
 def _find_use(
@@ -247,9 +246,9 @@ def _find_use(
             if event.kind.is_computation and event.ipu is not None:
                 computations[event.ipu].append(event)
         for ipu, events in computations.items():
-            taken = busy_time(events)
-            busy[ipu].append(taken)
-            shares[ipu].append(min(1.0, taken / step.length) if step.length else 0.0)
+            busy_length = busy_time(events)
+            busy[ipu].append(busy_length)
+            shares[ipu].append(min(1.0, busy_length / step.length) if step.length else 0.0)
             updates[ipu].append(busy_time(event for event in events if event.kind is EventKind.UPDATE))
     return tuple(
         IpuUse(ipu, *(_median(values[ipu]) or 0.0 for values in (shares, busy, updates)))
@@ -276,30 +275,30 @@ def _find_stages(
             means[key].append(statistics.fmean(values))
         for stage, size in sizes.items():
             sent[stage].append(size / max(1, step.num_micro_batches))
-    found = []
-    for own in facts.stages:
-        forward, *back = (_median(means[kind, own.index]) for kind in ACTIONS)
-        known = [length for length in back if length is not None]
-        found.append(
+    uses = []
+    for stage_facts in facts.stages:
+        forward, *back = (_median(means[kind, stage_facts.index]) for kind in ACTIONS)
+        backward_lengths = [length for length in back if length is not None]
+        uses.append(
             StageUse(
-                own.index,
+                stage_facts.index,
                 forward,
-                sum(known) if known else None,
-                _median(sent[own.index]) or 0.0,
-                (back[-1] or 0.0) if own.is_halved else None,
+                sum(backward_lengths) if backward_lengths else None,
+                _median(sent[stage_facts.index]) or 0.0,
+                (back[-1] or 0.0) if stage_facts.is_halved else None,
             )
         )
-    return tuple(found)
+    return tuple(uses)
 
 
 def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse, ...]:
-    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    transfers: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         source = event.stage
         if event.kind is EventKind.TRANSFER and source is not None and event.ipu is not None:
-            there = [(abs(index - source), index) for index in facts.stages_on(event.ipu)]
-            if there:
-                found[source, min(there)[1]].append(event)
+            targets = [(abs(index - source), index) for index in facts.stages_on(event.ipu)]
+            if targets:
+                transfers[source, min(targets)[1]].append(event)
     return tuple(
         LinkUse(
             source,
@@ -307,7 +306,7 @@ def _find_links(facts: PipelineFacts, events: Sequence[Event]) -> tuple[LinkUse,
             _median(event.length for event in sent if not event.is_bounded),
             statistics.median(event.num_bytes for event in sent),
         )
-        for (source, target), sent in sorted(found.items())
+        for (source, target), sent in sorted(transfers.items())
     )
 
 
@@ -339,16 +338,14 @@ def balanced_utilisation(facts: PipelineFacts, num_micro_batches: int) -> float 
 
 
 def _median(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return statistics.median(known) if known else None
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None
 
 
-# Measures how long all IPUs waited for the host, and says what it did meanwhile and what to do about it.
-#
-# The time that counts goes from the start of a pipeline's first step to the end of its last one, without
-# compilations and rehearsals for the trace. In it, IPUs waited for the host whenever no IPU computed, for
-# any pipeline, and nothing was on its way between IPUs. Waiting for another IPU is the pipeline's own
-# affair: `predictions` has advice on that.
+# Waiting for the host. The time that counts goes from the start of a pipeline's first step to the end of
+# its last one, without compilations and rehearsals for the trace. In it, IPUs waited for the host whenever
+# no IPU computed, for any pipeline, and nothing was on its way between IPUs. Waiting for another IPU is the
+# pipeline's own affair: `predictions` has advice on that.
 
 _LEAST_SHARE = 0.1  # of the time; from this share on, waiting is reported
 _LEAST_PART = 0.25  # of the waiting time; from this share on, a cause gets advice
@@ -455,34 +452,35 @@ def find_host_time(profile: Profile, analyses: Sequence[PipelineAnalysis]) -> tu
             dequeuing.append(span)
         elif event.kind is EventKind.SPAN and event.name in (COMPILING, REHEARSAL):
             passed_over.append(span)
-    busy, apart = _join(working), _join(passed_over)
+    busy, skipped = _join(working), _join(passed_over)
     steps = _join((step.begin, step.end) for analysis in analyses for step in analysis.steps)
     waits, takes = _join(data), _join(dequeuing)
-    found: list[HostTime | None] = []
+    host_times: list[HostTime | None] = []
     for facts, analysis in zip(profile.pipelines, analyses, strict=True):
         if not analysis.steps:
-            found.append(None)
+            host_times.append(None)
             continue
         begin = min(step.begin for step in analysis.steps)
         end = max(step.end for step in analysis.steps)
-        counted = _without([(begin, end)], apart)
+        counted = _without([(begin, end)], skipped)
+        # The causes are taken in a fixed order, each from what those before left, so that parts add up.
         idle = _without(counted, busy)
-        rest = _without(idle, waits)
-        own = _without(rest, takes)
-        between = _without(own, steps)
+        after_waits = _without(idle, waits)
+        after_takes = _without(after_waits, takes)
+        between = _without(after_takes, steps)
         length = _length(counted)
-        used = _mean_use(profile, facts, counted)
-        found.append(
+        mean_use = _mean_use(profile, facts, counted)
+        host_times.append(
             HostTime(
                 length,
-                _length(idle) - _length(rest),
-                _length(rest) - _length(own),
+                _length(idle) - _length(after_waits),
+                _length(after_waits) - _length(after_takes),
                 _length(between),
-                _length(own) - _length(between),
-                max(0.0, length - _length(idle) - used),
+                _length(after_takes) - _length(between),
+                max(0.0, length - _length(idle) - mean_use),
             )
         )
-    return tuple(found)
+    return tuple(host_times)
 
 
 def _mean_use(profile: Profile, facts: PipelineFacts, counted: _Spans) -> float:
@@ -497,31 +495,31 @@ def _mean_use(profile: Profile, facts: PipelineFacts, counted: _Spans) -> float:
 
 def _join(spans: Iterable[tuple[float, float]]) -> _Spans:
     """Joins spans that overlap."""
-    found: _Spans = []
+    joined: _Spans = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined
 
 
-def _without(spans: _Spans, taken: _Spans) -> _Spans:
-    """Removes the times of other spans from spans."""
-    found: _Spans = []
+def _without(spans: _Spans, removed: _Spans) -> _Spans:
+    """Removes the times of some spans from others."""
+    remaining: _Spans = []
     place = 0
     for begin, end in spans:
-        while place < len(taken) and taken[place][1] <= begin:
+        while place < len(removed) and removed[place][1] <= begin:
             place += 1
         number = place
-        while number < len(taken) and taken[number][0] < end:
-            if taken[number][0] > begin:
-                found.append((begin, taken[number][0]))
-            begin = max(begin, taken[number][1])
+        while number < len(removed) and removed[number][0] < end:
+            if removed[number][0] > begin:
+                remaining.append((begin, removed[number][0]))
+            begin = max(begin, removed[number][1])
             number += 1
         if begin < end:
-            found.append((begin, end))
-    return found
+            remaining.append((begin, end))
+    return remaining
 
 
 def _length(spans: _Spans) -> float:

@@ -11,19 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from ipu_pipeline.engine.inspect import Launch
 from ipu_pipeline.engine.processes import is_here
 from ipu_pipeline.reports.profile import Event, EventKind
-from ipu_pipeline.reports.recorder import Launched, Recorder
+from ipu_pipeline.reports.recorder import LaunchedProgram, Recorder
 
-# Reads from the notes of JAX's profiler when programs ran on the devices.
-#
-# XLA notes every operation that a device carries out, with the module, the device and the number of the
-# run. A program runs from the beginning of its first operation to the end of its last one.
+# JAX's profiler. XLA notes every operation that a device carries out, with the module, the device and the
+# number of the run: a program runs from the beginning of its first operation to the end of its last one. A
+# thread that waits for each result would see ends only, late, and would keep results alive.
 #
 # Source of the names: XLA's tsl/profiler (`hlo_module`, `run_id`, `device_ordinal`, `profile_start_time`),
 # as seen with jaxlib 0.10.2. Runs that a device's profiler does not name this way are reported as lost.
@@ -68,7 +67,7 @@ class DeviceProfiler:
     """JAX's profiler, from `start` to `stop`."""
 
     def __init__(self) -> None:
-        """Does not start it."""
+        """Makes a profiler that is not running."""
         self._directory: Path | None = None
 
     @property
@@ -77,7 +76,7 @@ class DeviceProfiler:
         return self._directory is not None
 
     def start(self) -> None:
-        """Starts it."""
+        """Starts the profiler."""
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = 1  # the least that has operations
         options.python_tracer_level = 0
@@ -96,19 +95,19 @@ class DeviceProfiler:
         self._directory = directory
 
     def stop(self) -> DeviceProfile:
-        """Stops it, and reads what it noted: nothing if it did not run."""
+        """Stops the profiler. Returns its notes, none if it did not run."""
         directory, self._directory = self._directory, None
         if directory is None:
             return DeviceProfile((), ())
         try:
             jax.profiler.stop_trace()
-            found = sorted(directory.rglob("*.xplane.pb"))
-            if not found:
+            files = sorted(directory.rglob("*.xplane.pb"))
+            if not files:
                 return DeviceProfile((), ())
             with warnings.catch_warnings():
                 # On Python 3.13 jaxlib's types warn when they are made; as an error, that aborts Python.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return _read(jax.profiler.ProfileData.from_file(str(found[0])))
+                return _read(jax.profiler.ProfileData.from_file(str(files[0])))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -148,19 +147,19 @@ def _read(data: Any) -> DeviceProfile:
                     continue
                 if is_copier:
                     thread.operations.append((begin, end))
-                known = runs.get(run)
-                if known is None:
+                program_run = runs.get(run)
+                if program_run is None:
                     device, module, number = run
                     runs[run] = ProgramRun(module, device, number, origin + begin, origin + end)
                 else:
-                    known.begin = min(known.begin, origin + begin)
-                    known.end = max(known.end, origin + end)
+                    program_run.begin = min(program_run.begin, origin + begin)
+                    program_run.end = max(program_run.end, origin + end)
             copies += [(origin + begin, origin + end) for begin, end in _find_idle_regions(thread)]
     return DeviceProfile(tuple(runs.values()), tuple(sorted(copies)))
 
 
 def _find_run(event: Any, plane: str) -> tuple[int, str, int] | None:
-    """(device, module, number) of the run that an operation belongs to; None if it belongs to none."""
+    """The run that an operation belongs to, as (device, module, number); None if it belongs to none."""
     module = number = device = None
     for name, value in event.stats:
         if name == "hlo_module":
@@ -206,21 +205,19 @@ def group_runs(runs: Sequence[ProgramRun]) -> list[list[ProgramRun]]:
     for run in runs:
         named[run.device, run.module].append(run)
     groups: list[list[ProgramRun]] = []
-    for together in named.values():
-        together.sort(key=lambda run: run.number)
+    for same_program in named.values():
+        same_program.sort(key=lambda run: run.number)
         first = 0
-        for place in range(1, len(together) + 1):
-            is_last = place == len(together)
-            if is_last or together[place].number - together[place - 1].number > _FARTHEST:
-                groups.append(together[first:place])
+        for place in range(1, len(same_program) + 1):
+            is_last = place == len(same_program)
+            if is_last or same_program[place].number - same_program[place - 1].number > _FARTHEST:
+                groups.append(same_program[first:place])
                 first = place
     return groups
 
 
-# Makes events by matching what the host started with what the devices ran.
-#
-# Runs are matched with launches per device and program: both are in the order in which they were started.
-# Runs from before the trace began, which only the devices noted, come first and are skipped.
+# Matching. Runs are matched with launches per device and program: both are in the order in which they were
+# started. Runs from before the trace began, which only the devices noted, come first and are skipped.
 
 # In nanoseconds.
 _LEAST_COPY = 500.0  # shorter ones are XLA's bookkeeping
@@ -228,10 +225,11 @@ _LATEST_COPY = 2e6  # after it could begin; one that begins later is another cop
 _CLOCKS_DIFFER = 100e3  # the accuracy of the profiler's clock
 
 _MOST_FUNCTIONS = 6  # functions with the same program that are distinguished
+_Launches: TypeAlias = list[LaunchedProgram]
 
 
 @dataclass(frozen=True)
-class Matched:
+class Matching:
     """Events, and the number of programs that were not found.
 
     Attributes:
@@ -245,19 +243,19 @@ class Matched:
     origin: float
 
 
-def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
+def match(recorder: Recorder, profile: DeviceProfile) -> Matching:
     """Finds when each action ran."""
-    found, strangers, num_lost = _find_runs(recorder, profile)
+    matches, unmatched_runs, num_lost = _find_runs(recorder, profile)
     ipus = _number_devices(recorder)
-    times = [run.begin for launched, runs in found.items() for run in runs if not launched.is_rehearsal]
-    times += [one.begin for one in recorder.host if one.kind is not EventKind.SPAN]
+    times = [run.begin for launched, runs in matches.items() for run in runs if not launched.is_rehearsal]
+    times += [work.begin for work in recorder.host if work.kind is not EventKind.SPAN]
     origin = min(times, default=0.0)
 
     def since(time: float) -> float:
         return (time - origin) / 1e3
 
     events: list[Event] = []
-    for number, (launched, runs) in enumerate(found.items()):
+    for number, (launched, runs) in enumerate(matches.items()):
         if launched.is_rehearsal:
             continue
         place = recorder.find(launched.launch.runner)
@@ -266,91 +264,94 @@ def match(recorder: Recorder, profile: DeviceProfile) -> Matched:
             begin, end = since(run.begin), since(run.end)
             shares, ipu = recorder.introduced[place].shares, ipus[run.device]
             events += shares.divide(launched.launch, ipu, place, number, begin, end)
-    for run in strangers:
+    for run in unmatched_runs:
         if run.device in ipus and since(run.begin) >= 0:
             events.append(
                 Event(EventKind.OTHER, since(run.begin), since(run.end), ipus[run.device], name=run.module)
             )
-    launches = {launched.launch: runs for launched, runs in found.items()}
+    launches = {launched.launch: runs for launched, runs in matches.items()}
     events += _transfers(recorder, profile, launches, ipus, since)
-    for one in recorder.host:
-        if one.end < origin:  # a span before the trace
+    for work in recorder.host:
+        if work.end < origin:  # a span before the trace
             continue
         events.append(
             Event(
-                one.kind,
-                max(0.0, since(one.begin)),
-                since(one.end),
+                work.kind,
+                max(0.0, since(work.begin)),
+                since(work.end),
                 None,
-                micro_batch=one.micro_batch,
-                step=one.step,
-                num_bytes=one.num_bytes,
-                name=one.name,
+                micro_batch=work.micro_batch,
+                step=work.step,
+                num_bytes=work.num_bytes,
+                name=work.name,
             )
         )
-    return Matched(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin)
+    return Matching(tuple(sorted(events, key=lambda event: (event.begin, event.end))), num_lost, origin)
 
 
 def _number_devices(recorder: Recorder) -> dict[int, int]:
     """The IPU of each device, by the device's id."""
-    return {device.id: ipu for one in recorder.introduced for device, ipu in one.runner.find_ipus().items()}
+    runners = [record.runner for record in recorder.introduced]
+    return {device.id: ipu for runner in runners for device, ipu in runner.find_ipus().items()}
 
 
 def _find_runs(
     recorder: Recorder, profile: DeviceProfile
-) -> tuple[dict[Launched, list[ProgramRun]], list[ProgramRun], int]:
+) -> tuple[dict[LaunchedProgram, list[ProgramRun]], list[ProgramRun], int]:
     """The runs of each launch, one per device; runs without a launch; how many launches have no runs."""
-    wanted: dict[tuple[int, str], dict[int, list[Launched]]] = defaultdict(lambda: defaultdict(list))
+    by_device: dict[tuple[int, str], dict[int, _Launches]] = defaultdict(lambda: defaultdict(list))
     modules: dict[int, str] = {}
+    # Launches by device and program's name, then by function.
     for launched in recorder.launched:
         function = id(launched.function)
         if function not in modules:
             modules[function] = _module_of(launched)
         for device in filter(is_here, launched.launch.devices):
-            wanted[device.id, modules[function]][function].append(launched)
+            by_device[device.id, modules[function]][function].append(launched)
+    # Runs in the same way; several pipelines may have programs of one name.
     noted: dict[tuple[int, str], list[list[ProgramRun]]] = defaultdict(list)
     for runs in group_runs(profile.runs):
         noted[runs[0].device, runs[0].module].append(runs)
 
-    found: dict[Launched, list[ProgramRun]] = {launched: [] for launched in recorder.launched}
-    strangers: list[ProgramRun] = []
+    matches: dict[LaunchedProgram, list[ProgramRun]] = {launched: [] for launched in recorder.launched}
+    unmatched_runs: list[ProgramRun] = []
     for place, groups in noted.items():
-        lists = list(wanted.get(place, {}).values())
+        lists = list(by_device.get(place, {}).values())
         for runs in sorted(groups, key=lambda runs: min(run.begin for run in runs)):
             chosen = _choose(lists, runs)
             lists = [launches for launches in lists if launches not in chosen]
             together = _merge(chosen)
             if not together:
-                strangers += runs
+                unmatched_runs += runs
             for launched, run in zip(together, runs[max(0, len(runs) - len(together)) :], strict=False):
-                found[launched].append(run)
+                matches[launched].append(run)
     num_lost = sum(
-        len(runs) < sum(map(is_here, launched.launch.devices)) for launched, runs in found.items()
+        len(runs) < sum(map(is_here, launched.launch.devices)) for launched, runs in matches.items()
     )
-    return found, strangers, num_lost
+    return matches, unmatched_runs, num_lost
 
 
-def _choose(lists: Sequence[list[Launched]], runs: Sequence[ProgramRun]) -> list[list[Launched]]:
+def _choose(lists: Sequence[_Launches], runs: Sequence[ProgramRun]) -> list[_Launches]:
     """Chooses the launches of these runs, by function: the fewest functions that fit their number best.
 
     There are more runs than launches if some were started before the trace, and fewer if the last ones had
     not run at its end.
     """
     fitting = [
-        list(some)
+        list(combination)
         for size in range(1, min(len(lists), _MOST_FUNCTIONS) + 1)
-        for some in itertools.combinations(lists, size)
-        if _fits(_merge(some), runs)
+        for combination in itertools.combinations(lists, size)
+        if _fits(_merge(combination), runs)
     ]
-    return min(fitting, key=lambda some: abs(sum(map(len, some)) - len(runs)), default=[])
+    return min(fitting, key=lambda combination: abs(sum(map(len, combination)) - len(runs)), default=[])
 
 
-def _merge(lists: Iterable[list[Launched]]) -> list[Launched]:
+def _merge(lists: Iterable[_Launches]) -> _Launches:
     """All launches in the order in which they were started."""
     return sorted(itertools.chain(*lists), key=lambda launched: launched.begin)
 
 
-def _module_of(launched: Launched) -> str:
+def _module_of(launched: LaunchedProgram) -> str:
     """XLA's name of the program that was started."""
     if launched.launch.is_moved:
         executable = launched.function.runtime_executable()
@@ -358,7 +359,7 @@ def _module_of(launched: Launched) -> str:
     return f"jit_{launched.launch.name}"
 
 
-def _fits(launches: Sequence[Launched], runs: Sequence[ProgramRun]) -> bool:
+def _fits(launches: Sequence[LaunchedProgram], runs: Sequence[ProgramRun]) -> bool:
     """Whether, if these runs are the launches', no program ran before it was started."""
     skipped = max(0, len(runs) - len(launches))
     pairs = zip(launches, runs[skipped:], strict=False)
@@ -368,7 +369,7 @@ def _fits(launches: Sequence[Launched], runs: Sequence[ProgramRun]) -> bool:
 def _transfers(
     recorder: Recorder,
     profile: DeviceProfile,
-    found: Mapping[Launch, Sequence[ProgramRun]],
+    runs_of_launches: Mapping[Launch, Sequence[ProgramRun]],
     ipus: Mapping[int, int],
     since: Callable[[float], float],
 ) -> list[Event]:
@@ -381,21 +382,21 @@ def _transfers(
     """
     copies = [copy for copy in profile.copies if copy[1] - copy[0] >= _LEAST_COPY]
     begins = [begin for begin, _end in copies]
-    taken = [False] * len(copies)
+    is_used = [False] * len(copies)
     sent = []
     for moved in recorder.moved_arrays:
-        runs = found.get(moved.launch)
+        runs = runs_of_launches.get(moved.launch)
         if runs:
             sent.append((max(runs[0].end, moved.time), moved))
     events = []
-    for ready, moved in sorted(sent, key=lambda one: one[0]):
+    for ready, moved in sorted(sent, key=lambda pair: pair[0]):
         place = bisect.bisect_left(begins, ready - _CLOCKS_DIFFER)
-        while place < len(copies) and taken[place]:
+        while place < len(copies) and is_used[place]:
             place += 1
         begin = end = ready
         is_bounded = place == len(copies) or begins[place] > ready + _LATEST_COPY
         if not is_bounded:
-            taken[place] = True
+            is_used[place] = True
             begin, end = copies[place]
         launch = moved.launch
         number, source = recorder.find(launch.runner), ipus[launch.devices[0].id]

@@ -45,7 +45,7 @@ _Key: TypeAlias = "tuple[int | None, int | None]"  # micro-batch, step
 
 
 class TimedAction(Protocol):
-    """An action and its times. `reports.events.Event` and `schedules.timelines.Interval` are such actions.
+    """An action and its times. `reports.profile.Event` and `Interval` of a `Timeline` are such actions.
 
     A transfer also has the `ipu` that received, and an update of no stage has the one that did it.
     An action may have the number of its `step`.
@@ -160,17 +160,17 @@ def profile_memory_over_time(profile: Profile, pipeline: int) -> tuple[MemoryOve
     ]
     if facts.num_replicas == 1:
         return lay_out_memory(stages, facts.memory, facts.flows, events)
-    made: list[MemoryOverTime] = []
+    memories: list[MemoryOverTime] = []
     for replica in range(facts.num_replicas):
         first = replica * facts.num_ipus_each
-        own = [
+        replica_events = [
             dataclasses.replace(event, ipu=event.ipu - first)
             for event in events
             if event.ipu is not None and event.ipu // facts.num_ipus_each == replica
         ]
-        held = lay_out_memory(stages, facts.memory, facts.flows, own)
-        made += [dataclasses.replace(one, ipu=one.ipu + first) for one in held]
-    return tuple(made)
+        laid_out = lay_out_memory(stages, facts.memory, facts.flows, replica_events)
+        memories += [dataclasses.replace(memory, ipu=memory.ipu + first) for memory in laid_out]
+    return tuple(memories)
 
 
 def lay_out_memory(
@@ -190,24 +190,25 @@ def lay_out_memory(
         for stage in stages:
             spans[stage.ipu] += timed.held(stage)
         for flow in flows:
-            for ipu, found in timed.flowing(flow, stages[flow.stage].ipu):
-                spans[ipu].append(found)
+            for ipu, span in timed.flowing(flow, stages[flow.stage].ipu):
+                spans[ipu].append(span)
     else:
         for memory in ipus:
             number = memory.num_activation_bytes  # 0 if all is one program
             spans[memory.ipu] += [_Span(timed.begin, timed.end, _ACTIVATIONS, number, None)] * bool(number)
-    made = []
+    memories = []
     for memory in ipus:
-        doing = timed.computing(memory.ipu)
+        ipu_actions = timed.computing(memory.ipu)
         size = memory.num_temporary_bytes or 0
         temporary = [
-            _Span(begin, end, _TEMPORARIES, size, stage) for begin, end, _kind, stage, _mb in _joined(doing)
+            _Span(begin, end, _TEMPORARIES, size, stage)
+            for begin, end, _kind, stage, _mb in _without_overlaps(ipu_actions)
         ]
-        made.append(_lay_out(memory, [*spans[memory.ipu], *temporary], doing, timed.begin))
-    return tuple(made)
+        memories.append(_lay_out(memory, [*spans[memory.ipu], *temporary], ipu_actions, timed.begin))
+    return tuple(memories)
 
 
-_Doing: TypeAlias = "tuple[float, float, str, int | None, int | None]"
+_Action: TypeAlias = "tuple[float, float, str, int | None, int | None]"
 
 
 class _Times:
@@ -215,7 +216,7 @@ class _Times:
 
     def __init__(self, stages: Sequence[StageMemory], actions: Iterable[TimedAction]) -> None:
         self.stages = stages
-        self._found: dict[tuple[str, int], dict[_Key, list[tuple[float, float]]]] = {}
+        self._computations: dict[tuple[str, int], dict[_Key, list[tuple[float, float]]]] = {}
         self._transfers: dict[tuple[int, int], dict[_Key, list[tuple[float, float]]]] = {}
         self._updates: dict[int, list[tuple[float, float]]] = {}  # for an IPU's stages together
         self.begin, self.end = math.inf, -math.inf
@@ -228,116 +229,118 @@ class _Times:
                 raise ValueError(f"actions: stage must be from 0 to {len(stages) - 1}; got {action!r}.")
             if not -math.inf < action.begin <= action.end < math.inf:
                 raise ValueError(f"actions: an action must not end before it begins; got {action!r}.")
-            which = action.micro_batch, getattr(action, "step", None)
+            key = action.micro_batch, getattr(action, "step", None)
             span = (action.begin, action.end)
             if stage is None:
                 self._updates.setdefault(getattr(action, "ipu", -1), []).append(span)
             elif kind == "transfer":
                 target = getattr(action, "ipu", -1)
-                self._transfers.setdefault((stage, target), {}).setdefault(which, []).append(span)
+                self._transfers.setdefault((stage, target), {}).setdefault(key, []).append(span)
             else:
-                self._found.setdefault((kind, stage), {}).setdefault(which, []).append(span)
+                self._computations.setdefault((kind, stage), {}).setdefault(key, []).append(span)
             self.begin, self.end = min(self.begin, action.begin), max(self.end, action.end)
-        for found in (*self._found.values(), *self._transfers.values()):
-            for spans in found.values():
+        for spans_by_key in (*self._computations.values(), *self._transfers.values()):
+            for spans in spans_by_key.values():
                 spans.sort()
         if self.begin > self.end:
             self.begin = self.end = 0.0
 
-    def computing(self, ipu: int) -> list[_Doing]:
+    def computing(self, ipu: int) -> list[_Action]:
         """The actions of an IPU, by begin."""
-        doing: list[_Doing] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
-        doing += [
+        actions: list[_Action] = [(*span, "update", None, None) for span in self._updates.get(ipu, ())]
+        actions += [
             (begin, end, kind, stage, micro_batch)
-            for (kind, stage), found in self._found.items()
+            for (kind, stage), spans_by_key in self._computations.items()
             if self.stages[stage].ipu == ipu
-            for (micro_batch, _step), spans in found.items()
+            for (micro_batch, _step), spans in spans_by_key.items()
             for begin, end in spans
         ]
-        return sorted(doing, key=lambda one: one[:2])
+        return sorted(actions, key=lambda action: action[:2])
 
     def held(self, stage: StageMemory) -> list[_Span]:
         """The memory that a stage holds from forwards to backwards, and between the halves of these."""
-        seconds = self._found.get(("weight gradients", stage.stage), {})
-        found = []
-        for which, spans in self._found.get(("forward", stage.stage), {}).items():
-            for number, (begin, _end) in enumerate(spans):
-                first = self._end_of_first(stage.stage, which, number)
-                found.append(_Span(begin, first, _ACTIVATIONS, stage.num_held_bytes, stage.stage))
+        seconds = self._computations.get(("weight gradients", stage.stage), {})
+        spans = []
+        for key, times in self._computations.get(("forward", stage.stage), {}).items():
+            for number, (begin, _end) in enumerate(times):
+                first = self._end_of_first(stage.stage, key, number)
+                spans.append(_Span(begin, first, _ACTIVATIONS, stage.num_held_bytes, stage.stage))
                 if seconds:
-                    second = self._nth(seconds, which, number)[1]
+                    second = self._nth(seconds, key, number)[1]
                     size = stage.num_between_bytes
-                    found.append(_Span(first, max(first, second), _ACTIVATIONS, size, stage.stage))
-        return [span for span in found if span.num_bytes]
+                    spans.append(_Span(first, max(first, second), _ACTIVATIONS, size, stage.stage))
+        return [span for span in spans if span.num_bytes]
 
     def flowing(self, flow: Flow, source: int) -> list[tuple[int, _Span]]:
         """The data that goes from stage to stage: the IPU, and when the data is there."""
-        found = []
+        spans = []
         all_sent = self._transfers.get((flow.stage, flow.target), {})
         size, stage = flow.num_bytes, flow.stage
-        for which, spans in self._of(flow.stage, flow.is_backward).items():
-            for number, (begin, end) in enumerate(spans):
-                read = self._last_read(flow, which, number)
+        for key, times in self._of(flow.stage, flow.is_backward).items():
+            for number, (begin, end) in enumerate(times):
+                last_read = self._last_read(flow, key, number)
                 if flow.target == source:
-                    found.append((source, _Span(begin, max(end, read), _ACTIVATIONS, size, stage)))
+                    spans.append((source, _Span(begin, max(end, last_read), _ACTIVATIONS, size, stage)))
                     continue
-                sent = all_sent.get(which, ())
-                left, arrives = next((span for span in sent if span[1] > end), (end, end))
-                there = max(begin, min(left, arrives))
-                found.append((source, _Span(begin, max(end, arrives), _TRANSFERS, size, stage)))
-                found.append((flow.target, _Span(there, max(arrives, read), _TRANSFERS, size, stage)))
-        return found
+                sent = all_sent.get(key, ())
+                departs, arrives = next((span for span in sent if span[1] > end), (end, end))
+                received = max(begin, min(departs, arrives))
+                spans.append((source, _Span(begin, max(end, arrives), _TRANSFERS, size, stage)))
+                spans.append(
+                    (flow.target, _Span(received, max(arrives, last_read), _TRANSFERS, size, stage))
+                )
+        return spans
 
-    def _last_read(self, flow: Flow, which: _Key, number: int) -> float:
+    def _last_read(self, flow: Flow, key: _Key, number: int) -> float:
         """The time when all stages have read a flow's data, or others hold it."""
-        read = [
-            self._end_of_first(one, which, number)
-            if flow.is_backward and self._backwards_of(one)
-            else self._nth(self._of(one, flow.is_backward), which, number)[1]
-            for one in flow.readers
+        reads = [
+            self._end_of_first(stage, key, number)
+            if flow.is_backward and self._backwards_of(stage)
+            else self._nth(self._of(stage, flow.is_backward), key, number)[1]
+            for stage in flow.readers
         ]
-        held = [self._nth(self._of(one, flow.is_backward), which, number)[0] for one in flow.holders]
-        return max((*read, *held), default=self.begin)
+        holds = [self._nth(self._of(stage, flow.is_backward), key, number)[0] for stage in flow.holders]
+        return max((*reads, *holds), default=self.begin)
 
     def _of(self, stage: int, is_backward: bool) -> dict[_Key, list[tuple[float, float]]]:
         """A stage's actions in a direction; a stage without backwards does everything in its forwards."""
         backwards = self._backwards_of(stage) if is_backward else None
-        return backwards or self._found.get(("forward", stage), {})
+        return backwards or self._computations.get(("forward", stage), {})
 
-    def _end_of_first(self, stage: int, which: _Key, number: int) -> float:
+    def _end_of_first(self, stage: int, key: _Key, number: int) -> float:
         """The time when a stage's backward ends, or the first half of it.
 
         Without a program for the first half, it is over when the second one begins.
         """
-        found = self._backwards_of(stage) or {}
-        is_second = found is self._found.get(("weight gradients", stage))
-        return self._nth(found, which, number)[0 if is_second else 1]
+        backwards = self._backwards_of(stage) or {}
+        is_second = backwards is self._computations.get(("weight gradients", stage))
+        return self._nth(backwards, key, number)[0 if is_second else 1]
 
     def _backwards_of(self, stage: int) -> dict[_Key, list[tuple[float, float]]] | None:
         """A stage's backwards, or the first that it has of their halves."""
         kinds = ("backward", "input gradients", "weight gradients")
-        return next(filter(None, (self._found.get((kind, stage)) for kind in kinds)), None)
+        return next(filter(None, (self._computations.get((kind, stage)) for kind in kinds)), None)
 
     def _nth(
-        self, found: Mapping[_Key, Sequence[tuple[float, float]]], which: _Key, number: int
+        self, spans_by_key: Mapping[_Key, Sequence[tuple[float, float]]], key: _Key, number: int
     ) -> tuple[float, float]:
-        spans = found.get(which, ())
+        spans = spans_by_key.get(key, ())
         return spans[number] if number < len(spans) else (self.end, self.end)
 
 
-def _joined(doing: Sequence[_Doing]) -> list[_Doing]:
+def _without_overlaps(actions: Sequence[_Action]) -> list[_Action]:
     """Joins actions that overlap, such as events that share a program: temporaries are counted once."""
-    found: list[_Doing] = []
-    for begin, end, *rest in doing:
-        if found and begin < found[-1][1]:
-            begin = found[-1][1]
+    joined: list[_Action] = []
+    for begin, end, *action in actions:
+        if joined and begin < joined[-1][1]:
+            begin = joined[-1][1]
         if end > begin:
-            found.append((begin, end, *rest))  # type: ignore[arg-type]  # the rest of a tuple has no types
-    return found
+            joined.append((begin, end, *action))  # type: ignore[arg-type]  # the rest of a tuple has no types
+    return joined
 
 
 def _lay_out(
-    memory: IpuMemory, spans: Sequence[_Span], doing: Sequence[_Doing], start: float
+    memory: IpuMemory, spans: Sequence[_Span], actions: Sequence[_Action], start: float
 ) -> MemoryOverTime:
     begins, ends = [span.begin for span in spans], [span.end for span in spans]
     times, places = np.unique(np.array([start, *begins, *ends], float), return_inverse=True)
@@ -348,31 +351,31 @@ def _lay_out(
     sizes = np.array([span.num_bytes for span in spans], np.int64)
     np.add.at(changes, (categories, places[1 : 1 + len(spans)]), sizes)
     np.add.at(changes, (categories, places[1 + len(spans) :]), -sizes)
-    held = np.cumsum(changes, axis=1)
-    total = held.sum(axis=0)
+    levels = np.cumsum(changes, axis=1)
+    total = levels.sum(axis=0)
     place = int(np.argmax(total))
     time = float(times[place])
-    kind, stage, micro_batch = _find_doing(doing, spans, time)
-    parts = {name: int(row[place]) for name, row in zip(CATEGORIES, held, strict=True)}
+    kind, stage, micro_batch = _find_action(actions, spans, time)
+    parts = {name: int(row[place]) for name, row in zip(CATEGORIES, levels, strict=True)}
     return MemoryOverTime(
         memory.ipu,
         times,
-        dict(zip(CATEGORIES, held, strict=True)),
+        dict(zip(CATEGORIES, levels, strict=True)),
         Peak(time, int(total[place]), parts, kind, stage, micro_batch),
         memory.num_device_bytes,
         memory.num_temporary_bytes is not None,
     )
 
 
-def _find_doing(
-    doing: Sequence[_Doing], spans: Sequence[_Span], time: float
+def _find_action(
+    actions: Sequence[_Action], spans: Sequence[_Span], time: float
 ) -> tuple[str | None, int | None, int | None]:
     """The action of an IPU at a time; if there is none, the stage that holds most memory."""
-    for begin, end, kind, stage, micro_batch in doing:
+    for begin, end, kind, stage, micro_batch in actions:
         if begin <= time < end:
             return kind, stage, micro_batch
-    held: dict[int, int] = {}
+    bytes_by_stage: dict[int, int] = {}
     for span in spans:
         if span.stage is not None and span.begin <= time < span.end:
-            held[span.stage] = held.get(span.stage, 0) + span.num_bytes
-    return None, max(held, key=lambda stage: (held[stage], -stage), default=None), None
+            bytes_by_stage[span.stage] = bytes_by_stage.get(span.stage, 0) + span.num_bytes
+    return None, max(bytes_by_stage, key=lambda stage: (bytes_by_stage[stage], -stage), default=None), None

@@ -30,12 +30,10 @@ from ipu_pipeline.ground.tables import describe_share, describe_time, say_device
 from ipu_pipeline.reports.analysis import HostTime, PipelineAnalysis, analyse, find_host_time
 from ipu_pipeline.reports.profile import Event, EventKind, Profile
 
-# Simulates a pipeline that was measured: the same step, and other settings.
-#
-# The costs are what programs, transfers and weight updates take alone, as splits and dispatch plans are
-# chosen by. Where that was not measured, they are the trace's, in which the time that the host takes to
-# start programs is not known, and taken to be 0. A layer that moves to another stage takes a part of its
-# stage's time along, equal to its part of the stage's operations, which is an estimate.
+# Predictions. The costs are what programs, transfers and weight updates take alone, as splits and dispatch
+# plans are chosen by. Where that was not measured, they are the trace's, in which the time that the host
+# takes to start programs is not known, and taken to be 0. A layer that moves to another stage takes a part
+# of its stage's time along, equal to its part of the stage's operations, which is an estimate.
 
 _MAX_ACTIONS = 200_000  # in a step that is simulated
 _MAX_SIMULATED = 500_000  # actions of all counts, and of all splits: this takes some seconds
@@ -112,7 +110,7 @@ def scenario_of(facts: PipelineFacts, costs: Costs, count: int) -> Scenario:
 
 
 def _read_costs(facts: PipelineFacts, analysis: PipelineAnalysis) -> Costs | None:
-    """What programs took in the trace; None if it lacks those of a stage."""
+    """The costs of programs in the trace; None if it lacks those of a stage."""
     forward = [use.forward for use in analysis.stages if use.forward is not None]
     if len(forward) < len(facts.stages):
         return None
@@ -148,15 +146,15 @@ def _make_memory(facts: PipelineFacts) -> Memory | None:
     is_brought = any(plan.num_brought_bytes for plan in facts.memory)
     for plan in facts.memory:
         if plan.ipu < len(constant):
-            rest = plan.num_feed_bytes + (plan.num_temporary_bytes or 0)
-            rest += plan.num_activation_bytes if is_brought else 0
-            constant[plan.ipu] = sum(plan.num_state_bytes) + rest
-    held = tuple(0 if is_brought else stage.num_held_bytes for stage in facts.stages)
+            num_other_bytes = plan.num_feed_bytes + (plan.num_temporary_bytes or 0)
+            num_other_bytes += plan.num_activation_bytes if is_brought else 0
+            constant[plan.ipu] = sum(plan.num_state_bytes) + num_other_bytes
+    held_bytes = tuple(0 if is_brought else stage.num_held_bytes for stage in facts.stages)
     between = tuple(
-        stage.num_between_bytes if stage.is_halved and not is_brought else own
-        for stage, own in zip(facts.stages, held, strict=True)
+        stage.num_between_bytes if stage.is_halved and not is_brought else num_held_bytes
+        for stage, num_held_bytes in zip(facts.stages, held_bytes, strict=True)
     )
-    return Memory(tuple(constant), held, between)
+    return Memory(tuple(constant), held_bytes, between)
 
 
 def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> Predictions | None:
@@ -171,17 +169,17 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
         return None
     cores = find_shared_cores(profile, facts)
     is_shared = cores is not None
-    found = predict_scenario(scenario, cores, is_measured=facts.costs is not None)
+    predictions = predict_scenario(scenario, cores, is_measured=facts.costs is not None)
     notes = []
     if is_shared:
-        taken = (
+        assumption = (
             "that take as long as was measured here, whatever the others do"
             if facts.costs is None
             else "that take as long as these do while nothing else runs"
         )
         notes.append(
             f"These {facts.device_word}s are virtual: they share {cores} cores of the host. The "
-            f"predictions are for devices {taken}."
+            f"predictions are for devices {assumption}."
         )
     if facts.costs is None and not facts.is_one_program:
         notes.append(
@@ -194,13 +192,13 @@ def predict(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) 
         )
     if facts.cuts:
         notes.append("The engine cut these stages where a step is shortest, so no layers are moved here.")
-    if any(row.split for row in found.variants):
+    if any(row.split for row in predictions.variants):
         notes.append(
             "The time of a layer is estimated: its stage's time is divided in proportion to operations."
             if scenario.layers
             else "The stages' layers are not known, so what moves between stages is a share of their time."
         )
-    return dataclasses.replace(found, notes=tuple(notes))
+    return dataclasses.replace(predictions, notes=tuple(notes))
 
 
 def say_seconds(time: float) -> str:
@@ -248,14 +246,14 @@ def predict_scenario(
     splits = [row for row in variants if row.split]
     if not is_whole:
         splits = sorted(splits, key=lambda row: -row.gain)[:_MOST_SPLITS]
-    kept = [row for row in variants if not row.split] + splits
+    rows = [row for row in variants if not row.split] + splits
     cores = shared_cores if is_measured else None
     step = step or ("a step" if shared_cores is None else "a simulated step")
-    advice = advise(settled, variants=kept, describe=describe, step=step, shared_cores=cores)
+    advice = advise(settled, variants=rows, describe=describe, step=step, shared_cores=cores)
     shared_step_time = None
     if cores is not None:
         shared_step_time = predict_step_time(dataclasses.replace(scenario, cores=cores))
-    return Predictions(simulation, tuple(kept), advice, (), cores, shared_step_time)
+    return Predictions(simulation, tuple(rows), advice, (), cores, shared_step_time)
 
 
 def timeline_events(
@@ -290,13 +288,13 @@ def timeline_events(
     return events
 
 
-# Studies of the pipelines of a profile, for people to read: what was measured and simulated of each.
+# Studies, for people to read: what was measured and simulated of each pipeline.
 
 _LEAST_GAIN = 0.02  # of all the time: less of what the pipeline gains is not told beside the host
 
 
 def say_advice(advice: Advice, host: HostTime | None) -> tuple[str, ...]:
-    """What to change, in sentences, beginning with what IPUs wait for most.
+    """Says what to change, in sentences, beginning with what IPUs wait for most.
 
     If that is the host, the pipeline's stages do not hold each other back, and a better pipeline gains in
     the rest of the time only.
@@ -305,13 +303,13 @@ def say_advice(advice: Advice, host: HostTime | None) -> tuple[str, ...]:
         return (advice.sentence,)
     if not host.is_first:
         return advice.sentence, host.sentence
-    rest = 1.0 - host.share
-    gain = 1.0 / (host.share + rest / (1.0 + advice.gain)) - 1.0
+    busy_share = 1.0 - host.share
+    gain = 1.0 / (host.share + busy_share / (1.0 + advice.gain)) - 1.0
     if gain < _LEAST_GAIN:
         return (host.sentence,)
     sentence = advice.sentence[0].lower() + advice.sentence[1:]
     of_all = f"Of all the time, that is {describe_share(gain)} more samples per second."
-    return host.sentence, f"In the other {describe_share(rest)} of the time, {sentence} {of_all}"
+    return host.sentence, f"In the other {describe_share(busy_share)} of the time, {sentence} {of_all}"
 
 
 @dataclass(frozen=True)
@@ -358,7 +356,7 @@ def study(profile: Profile) -> tuple[Study, ...]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A pipeline that was measured, to simulate it, also with other settings.
 
     Attributes:
@@ -376,16 +374,16 @@ class Measured:
     is_profile: bool = False
 
 
-def find_measured(profile: Profile) -> Measured:
+def find_measured(profile: Profile) -> MeasuredRun:
     """Finds the pipeline of a profile that has most actions, of those that can be simulated."""
-    found = analyse(profile)
-    hosts = find_host_time(profile, found)
-    for analysis in sorted(found, key=lambda analysis: -analysis.num_actions):
+    analyses = analyse(profile)
+    hosts = find_host_time(profile, analyses)
+    for analysis in sorted(analyses, key=lambda analysis: -analysis.num_actions):
         facts = profile.pipelines[analysis.pipeline]
         scenario = make_scenario(facts, analysis)
         if scenario is not None:
             cores = find_shared_cores(profile, facts)
-            return Measured(scenario, cores, facts.costs is not None, hosts[analysis.pipeline], True)
+            return MeasuredRun(scenario, cores, facts.costs is not None, hosts[analysis.pipeline], True)
     raise ValueError(
         "the profile has no pipeline that can be simulated: one with a named schedule, of which a step and "
         "all stages were recorded."

@@ -14,7 +14,7 @@ from typing import Any
 
 from ipu_pipeline.engine.inspect import Edge, Flow, IpuMemory, LayerFacts, PipelineFacts, StageFacts
 
-# The measurements of a run: an event for each action, with its true begin and end on the device.
+# Events.
 
 # Spans that are not the user's: work that is done only once, or only because a trace is recorded.
 COMPILING, REHEARSAL = "compiling", "rehearsal for the trace"
@@ -104,9 +104,7 @@ def busy_time(events: Iterable[Event]) -> float:
     return total
 
 
-# A trace as data: the events, and the pipelines that they belong to; `profile.json` holds the same.
-#
-# docs/profiling.md describes the file.
+# `profile.json`, which docs/profiling.md describes.
 
 # Version 1 had no replicas and processes, 2 no spans, 3 no halves of backwards, 4 no costs. In 5, layers
 # were innermost scopes by name, without operations.
@@ -199,11 +197,11 @@ def read_profile(text: str) -> Profile:
     """Reads a profile from the text of `profile.json`."""
     try:
         document = json.loads(text)
-        found, version = document["format"], document["version"]
+        file_format, version = document["format"], document["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"profile.json: this is no profile of ipu_pipeline ({error!r}).") from error
-    if found != FORMAT or not isinstance(version, int):
-        raise ValueError(f"profile.json: the format must be {FORMAT!r}; got {found!r}.")
+    if file_format != FORMAT or not isinstance(version, int):
+        raise ValueError(f"profile.json: the format must be {FORMAT!r}; got {file_format!r}.")
     if version > VERSION:
         raise ValueError(
             f"profile.json: it was written by a later ipu_pipeline (version {version} of the format; this "
@@ -268,9 +266,8 @@ def _parse_event(columns: Sequence[str], row: Sequence[Any]) -> Event:
     return Event(**{**values, "kind": EventKind(values["kind"])})
 
 
-# `trace.json`: a trace in Chrome's format, which Perfetto and chrome://tracing open.
-#
-# Source of the format: "Trace Event Format" of the Chromium project. Times are in microseconds.
+# `trace.json`, which Perfetto and chrome://tracing open. Source of the format: "Trace Event Format" of the
+# Chromium project. Times are in microseconds.
 
 _LANES = 100  # tracks that an IPU can have: numbers of threads are the IPU's times this
 
@@ -287,9 +284,9 @@ def to_chrome_trace(profile: Profile) -> str:
             transfers[event.ipu].append(event)
         else:
             ipus[event.ipu].append(event)
-    (word, *others) = {facts.device_word for facts in profile.pipelines} or {"IPU"}
-    word = "IPU" if others else word
-    written: list[dict[str, Any]] = [
+    (word, *other_words) = {facts.device_word for facts in profile.pipelines} or {"IPU"}
+    word = "IPU" if other_words else word
+    trace_events: list[dict[str, Any]] = [
         _name("process_name", 1, 0, f"{word[0].upper()}{word[1:]}s"),
         _name("process_name", 2, 0, f"Transfers, by the {word} that receives"),
         _name("process_name", 3, 0, "Host"),
@@ -299,20 +296,20 @@ def to_chrome_trace(profile: Profile) -> str:
             title = f"{word} {number}"
             if process == 3:
                 title = f"Host of process {number}" if set(hosts) - {0} else "Host"
-            for lane, some in enumerate(_lanes(events)):
+            for lane, lane_events in enumerate(_lanes(events)):
                 thread = number * _LANES + lane
-                written.append(_name("thread_name", process, thread, title))
-                written += [_complete(profile, event, process, thread) for event in some]
+                trace_events.append(_name("thread_name", process, thread, title))
+                trace_events += [_complete(profile, event, process, thread) for event in lane_events]
     document = {
-        "traceEvents": written,
+        "traceEvents": trace_events,
         "displayTimeUnit": "ms",
         "otherData": {"program": profile.program, "created": profile.created},
     }
     return json.dumps(document, allow_nan=False)
 
 
-def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _complete(profile: Profile, event: Event, process: int, thread: int) -> dict[str, Any]:

@@ -45,14 +45,14 @@ class Placement:
     def _describe(self, call: PipelineDetails, replicas: Sequence[Sequence[str]]) -> str:
         rows = [("stage", "IPU", "device", "operations", "bytes of variables", "variables")]
         for part in call.parts:
-            first, *others = part.variables or ("none",)
-            known = replicas or (self.devices,)
+            first, *later_names = part.variables or ("none",)
+            groups = replicas or (self.devices,)
             size = call.num_devices_per_ipu
-            devices = [name for own in known for name in own[part.ipu * size : (part.ipu + 1) * size]]
+            devices = [name for names in groups for name in names[part.ipu * size : (part.ipu + 1) * size]]
             device = ", ".join(devices) or "not selected yet"
             numbers = (str(part.num_operations), f"{part.num_variable_bytes:,}")
             rows.append((str(part.index), str(part.ipu), device, *numbers, first))
-            rows += [("", "", "", "", "", name) for name in others]
+            rows += [("", "", "", "", "", name) for name in later_names]
         edges = [("from", "to", "bytes forwards", "bytes backwards")]
         edges += [
             (
@@ -87,7 +87,7 @@ class Placement:
         return "\n".join(lines)
 
     def _advise(self, call: PipelineDetails) -> str:
-        """What report pages advise, by what was measured, or else counted; "" if it cannot be simulated."""
+        """The advice of report pages, by measured or else counted costs; "" if it cannot be simulated."""
         scenario = _make_scenario(call)
         if scenario is None:
             return ""

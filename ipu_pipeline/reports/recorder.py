@@ -20,11 +20,10 @@ from ipu_pipeline.engine.planning import measure_costs
 from ipu_pipeline.engine.schedules import Costs
 from ipu_pipeline.reports.profile import REHEARSAL, Event, EventKind
 
-# Divides the time of a program among its actions.
-#
-# A program may hold several actions: the last stage's forward and backward, the micro-batches of a chunk,
-# or all of a block on one device. XLA does not say where one ends and the next begins, so the program's
-# time is divided in proportion to the actions' estimated operations (`engine/jaxprs/costs`).
+# Shares. A program may hold several actions: the last stage's forward and backward, the micro-batches of a
+# chunk, or all of a block on one device. XLA does not say where one ends and the next begins, and marks
+# within a program would change what XLA makes of it, so its time is divided in proportion to the actions'
+# estimated operations (`engine/jaxprs/costs`).
 
 _PER_TRAINED = 10.0  # operations of a weight update per element, counted as elementwise functions
 
@@ -94,13 +93,13 @@ class Shares:
 
     def _forward(self, stage: int, number: int, step: int) -> Iterator[_Part]:
         """The actions of a stage's forward program for a micro-batch."""
-        own = self.facts.stages[stage]
-        yield _Part(EventKind.FORWARD, stage, number, step, own.forward_operations)
-        if own.is_fused and own.is_halved:
-            first = own.backward_operations - own.weight_operations
+        facts = self.facts.stages[stage]
+        yield _Part(EventKind.FORWARD, stage, number, step, facts.forward_operations)
+        if facts.is_fused and facts.is_halved:
+            first = facts.backward_operations - facts.weight_operations
             yield _Part(EventKind.INPUT_GRADIENTS, stage, number, step, first)
-        elif own.is_fused:
-            yield _Part(EventKind.BACKWARD, stage, number, step, own.backward_operations)
+        elif facts.is_fused:
+            yield _Part(EventKind.BACKWARD, stage, number, step, facts.backward_operations)
 
     def _block(self, launch: Launch) -> Iterator[_Part]:
         stages, size = self.facts.stages, self.facts.num_serialized
@@ -126,11 +125,11 @@ class Shares:
         return number, launch.step + step
 
 
-# Notes, while a trace is recorded, the programs that the host starts, and what it waits for.
+# The recorder, and what it notes.
 
 
 @dataclass(frozen=True, eq=False)
-class Launched:
+class LaunchedProgram:
     """A program that the host started. Times are in nanoseconds since the epoch.
 
     Attributes:
@@ -149,7 +148,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class Moved:
+class SentData:
     """Data that was sent from one device to another.
 
     Attributes:
@@ -166,7 +165,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class HostTime:
+class HostWork:
     """The host's own work; attributes are as in `Event`, times in nanoseconds since the epoch."""
 
     kind: EventKind
@@ -179,7 +178,7 @@ class HostTime:
 
 
 @dataclass(frozen=True)
-class Introduced:
+class IntroducedRunner:
     """A pipeline or loop that runs.
 
     Attributes:
@@ -201,7 +200,7 @@ class Introduced:
 
 
 def _measure(owner: Any) -> Costs | None:
-    """What the programs of a `Pipeline` or `Loop` take alone; None where they cannot be measured."""
+    """Measures what programs of a `Pipeline` or `Loop` take alone; None where that is not possible."""
     if not isinstance(owner, Pipeline):
         return None
     # It has phases or callbacks, say; or there is not enough memory beside the state.
@@ -226,10 +225,10 @@ class Recorder:
         self, max_actions: int, on_first: Callable[[], None], on_full: Callable[[], None] = lambda: None
     ) -> None:
         """Starts with nothing noted."""
-        self.introduced: list[Introduced] = []
-        self.launched: list[Launched] = []
-        self.moved_arrays: list[Moved] = []
-        self.host: list[HostTime] = []
+        self.introduced: list[IntroducedRunner] = []
+        self.launched: list[LaunchedProgram] = []
+        self.moved_arrays: list[SentData] = []
+        self.host: list[HostWork] = []
         self.num_actions = self.num_dropped = 0
         self._has_begun = False
         self._full_at: int | None = None  # when something was first left out
@@ -267,7 +266,7 @@ class Recorder:
                 word = "IPU" if name else "device"  # only TF1's and PopTorch's interfaces name pipelines
                 name = name or ("Pipeline" if not number else f"Pipeline_{number}")
                 facts = dataclasses.replace(find_facts(owner), costs=costs, device_word=word)
-                self.introduced.append(Introduced(runner, owner, name, facts))
+                self.introduced.append(IntroducedRunner(runner, owner, name, facts))
             elif name is not None:
                 self.introduced[place] = dataclasses.replace(self.introduced[place], name=name)
 
@@ -292,8 +291,8 @@ class Recorder:
 
     def find(self, runner: Any) -> int | None:
         """The number of a runner; None if it was not introduced."""
-        known = (place for place, one in enumerate(self.introduced) if one.runner is runner)
-        return next(known, None)
+        places = (place for place, record in enumerate(self.introduced) if record.runner is runner)
+        return next(places, None)
 
     def run(self, launch: Launch, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """See `engine.watching.Watcher`."""
@@ -311,7 +310,7 @@ class Recorder:
             results = function(*arguments)
             end = time.time_ns()
             if is_noted:
-                self.launched.append(Launched(launch, function, begin, end, is_rehearsal))
+                self.launched.append(LaunchedProgram(launch, function, begin, end, is_rehearsal))
                 if not is_rehearsal:
                     self._noted.add(launch)
                 arrays = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
@@ -337,7 +336,9 @@ class Recorder:
         """See `engine.watching.Watcher`."""
         if launch in self._noted:
             num_bytes = sum(array.nbytes for array in arrays)
-            self.moved_arrays += [Moved(launch, device.id, num_bytes, time.time_ns()) for device in target]
+            self.moved_arrays += [
+                SentData(launch, device.id, num_bytes, time.time_ns()) for device in target
+            ]
 
     @contextlib.contextmanager
     def waiting(self, step: int, first: int, count: int) -> Iterator[None]:
@@ -348,18 +349,18 @@ class Recorder:
             yield
         finally:
             if not self.is_full and not self._rehearses:
-                self.host.append(HostTime(EventKind.INFEED_WAIT, begin, time.time_ns(), step, first))
+                self.host.append(HostWork(EventKind.INFEED_WAIT, begin, time.time_ns(), step, first))
 
     def outfed(self, begin: int, end: int, num_bytes: int) -> None:
         """See `engine.watching.Watcher`."""
         if self.launched and not self.is_full:
-            self.host.append(HostTime(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
+            self.host.append(HostWork(EventKind.OUTFEED, begin, end, num_bytes=num_bytes))
 
     def spanned(self, name: str, begin: int, end: int) -> None:
         """See `engine.watching.Watcher`. A span that outlasts the recording is noted up to its end."""
         end = end if self._full_at is None else min(end, self._full_at)
         if self.launched and begin <= end:
-            self.host.append(HostTime(EventKind.SPAN, begin, end, name=name))
+            self.host.append(HostWork(EventKind.SPAN, begin, end, name=name))
 
     def forget(self) -> None:
         """Releases everything."""

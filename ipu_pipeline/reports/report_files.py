@@ -21,9 +21,9 @@ def check_directory(directory: Path, names: Iterable[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass
-    own = read_manifest(directory)
+    reports = read_manifest(directory)
     for name in names:
-        if name not in own and os.path.lexists(directory / name):
+        if name not in reports and os.path.lexists(directory / name):
             raise ValueError(
                 f"The directory {str(directory)!r} has a file {name!r} that its {MANIFEST} does not list "
                 "as a report. Give a directory of its own, or move the file."
@@ -46,11 +46,13 @@ def read_manifest(directory: Path) -> tuple[str, ...]:
 
 def write_reports(directory: Path, texts: dict[str, str]) -> None:
     """Writes files, each whole or not at all, and adds them to the manifest."""
-    own = dict.fromkeys([MANIFEST, *read_manifest(directory)])
+    files = dict.fromkeys([MANIFEST, *read_manifest(directory)])
     for name, text in texts.items():
         write_file(directory / name, text)
-        own[name] = None
-        write_file(directory / MANIFEST, json.dumps({"format": _FORMAT, "version": 1, "files": list(own)}))
+        files[name] = None
+        write_file(
+            directory / MANIFEST, json.dumps({"format": _FORMAT, "version": 1, "files": list(files)})
+        )
 
 
 def write_file(path: Path, text: str) -> None:

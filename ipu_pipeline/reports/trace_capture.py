@@ -43,14 +43,13 @@ from ipu_pipeline.reports.device_events import DeviceProfile, DeviceProfiler, ma
 from ipu_pipeline.reports.page import write_page
 from ipu_pipeline.reports.page.sections import as_html
 from ipu_pipeline.reports.profile import DeviceFacts, Profile, read_profile, to_chrome_trace
-from ipu_pipeline.reports.recorder import Introduced, Recorder
+from ipu_pipeline.reports.recorder import IntroducedRunner, Recorder
 from ipu_pipeline.reports.report_files import PAGE, REPORTS, check_directory, remove_report, write_reports
 
-# Merges the traces of all processes of a run: at the end, each process sends its trace to the others.
-#
-# Processes on one machine have the same clock. Clocks of different machines are compared once, when all
-# processes have met: these go on within about a millisecond of each other, so the difference between the
-# clocks is the difference between the times that they show then.
+# Several processes: at the end, each sends its trace to the others. Processes on one machine have the same
+# clock. Clocks of different machines are compared once, when all processes have met: these go on within
+# about a millisecond of each other, so clocks differ by the difference between the times that they show
+# then.
 
 _PIECE = 1 << 19  # characters that are sent at once; the store's messages have a limit
 
@@ -75,19 +74,19 @@ class Part:
 def exchange(peers: Peers, profile: Profile | None, origin: float) -> list[Part]:
     """Returns the parts of all processes, by their numbers. Every process calls it."""
     peers.meet("report")
-    told = {"clock": _name_clock(), "now": time.time_ns(), "origin": origin}
-    told["profile"] = None if profile is None else profile.to_json()
-    text = base64.b64encode(zlib.compress(json.dumps(told).encode())).decode()
+    message = {"clock": _name_clock(), "now": time.time_ns(), "origin": origin}
+    message["profile"] = None if profile is None else profile.to_json()
+    text = base64.b64encode(zlib.compress(json.dumps(message).encode())).decode()
     pieces = [text[place : place + _PIECE] for place in range(0, len(text), _PIECE)]
     number = max(map(int, peers.exchange("report", str(len(pieces)))))
     rounds = [peers.exchange("report", (pieces[place : place + 1] or [""])[0]) for place in range(number)]
-    return [_read("".join(own)) for own in zip(*rounds, strict=True)]
+    return [_read("".join(texts)) for texts in zip(*rounds, strict=True)]
 
 
 def _read(text: str) -> Part:
-    told = json.loads(zlib.decompress(base64.b64decode(text)))
-    profile = None if told["profile"] is None else read_profile(told["profile"])
-    return Part(profile, told["origin"], told["clock"], told["now"])
+    message = json.loads(zlib.decompress(base64.b64decode(text)))
+    profile = None if message["profile"] is None else read_profile(message["profile"])
+    return Part(profile, message["origin"], message["clock"], message["now"])
 
 
 def _name_clock() -> str:
@@ -100,8 +99,8 @@ def _name_clock() -> str:
 
 def merge(parts: Sequence[Part]) -> Profile | None:
     """Merges the traces of all processes, by the clock of the first; None if nothing ran in any."""
-    known = [(number, part.profile, _begin(part, parts[0])) for number, part in enumerate(parts)]
-    recorded = [(number, profile, begin) for number, profile, begin in known if profile is not None]
+    begins = [(number, part.profile, _begin(part, parts[0])) for number, part in enumerate(parts)]
+    recorded = [(number, profile, begin) for number, profile, begin in begins if profile is not None]
     if not recorded:
         return None
     first = min(begin for _number, _profile, begin in recorded)
@@ -121,14 +120,19 @@ def merge(parts: Sequence[Part]) -> Profile | None:
         profiles[0],
         devices=tuple(
             sorted(
-                {device for one in profiles for device in one.devices}, key=lambda one: (one.ipu, one.id)
+                {device for recording in profiles for device in recording.devices},
+                key=lambda device: (device.ipu, device.id),
             )
         ),
-        pipelines=tuple(_merge_facts(own) for own in _alike(profiles)),
+        pipelines=tuple(_merge_facts(facts) for facts in _facts_by_pipeline(profiles)),
         events=tuple(sorted(events, key=lambda event: (event.begin, event.end))),
-        num_lost=sum(one.num_lost for one in profiles),
-        num_dropped=sum(one.num_dropped for one in profiles),
-        notes=tuple(f"Process {number}: {note}" for number, one, _begin in recorded for note in one.notes),
+        num_lost=sum(recording.num_lost for recording in profiles),
+        num_dropped=sum(recording.num_dropped for recording in profiles),
+        notes=tuple(
+            f"Process {number}: {note}"
+            for number, recording, _begin in recorded
+            for note in recording.notes
+        ),
     )
 
 
@@ -137,26 +141,26 @@ def _begin(part: Part, first: Part) -> float:
     return part.origin if part.clock == first.clock else part.origin - part.now + first.now
 
 
-def _alike(profiles: Sequence[Profile]) -> Iterator[list[PipelineFacts]]:
+def _facts_by_pipeline(profiles: Sequence[Profile]) -> Iterator[list[PipelineFacts]]:
     """Yields, for each pipeline, the facts of each process that has it."""
-    for together in itertools.zip_longest(*(one.pipelines for one in profiles)):
-        yield [facts for facts in together if facts is not None]
+    for facts_of_processes in itertools.zip_longest(*(profile.pipelines for profile in profiles)):
+        yield [facts for facts in facts_of_processes if facts is not None]
 
 
-def _merge_facts(own: Sequence[PipelineFacts]) -> PipelineFacts:
+def _merge_facts(parts: Sequence[PipelineFacts]) -> PipelineFacts:
     def merge_memory(plans: Sequence[IpuMemory]) -> IpuMemory:
         """Merges plans of one IPU: only the process that compiled the programs knows the temporaries."""
         return next((plan for plan in plans if plan.num_temporary_bytes is not None), plans[0])
 
-    memories: list[tuple[Any, ...]] = list(zip(*(facts.memory for facts in own), strict=False))
+    memories: list[tuple[Any, ...]] = list(zip(*(facts.memory for facts in parts), strict=False))
     return dataclasses.replace(
-        own[0],
-        num_micro_batches=max(facts.num_micro_batches or 1 for facts in own),
+        parts[0],
+        num_micro_batches=max(facts.num_micro_batches or 1 for facts in parts),
         memory=tuple(merge_memory(plans) for plans in memories),
     )
 
 
-# Records a trace of what runs, and writes the reports.
+# Captures.
 
 MAX_ACTIONS = 40_000
 VARIABLE = "POPLAR_ENGINE_OPTIONS"
@@ -231,18 +235,18 @@ class Capture:
             self.profile, origin = _make_profile(recorder, self._noted, self._max_actions)
         self._noted = DeviceProfile((), ())
         recorder.forget()
-        told = processes.current()
-        if told is not None:
+        process = processes.current()
+        if process is not None:
             try:
                 if not is_whole:
                     raise ProcessError("it ended with an error")
-                self.profile = merge(exchange(told, self.profile, origin))
+                self.profile = merge(exchange(process, self.profile, origin))
             except ProcessError as error:
-                self.directory /= f"process_{told.index}"
+                self.directory /= f"process_{process.index}"
                 check_directory(self.directory, REPORTS)
-                _logger.warning("The trace has only what process %d recorded: %s", told.index, error)
+                _logger.warning("The trace has only what process %d recorded: %s", process.index, error)
             else:
-                if told.index:  # the first process writes
+                if process.index:  # the first process writes
                     return
         if self.profile is None:
             warnings.warn(
@@ -327,9 +331,10 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
     matched = match(recorder, noted)
     pipelines = [
         _describe_pipeline(
-            one, [known.launch for known in recorder.launched if known.launch.runner is one.runner]
+            record,
+            [started.launch for started in recorder.launched if started.launch.runner is record.runner],
         )
-        for one in recorder.introduced
+        for record in recorder.introduced
     ]
     notes = []
     if recorder.num_dropped:
@@ -358,7 +363,7 @@ def _make_profile(recorder: Recorder, noted: DeviceProfile, max_actions: int) ->
 
 
 def _note_of_job() -> list[str]:
-    """What has become of the job, if its processes have been started again."""
+    """A note of the job's restarts and goodput, if its processes have been started again."""
     history = JobHistory.of_environment()
     if history is None or not history.num_restarts:
         return []
@@ -409,14 +414,14 @@ def _read_options(text: str | None) -> Path | None:
             f'{VARIABLE} must be a JSON object such as {{"autoReport.all": "true"}}; got {text!r}.'
         )
     directory = options.pop(f"{_PREFIX}directory", ".")
-    asked = [_is_true(name, options.pop(name)) for name in list(options) if name.startswith(_PREFIX)]
+    wishes = [_is_true(name, options.pop(name)) for name in list(options) if name.startswith(_PREFIX)]
     if options:
         warnings.warn(
             f"{VARIABLE}: {', '.join(map(repr, options))} has no effect here; only the options "
             f"'{_PREFIX}...' have.",
             stacklevel=2,
         )
-    return Path(str(directory)) if any(asked) else None
+    return Path(str(directory)) if any(wishes) else None
 
 
 def _is_true(name: str, value: object) -> bool:
@@ -426,36 +431,36 @@ def _is_true(name: str, value: object) -> bool:
     return words[str(value).lower()]
 
 
-def _describe_devices(introduced: Sequence[Introduced]) -> tuple[DeviceFacts, ...]:
+def _describe_devices(introduced: Sequence[IntroducedRunner]) -> tuple[DeviceFacts, ...]:
     """The devices of some pipelines, by IPU."""
-    found = {(ipu, device) for one in introduced for device, ipu in one.runner.find_ipus().items()}
-    facts = {DeviceFacts(ipu, d.id, d.device_kind, d.platform, d.process_index) for ipu, d in found}
+    ipus = {(ipu, device) for record in introduced for device, ipu in record.runner.find_ipus().items()}
+    facts = {DeviceFacts(ipu, d.id, d.device_kind, d.platform, d.process_index) for ipu, d in ipus}
     return tuple(sorted(facts, key=lambda device: (device.ipu, device.id)))
 
 
-def _describe_pipeline(one: Introduced, launches: Sequence[Launch]) -> PipelineFacts:
+def _describe_pipeline(record: IntroducedRunner, launches: Sequence[Launch]) -> PipelineFacts:
     """Describes a pipeline or loop that ran."""
-    facts, owner = one.facts, one.owner
+    facts, owner = record.facts, record.owner
     count = 1 if facts.kind == "loop" else _count_micro_batches(launches)
-    given = None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)
+    number = None if owner.options.num_micro_batches is not None else max(1, count // facts.num_serialized)
     stages = [
         select_fields(
             StageFacts,
             stage,
             layers=stage.whole_layers,
-            num_held_bytes=held.num_held_bytes,
-            in_flight=held.in_flight,
-            num_between_bytes=held.num_between_bytes,
+            num_held_bytes=memory.num_held_bytes,
+            in_flight=memory.in_flight,
+            num_between_bytes=memory.num_between_bytes,
         )
-        for stage, held in zip(facts.stages, plan_memory(owner, given), strict=True)
+        for stage, memory in zip(facts.stages, plan_memory(owner, number), strict=True)
     ]
     return select_fields(
         PipelineFacts,
         facts,
-        name=one.name,
+        name=record.name,
         num_micro_batches=count,
         stages=tuple(stages),
-        memory=tuple(plan_ipu_memory(owner, given)),
+        memory=tuple(plan_ipu_memory(owner, number)),
     )
 
 

@@ -63,11 +63,11 @@ def operands(a: Array, b: Array) -> tuple[Array, Array]:
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
         return a, b
     if not isinstance(b, jax.Array):
-        return widen(a), beside(a, b)
-    return beside(b, a), widen(b)
+        return widen(a), wrap_number(a, b)
+    return wrap_number(b, a), widen(b)
 
 
-def beside(array: Array, number: Any) -> Any:
+def wrap_number(array: Array, number: Any) -> Any:
     """Prepares a number to compute with an array: wraps it around if the array has short integers."""
     dtype = array.dtype
     if isinstance(number, int) and dtype.kind in "iu" and dtype.itemsize < 4:

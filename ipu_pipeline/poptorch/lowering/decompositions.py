@@ -45,8 +45,8 @@ def _few_composites() -> Iterator[None]:
         return
 
     def divide_few(table: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        composites, others = divide(table)
-        return {key: how for key, how in composites.items() if not _is_usual(key, how)}, others
+        composites, python_table = divide(table)
+        return {key: how for key, how in composites.items() if not _is_usual(key, how)}, python_table
 
     with (
         unittest.mock.patch.object(utils, "_materialize_cpp_cia_ops", functools.cache(find)),
@@ -70,11 +70,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         for operation, function in decomposition_table.items()
         if isinstance(operation, OpOverload) and find_lowering(operation) is None and operation not in table
     }
-    table.update(more | _OURS)
+    table.update(more | _STRIDED_VIEWS)
     for operation in kept_operations():
         table.pop(operation, None)
-    found: dict[Any, Callable[..., Any]] = table
-    return found
+    decompositions: dict[Any, Callable[..., Any]] = table
+    return decompositions
 
 
 def _storage(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -119,14 +119,14 @@ def _as_strided_scatter(
     places = _places(x, size, stride, storage_offset)
     flat = _storage(x, "as_strided_scatter")
     order = sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
-    made = flat.index_put((places.reshape(-1),), source.reshape(-1)).reshape(
+    memory = flat.index_put((places.reshape(-1),), source.reshape(-1)).reshape(
         [x.shape[dim] for dim in order]
     )
-    return made.permute([order.index(dim) for dim in range(x.dim())])
+    return memory.permute([order.index(dim) for dim in range(x.dim())])
 
 
 _aten = torch.ops.aten
-_OURS: dict[Any, Callable[..., Any]] = {
+_STRIDED_VIEWS: dict[Any, Callable[..., Any]] = {
     _aten.as_strided.default: _as_strided,
     _aten.as_strided_copy.default: _as_strided,
     _aten.as_strided_scatter.default: _as_strided_scatter,

@@ -48,8 +48,8 @@ def _index_select(x: Array, dim: int, index: Array) -> Array:
     wide, indices = _lift(x, index)
     axis = as_axis(dim, wide.ndim)
     at = (*(slice(None),) * axis, indices)
-    made = wide.at[at].get(mode="fill", wrap_negative_indices=False)
-    return made if x.ndim else made.reshape(())
+    elements = wide.at[at].get(mode="fill", wrap_negative_indices=False)
+    return elements if x.ndim else elements.reshape(())
 
 
 def _places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
@@ -103,8 +103,8 @@ def _masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     """Puts the source's n-th element at the mask's n-th true element."""
     x, mask = jnp.broadcast_arrays(x, mask)
     order = jnp.cumsum(mask.reshape(-1)) - 1
-    taken = source.reshape(-1).at[order].get(mode="fill", wrap_negative_indices=False)
-    return jnp.where(mask, taken.reshape(mask.shape), x)
+    elements = source.reshape(-1).at[order].get(mode="fill", wrap_negative_indices=False)
+    return jnp.where(mask, elements.reshape(mask.shape), x)
 
 
 def _source(source: Array, index: Array, x: Array) -> Array:
@@ -142,22 +142,22 @@ def _scatter_reduce(
     source = _source(source, indices, x)
     if not include_self:
         written = jnp.zeros(wide.shape, bool).at[at].set(True)
-        kept, wide = wide, jnp.where(written, _neutral(reduce, x.dtype), wide)
+        original, wide = wide, jnp.where(written, _neutral(reduce, x.dtype), wide)
     if reduce == "sum":
-        made = wide.at[at].add(source)
+        reduced = wide.at[at].add(source)
     elif reduce == "mean":
         ones = jnp.ones(source.shape, int)
         counts = jnp.full(wide.shape, 1 if include_self else 0).at[at].add(ones)
         total = wide.at[at].add(source)
         counts = jnp.maximum(counts, 1)
-        made = total / counts if is_inexact(total) else jnp.floor_divide(total, counts)
+        reduced = total / counts if is_inexact(total) else jnp.floor_divide(total, counts)
     elif reduce == "prod":
-        made = _scatter_product(wide, at, source)
+        reduced = _scatter_product(wide, at, source)
     else:
-        made = _scatter_extremum(wide, at, source, reduce, wide if include_self else kept)
+        reduced = _scatter_extremum(wide, at, source, reduce, wide if include_self else original)
     if not include_self:
-        made = jnp.where(written, made, kept)
-    return made.reshape(x.shape)
+        reduced = jnp.where(written, reduced, original)
+    return reduced.reshape(x.shape)
 
 
 @lowers("index_reduce", keep=True)
@@ -202,9 +202,9 @@ def _product_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     x, at, source = primals
     x_zero, zero = x == 0, source == 0
     zeros = x_zero.astype(int).at[at].add(zero.astype(int))
-    others = jnp.where(x_zero, 1, x).at[at].multiply(jnp.where(zero, 1, source))
-    x_share = jnp.where(zeros - x_zero == 0, others / jnp.where(x_zero, 1, x), 0)
-    share = jnp.where(zeros[at] - zero == 0, others[at] / jnp.where(zero, 1, source), 0)
+    nonzero = jnp.where(x_zero, 1, x).at[at].multiply(jnp.where(zero, 1, source))
+    x_share = jnp.where(zeros - x_zero == 0, nonzero / jnp.where(x_zero, 1, x), 0)
+    share = jnp.where(zeros[at] - zero == 0, nonzero[at] / jnp.where(zero, 1, source), 0)
     return _product(x, at, source), (tangents[0] * x_share).at[at].add(tangents[2] * share)
 
 
@@ -213,28 +213,28 @@ def _scatter_extremum(x: Array, at: tuple[Array, ...], source: Array, reduce: st
 
     As in torch, an element of `counted` counts as one of them even where it was replaced in x.
     """
-    made = jax.lax.stop_gradient(x.at[at].max(source) if reduce == "amax" else x.at[at].min(source))
+    extremum = jax.lax.stop_gradient(x.at[at].max(source) if reduce == "amax" else x.at[at].min(source))
     if not is_float(x):
-        return made
-    x_equal, equal = x == made, source == made[at]
-    counts = (counted == made).astype(x.dtype).at[at].add(equal.astype(x.dtype))
-    return _share(made, x, source, at, x_equal, equal, counts)
+        return extremum
+    x_equal, equal = x == extremum, source == extremum[at]
+    counts = (counted == extremum).astype(x.dtype).at[at].add(equal.astype(x.dtype))
+    return _share(extremum, x, source, at, x_equal, equal, counts)
 
 
 @jax.custom_jvp
 def _share(
-    made: Array, x: Array, source: Array, at: Any, x_equal: Array, equal: Array, counts: Array
+    result: Array, x: Array, source: Array, at: Any, x_equal: Array, equal: Array, counts: Array
 ) -> Array:
     """Returns the result unchanged, with a share of its gradient for each equal element."""
     del x, source, at, x_equal, equal, counts
-    return made
+    return result
 
 
 @_share.defjvp
 def _share_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    made, _x, _source, at, x_equal, equal, counts = primals
+    result, _x, _source, at, x_equal, equal, counts = primals
     total = jnp.where(x_equal, tangents[1], 0).at[at].add(jnp.where(equal, tangents[2], 0))
-    return made, total / jnp.maximum(counts, jnp.ones_like(counts))
+    return result, total / jnp.maximum(counts, jnp.ones_like(counts))
 
 
 @lowers("scatter.reduce", "scatter.value_reduce")

@@ -1,8 +1,7 @@
 """Computes a functional graph of torch by JAX, node by node.
 
-The bodies of loops and conditionals are sub-graphs, which are computed in the same way. What cannot be
-computed is found before anything runs, and reported with its place in the user's code; so are indices
-out of range while a model runs. `count_lowered` counts what a node becomes.
+torch determined the shape and dtype of every result when it made the graph. These are final: results are
+cast to the dtype, and their shapes are checked. Bodies of loops and conditionals are sub-graphs.
 """
 
 from __future__ import annotations
@@ -24,13 +23,112 @@ from torch._ops import OpOverload
 from ipu_pipeline.engine.inspect import Work, count_work
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.arrays import cast
-from ipu_pipeline.poptorch.lowering.random_numbers import repeated
+from ipu_pipeline.poptorch.lowering.random_numbers import loop_iteration
 from ipu_pipeline.poptorch.lowering.registry import Lowering, find_lowering
 
-# Computes torch's cond, while_loop, scan and map by JAX's. Their bodies are sub-graphs.
+# They set where a tensor is kept, or the generator of random numbers; here JAX decides both.
+_DROPPED = frozenset(
+    ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "requires_grad")
+)
 
-ReadNode = Callable[[torch.fx.Node], Any]
-RunGraph = Callable[..., Any]
+ReadNode = Callable[[torch.fx.Node], Any]  # returns a node's value
+
+
+def run_node(node: torch.fx.Node, read_node: ReadNode) -> Any:
+    """Computes one node of kind "call_function".
+
+    Dtypes are promoted by `jax.numpy_dtype_promotion("standard")`, whatever the caller's setting is. Random
+    numbers come from `engine.next_rng_key`.
+    """
+    if node.target is operator.getitem:
+        container, index = node.args
+        assert isinstance(container, torch.fx.Node)
+        return read_node(container)[index]
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            if node.target in CONTROL_FLOW:
+                result: Any = CONTROL_FLOW[node.target](node, read_node)
+                return _fit(result, node.meta.get("val"), node, None)
+            lowering = find_lowering(node.target)
+            if lowering is None:
+                raise NotImplementedError(describe_unsupported([node]))
+            args = torch.fx.node.map_aggregate(node.args, lambda value: _as_jax(value, read_node))
+            kwargs = {
+                name: torch.fx.node.map_aggregate(value, lambda value: _as_jax(value, read_node))
+                for name, value in node.kwargs.items()
+                if name not in _DROPPED
+            }
+            check_node(node, args)
+            return _fit(lowering.function(*args, **kwargs), node.meta.get("val"), node, lowering)
+        except Exception as error:
+            if not getattr(error, "__notes__", None):
+                error.add_note(f"It happened in {describe_place(node)}.")
+            raise
+
+
+def run_graph(module: torch.fx.GraphModule, *values: Any) -> Any:
+    """Computes a sub-graph."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    node_values: dict[torch.fx.Node, Any] = dict(zip(inputs, values, strict=True))
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node_values[node] = run_node(node, node_values.__getitem__)
+        elif node.op == "output":
+            return torch.fx.node.map_arg(node.args[0], node_values.__getitem__)
+    raise AssertionError("a graph without an output")
+
+
+def _as_jax(value: Any, read_node: ReadNode) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return read_node(value)
+    return jax_dtype(value) if isinstance(value, torch.dtype) else value
+
+
+def _fit(result: Any, meta: Any, node: torch.fx.Node, lowering: Lowering | None) -> Any:
+    """Returns the results in torch's dtypes, after checking their shapes."""
+    if isinstance(meta, (tuple, list)):
+        if not isinstance(result, (tuple, list)) or len(result) != len(meta):
+            _complain(node, lowering, f"{_describe(result)}, not {len(meta)} results")
+        used_numbers = _used_results(node, len(meta))
+        return tuple(
+            _fit(value, result_meta, node, lowering) if number in used_numbers else None
+            for number, (value, result_meta) in enumerate(zip(result, meta, strict=True))
+        )
+    if not isinstance(meta, torch.Tensor):
+        return result
+    if callable(result):
+        result = result()
+    if isinstance(result, (tuple, list)) or result is None:
+        _complain(node, lowering, f"{_describe(result)}, not one array")
+    array = jnp.asarray(result)
+    if array.shape != tuple(meta.shape):
+        _complain(node, lowering, f"shape {array.shape}, not {tuple(meta.shape)}")
+    return cast(array, jax_dtype(meta.dtype))
+
+
+def _describe(result: Any) -> str:
+    return f"{len(result)} results" if isinstance(result, (tuple, list)) else type(result).__name__
+
+
+def _used_results(node: torch.fx.Node, count: int) -> set[int]:
+    numbers: set[int] = set()
+    for user in node.users:
+        if user.target is not operator.getitem:
+            return set(range(count))
+        if user.users:
+            index = user.args[1]
+            assert isinstance(index, int)
+            numbers.add(index)
+    return numbers
+
+
+def _complain(node: torch.fx.Node, lowering: Lowering | None, mismatch: str) -> None:
+    if lowering is not None and lowering.is_registered:
+        raise ValueError(f"The lowering registered for {node.target} returned {mismatch}.")
+    raise AssertionError(f"the lowering of {node.target} returned {mismatch}")
+
+
+# Control flow: torch's cond, while_loop, scan and map by JAX's. Their bodies are sub-graphs.
 
 
 def _sub_graph(node: torch.fx.Node, attribute: Any) -> torch.fx.GraphModule:
@@ -41,29 +139,29 @@ def _sub_graph(node: torch.fx.Node, attribute: Any) -> torch.fx.GraphModule:
     return module
 
 
-def _operand_values(args: Any, read: ReadNode) -> list[Any]:
+def _operand_values(args: Any, read_node: ReadNode) -> list[Any]:
     """Reads the operands: nodes' values, and numbers unchanged."""
-    return [read(arg) if isinstance(arg, torch.fx.Node) else arg for arg in args]
+    return [read_node(arg) if isinstance(arg, torch.fx.Node) else arg for arg in args]
 
 
-def _body(node: torch.fx.Node, attribute: Any, run_graph: RunGraph) -> Callable[..., tuple[Any, ...]]:
+def _body(node: torch.fx.Node, attribute: Any) -> Callable[..., tuple[Any, ...]]:
     module = _sub_graph(node, attribute)
     return lambda *values: tuple(run_graph(module, *values))
 
 
-def _cond(node: torch.fx.Node, read: ReadNode, run_graph: RunGraph) -> Any:
+def _cond(node: torch.fx.Node, read_node: ReadNode) -> Any:
     predicate, then_graph, else_graph, operands = node.args
-    value: Any = read(predicate) if isinstance(predicate, torch.fx.Node) else predicate
-    branches = [_body(node, attribute, run_graph) for attribute in (then_graph, else_graph)]
+    value: Any = read_node(predicate) if isinstance(predicate, torch.fx.Node) else predicate
+    branches = [_body(node, attribute) for attribute in (then_graph, else_graph)]
     if isinstance(value, bool):
-        return branches[0 if value else 1](*_operand_values(operands, read))
-    return jax.lax.cond(value.reshape(()), *branches, *_operand_values(operands, read))
+        return branches[0 if value else 1](*_operand_values(operands, read_node))
+    return jax.lax.cond(value.reshape(()), *branches, *_operand_values(operands, read_node))
 
 
-def _while_loop(node: torch.fx.Node, read: ReadNode, run_graph: RunGraph) -> Any:
+def _while_loop(node: torch.fx.Node, read_node: ReadNode) -> Any:
     condition, body, carried, fixed = node.args
-    extra = _operand_values(fixed, read)
-    test, step = _sub_graph(node, condition), _body(node, body, run_graph)
+    extra = _operand_values(fixed, read_node)
+    test, step = _sub_graph(node, condition), _body(node, body)
 
     def continues(values: tuple[Any, ...]) -> Any:
         result = run_graph(test, *values, *extra)
@@ -72,38 +170,38 @@ def _while_loop(node: torch.fx.Node, read: ReadNode, run_graph: RunGraph) -> Any
 
     def again(numbered: Any) -> Any:
         number, values = numbered
-        with repeated(number):
+        with loop_iteration(number):
             return number + 1, step(*values, *extra)
 
-    start = jnp.zeros((), jnp.int32), tuple(_operand_values(carried, read))
+    start = jnp.zeros((), jnp.int32), tuple(_operand_values(carried, read_node))
     return jax.lax.while_loop(lambda numbered: continues(numbered[1]), again, start)[1]
 
 
-def _scan(node: torch.fx.Node, read: ReadNode, run_graph: RunGraph) -> Any:
+def _scan(node: torch.fx.Node, read_node: ReadNode) -> Any:
     combine, initial, rows, fixed = node.args
-    extra, carry = _operand_values(fixed, read), tuple(_operand_values(initial, read))
-    step = _body(node, combine, run_graph)
+    extra, carry = _operand_values(fixed, read_node), tuple(_operand_values(initial, read_node))
+    step = _body(node, combine)
 
     def body(carry: tuple[Any, ...], numbered: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         number, row = numbered
-        with repeated(number):
+        with loop_iteration(number):
             results = step(*carry, *row, *extra)
         return results[: len(carry)], results[len(carry) :]
 
-    last, made = jax.lax.scan(body, carry, _numbered(_operand_values(rows, read)))
-    return (*last, *made)
+    last, results_by_row = jax.lax.scan(body, carry, _numbered(_operand_values(rows, read_node)))
+    return (*last, *results_by_row)
 
 
-def _map(node: torch.fx.Node, read: ReadNode, run_graph: RunGraph) -> Any:
+def _map(node: torch.fx.Node, read_node: ReadNode) -> Any:
     body, rows, fixed = node.args
-    extra, step = _operand_values(fixed, read), _body(node, body, run_graph)
+    extra, step = _operand_values(fixed, read_node), _body(node, body)
 
     def apply(numbered: Any) -> tuple[Any, ...]:
         number, row = numbered
-        with repeated(number):
+        with loop_iteration(number):
             return step(*row, *extra)
 
-    return jax.lax.map(apply, _numbered(_operand_values(rows, read)))
+    return jax.lax.map(apply, _numbered(_operand_values(rows, read_node)))
 
 
 def _numbered(rows: list[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -111,16 +209,15 @@ def _numbered(rows: list[Any]) -> tuple[Any, tuple[Any, ...]]:
     return jnp.arange(rows[0].shape[0], dtype=jnp.int32), tuple(rows)
 
 
-def _invoke(node: torch.fx.Node, read: ReadNode, run_graph: RunGraph) -> Any:
-    body, *rest = node.args
-    operands = rest[1:]  # after the name of the sub-graph
-    return _body(node, body, run_graph)(*_operand_values(operands, read))
+def _invoke(node: torch.fx.Node, read_node: ReadNode) -> Any:
+    body, *named_operands = node.args
+    operands = named_operands[1:]  # after the name of the sub-graph
+    return _body(node, body)(*_operand_values(operands, read_node))
 
 
 _operators = torch.ops.higher_order
 
-# The operations, each with a function of the node, a reader of values, and a runner of sub-graphs.
-CONTROL_FLOW: dict[Any, Callable[[torch.fx.Node, ReadNode, RunGraph], Any]] = {
+CONTROL_FLOW: dict[Any, Callable[[torch.fx.Node, ReadNode], Any]] = {
     _operators.cond: _cond,
     _operators.while_loop: _while_loop,
     _operators.scan: _scan,
@@ -129,7 +226,7 @@ CONTROL_FLOW: dict[Any, Callable[[torch.fx.Node, ReadNode, RunGraph], Any]] = {
 }
 
 
-# Finds what cannot be computed in a graph before anything runs, and reports its place.
+# Operations that cannot be computed, which are found before anything runs, and places in the user's code.
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<text>\S.*))?'
@@ -143,15 +240,15 @@ _NOT_THE_USERS = (
 
 def find_unsupported(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """Finds nodes without a lowering, or with values that JAX does not have, in sub-graphs, too."""
-    found = []
+    unsupported = []
     for node in graph.nodes:
         if node.op == "get_attr":
             module = getattr(graph.owning_module, str(node.target), None)
             if isinstance(module, torch.fx.GraphModule):
-                found.extend(find_unsupported(module.graph))
+                unsupported.extend(find_unsupported(module.graph))
         elif node.op == "call_function" and _reason(node) is not None:
-            found.append(node)
-    return found
+            unsupported.append(node)
+    return unsupported
 
 
 def describe_unsupported(nodes: list[torch.fx.Node]) -> str:
@@ -159,12 +256,15 @@ def describe_unsupported(nodes: list[torch.fx.Node]) -> str:
     places: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
         key = str(node.target), _reason(node) or "has no lowering for these arguments"
-        found = places.setdefault(key, [])
+        node_places = places.setdefault(key, [])
         place = describe_place(node)
-        if place not in found:
-            found.append(place)
+        if place not in node_places:
+            node_places.append(place)
     lines = ["The model uses what cannot be computed:"]
-    lines += [f"- {name} {reason}: in {'; in '.join(found)}." for (name, reason), found in places.items()]
+    lines += [
+        f"- {name} {reason}: in {'; in '.join(node_places)}."
+        for (name, reason), node_places in places.items()
+    ]
     if any(reason == _NO_LOWERING for name, reason in places):
         name = next(name for name, reason in places if reason == _NO_LOWERING)
         lines.append(
@@ -226,25 +326,23 @@ def _reason(node: torch.fx.Node) -> str | None:
 
 
 def _tensors_around(node: torch.fx.Node) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for one in (node, *node.all_input_nodes):
-        values = one.meta.get("val")
+    tensors: list[torch.Tensor] = []
+    for neighbour in (node, *node.all_input_nodes):
+        values = neighbour.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else (values,):
             if isinstance(value, torch.Tensor):
-                found.append(value)
-    return found
+                tensors.append(value)
+    return tensors
 
 
 def _public_name(name: str) -> str:
     """Turns "aten.add.Tensor" into "aten::add.Tensor"."""
-    namespace, dot, rest = name.partition(".")
-    return f"{namespace}::{rest}" if dot else name
+    namespace, dot, operation = name.partition(".")
+    return f"{namespace}::{operation}" if dot else name
 
 
-# Finds indices out of range while a model runs: `Options.checkIndices`.
-#
-# A compiled program cannot raise. It passes the least and the greatest index of each operation to the host,
-# which keeps those out of range until `take` is called.
+# Indices out of range while a model runs. A compiled program cannot raise: it passes the least and the
+# greatest index of each operation to the host, which keeps those out of range until `take` is called.
 
 # Operations that take (tensor, indices of rows), (tensor, dimension, indices), and (tensor, indices by
 # dimension), where indices may count from the end.
@@ -274,11 +372,11 @@ class IndexChecks:
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._found: dict[str, None] = {}  # texts of errors, in the order in which they came
+        self._errors: dict[str, None] = {}  # texts, in the order in which they came
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """Makes operations traced in the `with` block check their indices."""
+        """Makes operations that are traced in the `with` block check their indices."""
         token = _current_checks.set(self)
         try:
             yield
@@ -286,18 +384,18 @@ class IndexChecks:
             _current_checks.reset(token)
 
     def take(self) -> str | None:
-        """Waits for all checks. Returns an error's text for what was found since the last call, or None."""
+        """Waits for all checks. Returns the text of the first error since the last call, or None."""
         jax.effects_barrier()
-        found, self._found = self._found, {}
-        return next(iter(found), None)
+        errors, self._errors = self._errors, {}
+        return next(iter(errors), None)
 
-    def note(self, what: str, size: int, lowest: int, least: Any, greatest: Any) -> None:
+    def note(self, operation: str, size: int, lowest: int, least: Any, greatest: Any) -> None:
         """Notes an index if it is out of range."""
         has = f"indices from {lowest} to {size - 1}" if size else "no elements"
         for index in (int(least), int(greatest)):
             if not lowest <= index < size:
-                text = f"An index is out of range in {what}: {index}, where the tensor has {has}."
-                self._found[text] = None
+                text = f"An index is out of range in {operation}: {index}, where the tensor has {has}."
+                self._errors[text] = None
 
 
 def check_node(node: torch.fx.Node, args: Sequence[Any]) -> None:
@@ -329,135 +427,28 @@ def _find_indices(name: str, args: Sequence[Any]) -> Iterator[tuple[int, int, ja
             axis += index.ndim if index is not None and index.dtype == jnp.bool_ else 1
 
 
-# Computes a functional graph of torch by JAX, node by node.
-#
-# torch determined the shape and dtype of every result when it made the graph. These are final: results are
-# cast to the dtype, and their shapes are checked.
-
-# They set where a tensor is kept, or the generator of random numbers; here JAX decides both.
-_DROPPED = frozenset(
-    ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "requires_grad")
-)
-
-Read = Callable[[torch.fx.Node], Any]
-
-
-def run_node(node: torch.fx.Node, read: Read) -> Any:
-    """Computes one node of kind "call_function".
-
-    Dtypes are promoted by `jax.numpy_dtype_promotion("standard")`, whatever the caller's setting is. Random
-    numbers come from `engine.next_rng_key`.
-    """
-    if node.target is operator.getitem:
-        container, index = node.args
-        assert isinstance(container, torch.fx.Node)
-        return read(container)[index]
-    with jax.numpy_dtype_promotion("standard"):
-        try:
-            if node.target in CONTROL_FLOW:
-                result: Any = CONTROL_FLOW[node.target](node, read, run_graph)
-                return _fit(result, node.meta.get("val"), node, None)
-            lowering = find_lowering(node.target)
-            if lowering is None:
-                raise NotImplementedError(describe_unsupported([node]))
-            args = torch.fx.node.map_aggregate(node.args, lambda value: _as_jax(value, read))
-            kwargs = {
-                name: torch.fx.node.map_aggregate(value, lambda value: _as_jax(value, read))
-                for name, value in node.kwargs.items()
-                if name not in _DROPPED
-            }
-            check_node(node, args)
-            return _fit(lowering.function(*args, **kwargs), node.meta.get("val"), node, lowering)
-        except Exception as error:
-            if not getattr(error, "__notes__", None):
-                error.add_note(f"It happened in {describe_place(node)}.")
-            raise
-
-
-def run_graph(module: torch.fx.GraphModule, *values: Any) -> Any:
-    """Computes a sub-graph."""
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    known: dict[torch.fx.Node, Any] = dict(zip(inputs, values, strict=True))
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            known[node] = run_node(node, known.__getitem__)
-        elif node.op == "output":
-            return torch.fx.node.map_arg(node.args[0], known.__getitem__)
-    raise AssertionError("a graph without an output")
-
-
-def _as_jax(value: Any, read: Read) -> Any:
-    if isinstance(value, torch.fx.Node):
-        return read(value)
-    return jax_dtype(value) if isinstance(value, torch.dtype) else value
-
-
-def _fit(result: Any, meta: Any, node: torch.fx.Node, lowering: Lowering | None) -> Any:
-    """Returns the results in torch's dtypes, after checking their shapes."""
-    if isinstance(meta, (tuple, list)):
-        if not isinstance(result, (tuple, list)) or len(result) != len(meta):
-            _complain(node, lowering, f"{_describe(result)}, not {len(meta)} results")
-        used = _used_results(node, len(meta))
-        return tuple(
-            _fit(value, what, node, lowering) if number in used else None
-            for number, (value, what) in enumerate(zip(result, meta, strict=True))
-        )
-    if not isinstance(meta, torch.Tensor):
-        return result
-    if callable(result):
-        result = result()
-    if isinstance(result, (tuple, list)) or result is None:
-        _complain(node, lowering, f"{_describe(result)}, not one array")
-    array = jnp.asarray(result)
-    if array.shape != tuple(meta.shape):
-        _complain(node, lowering, f"shape {array.shape}, not {tuple(meta.shape)}")
-    return cast(array, jax_dtype(meta.dtype))
-
-
-def _describe(result: Any) -> str:
-    return f"{len(result)} results" if isinstance(result, (tuple, list)) else type(result).__name__
-
-
-def _used_results(node: torch.fx.Node, count: int) -> set[int]:
-    used: set[int] = set()
-    for user in node.users:
-        if user.target is not operator.getitem:
-            return set(range(count))
-        if user.users:
-            index = user.args[1]
-            assert isinstance(index, int)
-            used.add(index)
-    return used
-
-
-def _complain(node: torch.fx.Node, lowering: Lowering | None, what: str) -> None:
-    if lowering is not None and lowering.is_registered:
-        raise ValueError(f"The lowering registered for {node.target} returned {what}.")
-    raise AssertionError(f"the lowering of {node.target} returned {what}")
-
-
-# Counts what operations of torch become in JAX.
+# Counts of what operations become in JAX.
 
 
 def count_lowered(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Work]:
     """Traces the forwards of operations one by one, equal ones only once."""
-    known: dict[Any, Work] = {}
-    found = {}
+    work_by_signature: dict[Any, Work] = {}
+    work_by_node = {}
     for node in nodes:
         key = _node_signature(node)
-        if key not in known:
-            known[key] = _count_node(node)
-        found[node] = known[key]
-    return found
+        if key not in work_by_signature:
+            work_by_signature[key] = _count_node(node)
+        work_by_node[node] = work_by_signature[key]
+    return work_by_node
 
 
 def _count_node(node: torch.fx.Node) -> Work:
-    inputs = [read for read in node.all_input_nodes if read.op != "get_attr"]
+    inputs = [source for source in node.all_input_nodes if source.op != "get_attr"]
 
     def run(values: list[Any]) -> Any:
         return run_node(node, dict(zip(inputs, values, strict=True)).__getitem__)
 
-    return count_work(run, [_map_tensors(read.meta.get("val"), _shape_of_tensor) for read in inputs])
+    return count_work(run, [_map_tensors(source.meta.get("val"), _shape_of_tensor) for source in inputs])
 
 
 def _node_signature(node: torch.fx.Node) -> Any:
@@ -469,11 +460,11 @@ def _node_signature(node: torch.fx.Node) -> Any:
             return value if is_graph else repr(_map_tensors(value.meta.get("val"), _shape_of_tensor))
         return repr(value)
 
-    read = {str(user.args[1:]) for user in node.users if user.target is operator.getitem}
+    used_results = {str(user.args[1:]) for user in node.users if user.target is operator.getitem}
     arguments = torch.fx.node.map_aggregate(
         (node.args, tuple(node.kwargs.items())), lambda value: describe(value)
     )
-    return node.target, str(arguments), frozenset(read)
+    return node.target, str(arguments), frozenset(used_results)
 
 
 def _shape_of_tensor(tensor: torch.Tensor) -> jax.ShapeDtypeStruct:

@@ -52,7 +52,7 @@ def _convolution(
     else:
         pads = [(pad, pad) for pad in padding]
         strides, lhs_dilation = stride, (1,) * count
-    made = jax.lax.conv_general_dilated(
+    outputs = jax.lax.conv_general_dilated(
         x,
         weight.astype(x.dtype),
         strides,
@@ -62,7 +62,7 @@ def _convolution(
         _dimension_numbers(count),
         feature_group_count=groups,
     )
-    return made if bias is None else made + bias.reshape(-1, *(1,) * count)
+    return outputs if bias is None else outputs + bias.reshape(-1, *(1,) * count)
 
 
 @lowers("im2col", keep=True)
@@ -82,9 +82,9 @@ def _im2col(
     counts = [(padded.shape[2 + i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
     ends = [(count - 1) * step + 1 for count, step in zip(counts, stride, strict=True)]
     windows = [
-        padded[:, :, top : top + ends[0] : stride[0], left : left + ends[1] : stride[1]]
-        for top in range(0, dilation[0] * kernel[0], dilation[0])
-        for left in range(0, dilation[1] * kernel[1], dilation[1])
+        padded[:, :, row : row + ends[0] : stride[0], column : column + ends[1] : stride[1]]
+        for row in range(0, dilation[0] * kernel[0], dilation[0])
+        for column in range(0, dilation[1] * kernel[1], dilation[1])
     ]
     columns = jnp.stack(windows, 2).reshape(
         batched.shape[0], batched.shape[1] * kernel[0] * kernel[1], counts[0] * counts[1]
@@ -107,8 +107,8 @@ def _col2im(
     channels = batched.shape[1] // (kernel[0] * kernel[1])
     image = jax.ShapeDtypeStruct((batched.shape[0], channels, *per_dim(output_size, 2)), columns.dtype)
     transpose = jax.linear_transpose(lambda x: _im2col(x, kernel, dilation, padding, stride), image)
-    (made,) = transpose(batched)
-    return made if columns.ndim == 3 else made[0]
+    (images,) = transpose(batched)
+    return images if columns.ndim == 3 else images[0]
 
 
 # Normalizations. Statistics are computed in at least 32 bits.
@@ -221,9 +221,9 @@ def _group_norm(
     grouped = x.reshape(batch, groups, channels // groups * plane)
     squares, mean = variance(grouped, (2,), 0, keepdim=True)
     inverse = jax.lax.rsqrt(squares + eps)
-    made = ((widen(grouped) - mean) * inverse).reshape(x.shape)
+    normalized = ((widen(grouped) - mean) * inverse).reshape(x.shape)
     return (
-        _scaled_and_shifted(made, _by_channel(x, weight), _by_channel(x, bias)),
+        _scaled_and_shifted(normalized, _by_channel(x, weight), _by_channel(x, bias)),
         mean.reshape(batch, groups),
         inverse.reshape(batch, groups),
     )

@@ -21,24 +21,24 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b)
 
 
-@lowers("linear", keep=True)  # for the same reason
+@lowers("linear", keep=True)  # so does that of linear
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     # Not `x @ weight.T`, which keeps a copy for the backward: the transposed weights.
-    made = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
-    return made if bias is None else made + bias
+    product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return product if bias is None else product + bias
 
 
-def _added(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+def _scaled_addition(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     """Makes `beta * c + alpha * product(a, b)`. If beta is 0, c is not read, and its NaNs do not count."""
 
     def compute(c: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-        made = product(a, b)
-        if not is_inexact(made):  # torch truncates the factors, too
+        result = product(a, b)
+        if not is_inexact(result):  # torch truncates the factors, too
             alpha, beta = int(alpha), int(beta)
         if beta == 1 and alpha == 1:
-            return made + c
-        scaled = widen(made) * alpha
-        return jnp.broadcast_to(scaled if beta == 0 else scaled + widen(c) * beta, made.shape)
+            return result + c
+        scaled = widen(result) * alpha
+        return jnp.broadcast_to(scaled if beta == 0 else scaled + widen(c) * beta, result.shape)
 
     return compute
 
@@ -56,21 +56,21 @@ def _grouped_mm(
 ) -> Array:
     del dtype  # the result is cast to it
     if ends is None:
-        made = rows @ matrices
+        product = rows @ matrices
     elif rows.ndim == 2 and matrices.ndim == 3:
-        made = _grouped_product(rows, matrices, ends)
+        product = _grouped_product(rows, matrices, ends)
     else:
         raise NotImplementedError(
             f"torch.nn.functional.grouped_mm with offs takes rows and matrices of 2 and 3 dimensions; "
             f"got {rows.ndim} and {matrices.ndim}."
         )
-    return made if bias is None else made + bias
+    return product if bias is None else product + bias
 
 
 for _name in ("addmm", "addmv", "baddbmm"):
-    lowers(_name)(_added(jnp.matmul))
-lowers("addbmm", keep=True)(_added(lambda a, b: jnp.einsum("bij,bjk->ik", a, b)))
-lowers("addr", keep=True)(_added(jnp.outer))
+    lowers(_name)(_scaled_addition(jnp.matmul))
+lowers("addbmm", keep=True)(_scaled_addition(lambda a, b: jnp.einsum("bij,bjk->ik", a, b)))
+lowers("addr", keep=True)(_scaled_addition(jnp.outer))
 
 
 @lowers("_trilinear")
@@ -100,11 +100,9 @@ def _matrix_exp(x: Array) -> Array:
     return jax.scipy.linalg.expm(x)
 
 
-# Factorizations of matrices, and operations that use them.
-#
-# An input that is an error in torch, such as a matrix without a Cholesky factor, gives NaN or infinities,
-# because a compiled program cannot raise. Functions that also return whether they failed (`cholesky_ex`,
-# `inv_ex`) return 1 then, and 0 otherwise.
+# Factorizations, and operations that use them. An input that is an error in torch, such as a matrix without
+# a Cholesky factor, gives NaN or infinities, because a compiled program cannot raise. Functions that also
+# return whether they failed (`cholesky_ex`, `inv_ex`) return 1 then, and 0 otherwise.
 
 _stop = jax.lax.stop_gradient
 
@@ -113,9 +111,9 @@ def _adjoint(x: Array) -> Array:
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
-def _failure(made: Array) -> Array:
+def _failure(matrices: Array) -> Array:
     """Returns a number for each result matrix: 1 if it has elements that are not finite, else 0."""
-    return jnp.any(~jnp.isfinite(_stop(made)), (-2, -1)).astype(jnp.int32)
+    return jnp.any(~jnp.isfinite(_stop(matrices)), (-2, -1)).astype(jnp.int32)
 
 
 def _singular(lu: Array) -> Array:
@@ -128,10 +126,10 @@ def _singular(lu: Array) -> Array:
 
 def _hermitian(x: Array, upper: bool) -> Array:
     """Makes a matrix from one triangle, with a gradient for both triangles, as in torch."""
-    read = jnp.triu(x) if upper else jnp.tril(x)
-    other = _adjoint(jnp.triu(x, 1) if upper else jnp.tril(x, -1))
+    triangle = jnp.triu(x) if upper else jnp.tril(x)
+    mirrored = _adjoint(jnp.triu(x, 1) if upper else jnp.tril(x, -1))
     halves = (x + _adjoint(x)) / 2
-    return halves + _stop(read + other - halves)
+    return halves + _stop(triangle + mirrored - halves)
 
 
 @lowers("_linalg_check_errors")
@@ -141,15 +139,15 @@ def _check_nothing(*args: Any, **kwargs: Any) -> None:
 
 @lowers("cholesky")
 def _cholesky(x: Array, upper: bool = False) -> Array:
-    made = jax.lax.linalg.cholesky(_hermitian(x, upper), symmetrize_input=False)
-    return _adjoint(made) if upper else made
+    factor = jax.lax.linalg.cholesky(_hermitian(x, upper), symmetrize_input=False)
+    return _adjoint(factor) if upper else factor
 
 
 @lowers("linalg_cholesky_ex")
 def _cholesky_ex(x: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
     del check_errors
-    made = _cholesky(x, upper)
-    return made, _failure(made)
+    factor = _cholesky(x, upper)
+    return factor, _failure(factor)
 
 
 def _triangular(a: Array, b: Array, *, upper: bool, adjoint: bool = False, unit: bool = False) -> Array:
@@ -188,9 +186,9 @@ def _triangular_solve(
 ) -> tuple[Array, Array]:
     if transpose:
         a, upper = _transposed(a), not upper
-    made = _triangular(a, b, upper=upper, unit=unitriangular)
+    solution = _triangular(a, b, upper=upper, unit=unitriangular)
     a = _transposed(a) if transpose else a
-    return made, jnp.broadcast_to(a, (*made.shape[:-2], *a.shape[-2:]))
+    return solution, jnp.broadcast_to(a, (*solution.shape[:-2], *a.shape[-2:]))
 
 
 @lowers("cholesky_solve", "_cholesky_solve_helper")
@@ -217,7 +215,7 @@ def _qr(x: Array, mode: str = "reduced") -> tuple[Array, Array]:
     return (jnp.zeros((0,), x.dtype) if mode == "r" else q), r
 
 
-def _completed(q: Array, size: int) -> Array:
+def _complete_basis(q: Array, size: int) -> Array:
     """Completes orthonormal columns to a square matrix by others without a gradient."""
     missing = size - q.shape[-1]
     if missing == 0:
@@ -235,8 +233,8 @@ def _svd(
         return jnp.zeros((0,), x.dtype), jnp.linalg.svd(x, compute_uv=False), jnp.zeros((0,), x.dtype)
     u, s, vh = jnp.linalg.svd(x, full_matrices=False)
     if full_matrices:
-        u = _completed(u, x.shape[-2])
-        vh = _adjoint(_completed(_adjoint(vh), x.shape[-1]))
+        u = _complete_basis(u, x.shape[-2])
+        vh = _adjoint(_complete_basis(_adjoint(vh), x.shape[-1]))
     return u, s, vh
 
 
@@ -281,9 +279,9 @@ def _lu_factor(x: Array, *, pivot: bool = True, check_errors: bool = False) -> t
 
 def _unpack(lu: Array) -> tuple[Array, Array]:
     rows, columns = lu.shape[-2:]
-    both = min(rows, columns)
-    lower = jnp.tril(lu[..., :both], -1) + jnp.eye(rows, both, dtype=lu.dtype)
-    return lower, jnp.triu(lu[..., :both, :])
+    size = min(rows, columns)
+    lower = jnp.tril(lu[..., :size], -1) + jnp.eye(rows, size, dtype=lu.dtype)
+    return lower, jnp.triu(lu[..., :size, :])
 
 
 def _permutation_matrix(permutation: Array, dtype: Any) -> Array:
@@ -332,10 +330,10 @@ def _solve_ex(a: Array, b: Array, *, left: bool = True, check_errors: bool = Fal
     del check_errors
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     wide = b[..., None] if is_vector else b
-    made = _solve(a, wide) if left else _transposed(_solve(_transposed(a), _transposed(wide)))
+    solution = _solve(a, wide) if left else _transposed(_solve(_transposed(a), _transposed(wide)))
     factors = _lazily(lambda: jax.lax.linalg.lu(_stop(a)))
     return (
-        made[..., 0] if is_vector else made,
+        solution[..., 0] if is_vector else solution,
         lambda: factors()[0],
         lambda: factors()[1] + 1,
         lambda: _singular(factors()[0]),
@@ -343,12 +341,12 @@ def _solve_ex(a: Array, b: Array, *, left: bool = True, check_errors: bool = Fal
 
 
 def _lazily(compute: Any) -> Any:
-    made: list[Any] = []
+    results: list[Any] = []
 
     def get() -> Any:
-        if not made:
-            made.append(compute())
-        return made[0]
+        if not results:
+            results.append(compute())
+        return results[0]
 
     return get
 
@@ -356,15 +354,15 @@ def _lazily(compute: Any) -> Any:
 @lowers("linalg_inv_ex")
 def _inv_ex(x: Array, *, check_errors: bool = False) -> tuple[Array, Array]:
     del check_errors
-    made = x if x.size == 0 else jnp.linalg.inv(x)
-    return made, _failure(made)
+    inverse = x if x.size == 0 else jnp.linalg.inv(x)
+    return inverse, _failure(inverse)
 
 
 @lowers("_linalg_det")
 def _det(x: Array) -> tuple[Any, ...]:
     factors = _lazily(lambda: jax.lax.linalg.lu(x))
-    made = jnp.ones(x.shape[:-2], x.dtype) if x.shape[-1] == 0 else jnp.linalg.det(x)
-    return made, lambda: factors()[0], lambda: factors()[1] + 1
+    determinant = jnp.ones(x.shape[:-2], x.dtype) if x.shape[-1] == 0 else jnp.linalg.det(x)
+    return determinant, lambda: factors()[0], lambda: factors()[1] + 1
 
 
 @lowers("_linalg_slogdet")
@@ -374,7 +372,7 @@ def _slogdet(x: Array) -> tuple[Any, ...]:
     return sign, logarithm, lambda: factors()[0], lambda: factors()[1] + 1
 
 
-def _reflected(vectors: Array, tau: Array, x: Array, in_order: bool, conjugates: bool) -> Array:
+def _reflect(vectors: Array, tau: Array, x: Array, in_order: bool, conjugates: bool) -> Array:
     """Applies Householder reflections `1 - tau v v^H` one after another."""
     count = tau.shape[-1]
     vectors = jnp.tril(vectors[..., :count], -1) + jnp.eye(vectors.shape[-2], count, dtype=vectors.dtype)
@@ -394,20 +392,20 @@ def _householder_product(vectors: Array, tau: Array) -> Array:
     eye = jnp.broadcast_to(
         jnp.eye(vectors.shape[-2], vectors.shape[-1], dtype=vectors.dtype), vectors.shape
     )
-    return _reflected(vectors, tau, eye, in_order=False, conjugates=False)
+    return _reflect(vectors, tau, eye, in_order=False, conjugates=False)
 
 
 @lowers("ormqr")
 def _ormqr(vectors: Array, tau: Array, x: Array, left: bool = True, transpose: bool = False) -> Array:
     if left:
-        return _reflected(vectors, tau, x, in_order=transpose, conjugates=transpose)
-    return _adjoint(_reflected(vectors, tau, _adjoint(x), in_order=not transpose, conjugates=not transpose))
+        return _reflect(vectors, tau, x, in_order=transpose, conjugates=transpose)
+    return _adjoint(_reflect(vectors, tau, _adjoint(x), in_order=not transpose, conjugates=not transpose))
 
 
 @lowers("geqrf")
 def _geqrf(x: Array) -> tuple[Array, Array]:
-    made, tau = jnp.linalg.qr(x, "raw")
-    return _transposed(made), tau
+    reflectors, tau = jnp.linalg.qr(x, "raw")
+    return _transposed(reflectors), tau
 
 
 @lowers("linalg_pinv.atol_rtol_tensor")
@@ -428,10 +426,9 @@ def _pinv(
     return jnp.linalg.pinv(x, rtol=jnp.maximum(relative, absolute))
 
 
-# Fourier transforms. torch's other ones are made of these three.
-#
-# Each goes over its dimensions one by one, because XLA's own transforms take at most three. `normalization`
-# is 0 for none, 1 to divide by the root of the number of elements, 2 to divide by that number.
+# Fourier transforms; torch's other ones are made of these three. Each goes over its dimensions one by one,
+# because XLA's own transforms take at most three. `normalization` is 0 for none, 1 to divide by the root of
+# the number of elements, 2 to divide by that number.
 
 _FORWARD, _INVERSE = "backward", "forward"  # NumPy's names of the scalings that give each no factor
 
@@ -443,21 +440,25 @@ def _scaled_transform(x: Array, shape: Sequence[int], dim: Sequence[int], normal
 
 @lowers("_fft_c2c")
 def _c2c(x: Array, dim: Sequence[int], normalization: int, forward: bool) -> Array:
-    made = x
+    transform = x
     for axis in dim:
-        made = jnp.fft.fft(made, axis=axis) if forward else jnp.fft.ifft(made, axis=axis, norm=_INVERSE)
-    return _scaled_transform(made, x.shape, dim, normalization)
+        transform = (
+            jnp.fft.fft(transform, axis=axis)
+            if forward
+            else jnp.fft.ifft(transform, axis=axis, norm=_INVERSE)
+        )
+    return _scaled_transform(transform, x.shape, dim, normalization)
 
 
 @lowers("_fft_r2c")
 def _r2c(x: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
-    *others, last = dim
-    made = (jnp.fft.rfft if onesided else jnp.fft.fft)(x, axis=last)
-    return _scaled_transform(_c2c(made, others, 0, True), x.shape, dim, normalization)
+    *outer_dims, last = dim
+    transform = (jnp.fft.rfft if onesided else jnp.fft.fft)(x, axis=last)
+    return _scaled_transform(_c2c(transform, outer_dims, 0, True), x.shape, dim, normalization)
 
 
 @lowers("_fft_c2r")
 def _c2r(x: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
-    *others, last = dim
-    made = jnp.fft.irfft(_c2c(x, others, 0, False), last_dim_size, axis=last, norm=_INVERSE)
-    return _scaled_transform(made, made.shape, dim, normalization)
+    *outer_dims, last = dim
+    transform = jnp.fft.irfft(_c2c(x, outer_dims, 0, False), last_dim_size, axis=last, norm=_INVERSE)
+    return _scaled_transform(transform, transform.shape, dim, normalization)

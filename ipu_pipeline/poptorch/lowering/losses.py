@@ -12,8 +12,6 @@ import numpy as np
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Losses for which torch's decomposition has wrong gradients, or none.
-
 NONE, MEAN, SUM = range(3)
 
 
@@ -50,9 +48,8 @@ def _binary_cross_entropy(
     return reduce_loss(losses if weight is None else losses * widen(weight), reduction)
 
 
-# The cross entropy of a linear layer's results, a chunk of rows at a time: only its results are kept.
-#
-# torch computes gradients in the forward and keeps them; here the backward recomputes the rows' results.
+# The cross entropy of a linear layer's results, a chunk of rows at a time. torch computes gradients in the
+# forward and keeps them; here the backward recomputes the rows' results.
 
 
 def _loss_of_rows(
@@ -79,13 +76,13 @@ def _loss_of_rows(
     return losses, parts
 
 
-def _losses_in_chunks(x: Array, target: Array, batch_chunk_size: int, *rest: Any) -> tuple[Array, Array]:
-    """Returns the same for all rows. The rows that fill up the last chunk are cut off."""
+def _losses_in_chunks(x: Array, target: Array, batch_chunk_size: int, *params: Any) -> tuple[Array, Array]:
+    """Returns losses and divisors of all rows. The rows that fill up the last chunk are cut off."""
     count = -(-x.shape[0] // batch_chunk_size)
     missing = count * batch_chunk_size - x.shape[0]
     rows = jnp.pad(x, ((0, missing), (0, 0))).reshape(count, batch_chunk_size, -1)
     targets = jnp.pad(target, (0, missing)).reshape(count, batch_chunk_size)
-    weight, bias, class_weights, ignore_index, label_smoothing = rest
+    weight, bias, class_weights, ignore_index, label_smoothing = params
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def compute(rows: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -186,16 +183,16 @@ def _losses_of_sequences(
     return _negative_log_likelihood(log_probs, targets, input_lengths, target_lengths, blank)
 
 
-def _losses_of_sequences_forward(log_probs: Array, *rest: Array) -> tuple[Array, Any]:
-    loss, transpose = jax.vjp(lambda log_probs: _negative_log_likelihood(log_probs, *rest), log_probs)
-    return loss, (transpose, log_probs, rest[1])
+def _losses_of_sequences_forward(log_probs: Array, *arguments: Array) -> tuple[Array, Any]:
+    loss, transpose = jax.vjp(lambda log_probs: _negative_log_likelihood(log_probs, *arguments), log_probs)
+    return loss, (transpose, log_probs, arguments[1])
 
 
 def _losses_of_sequences_backward(saved: Any, gradient: Array) -> tuple[Any, ...]:
     transpose, log_probs, input_lengths = saved
     (of_loss,) = transpose(gradient)
-    read = jnp.arange(log_probs.shape[0])[:, None] < input_lengths
-    softmax = jnp.where(read[..., None], jnp.exp(log_probs) * gradient[None, :, None], 0)
+    is_counted = jnp.arange(log_probs.shape[0])[:, None] < input_lengths
+    softmax = jnp.where(is_counted[..., None], jnp.exp(log_probs) * gradient[None, :, None], 0)
     return of_loss + softmax, None, None, None, None
 
 

@@ -12,7 +12,6 @@ from ipu_pipeline.poptorch.lowering.arrays import (
     Array,
     absolute,
     as_axis,
-    beside,
     in_float32,
     is_complex,
     is_float,
@@ -20,10 +19,11 @@ from ipu_pipeline.poptorch.lowering.arrays import (
     operands,
     to_float,
     widen,
+    wrap_number,
 )
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Elementwise arithmetic.
+# Arithmetic.
 
 _function: Callable[..., Array]
 
@@ -115,7 +115,7 @@ def _nextafter(a: Array, b: Array) -> Array:
     return near - fixed[2] + jnp.nextafter(*fixed[:2])
 
 
-_of_two: dict[str, Callable[..., Array]] = {
+_BINARY_FUNCTIONS: dict[str, Callable[..., Array]] = {
     "atan2": in_float32(jnp.arctan2),
     "bitwise_and": jnp.bitwise_and,
     "__lshift__": jnp.left_shift,
@@ -143,14 +143,14 @@ _of_two: dict[str, Callable[..., Array]] = {
     "nextafter": _nextafter,
     "remainder": jnp.remainder,
 }
-for _name, _function in _of_two.items():
+for _name, _function in _BINARY_FUNCTIONS.items():
     lowers(_name)(_binary(_function))
 lowers("xlogy", keep=True)(_binary(in_float32(jax.scipy.special.xlogy)))
 
 
 def _comparison(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     """Makes a comparison that rounds a number to the array's dtype first."""
-    return lambda a, b: function(a, b if isinstance(b, jax.Array) else beside(a, b))
+    return lambda a, b: function(a, b if isinstance(b, jax.Array) else wrap_number(a, b))
 
 
 for _name, _function in {
@@ -237,7 +237,7 @@ def _masked_fill(x: Array, mask: Array, value: Any) -> Array:
 
 
 @lowers("clone", "alias", "_to_copy", "lift_fresh_copy", "lift_fresh", "contiguous")
-def _same(x: Array, *, dtype: Any = None) -> Array:
+def _identity(x: Array, *, dtype: Any = None) -> Array:
     del dtype  # the graph's result decides it
     return x
 
@@ -253,7 +253,7 @@ def _copy(x: Array, source: Array) -> Array:
 
 
 @lowers("_assert_tensor_metadata", "_assert_async")
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _no_check(*args: Any, **kwargs: Any) -> None:
     """Leaves out checks: of facts that were known when the graph was made, and of values.
 
     A compiled program cannot raise errors: `torch.nn.functional.one_hot`, which checks values, gives
@@ -301,8 +301,8 @@ def _angle(x: Array) -> Array:
     if is_complex(x):
         safe = jnp.where(x == 0, 1, x)
         return jnp.where(x == 0, jnp.angle(jax.lax.stop_gradient(x)), jnp.arctan2(safe.imag, safe.real))
-    made = jnp.where(x < 0, jnp.pi, 0.0)
-    return jnp.where(jnp.isnan(x), x, made) if is_inexact(x) else made
+    angle = jnp.where(x < 0, jnp.pi, 0.0)
+    return jnp.where(jnp.isnan(x), x, angle) if is_inexact(x) else angle
 
 
 # Activation functions, with torch's gradients where the pieces of a function meet.
@@ -361,7 +361,7 @@ def _silu(x: Array) -> Array:
 
 @lowers("softplus", keep=True)
 def _softplus(x: Array, beta: float = 1, threshold: float = 20) -> Array:
-    """Softplus, the identity above the threshold. torch's decomposition gives NaN where exp overflows."""
+    """Computes softplus, x above the threshold. torch's decomposition gives NaN where exp overflows."""
     x = widen(x)
     scaled = x * beta
     is_linear = scaled > threshold

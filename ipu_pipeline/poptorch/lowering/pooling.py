@@ -16,9 +16,7 @@ import numpy as np
 from ipu_pipeline.poptorch.lowering.arrays import Array, is_float, per_dim, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# The windows of a pooling.
-#
-# Dimensions that come before the pooled ones (batch, channels) have windows of one element.
+# Windows. Dimensions that come before the pooled ones (batch, channels) have windows of one element.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ def make_windows(
     return Windows(lengths, kernel, stride, padding, dilation, tuple(counts))
 
 
-# Means over windows.
+# Means.
 
 
 def _divisors(windows: Windows, include_padding: bool) -> np.ndarray[Any, Any]:
@@ -134,13 +132,18 @@ lowers("avg_pool2d")(_average_pool(2))
 lowers("avg_pool3d")(_average_pool(3))
 
 
+def _adaptive_bounds(length: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Returns where each of `size` windows of an adaptive pooling begins and ends."""
+    numbers = np.arange(size)
+    return numbers * length // size, -(-(numbers + 1) * length // size)
+
+
 def _average_axis(x: Array, axis: int, size: int) -> Array:
     """Takes means of `size` parts of an axis. They overlap if its length is not a multiple of `size`."""
     length = x.shape[axis]
     if length % size == 0:
         return jnp.mean(x.reshape(*x.shape[:axis], size, length // size, *x.shape[axis + 1 :]), axis + 1)
-    starts = np.arange(size) * length // size
-    ends = -(-(np.arange(size) + 1) * length // size)
+    starts, ends = _adaptive_bounds(length, size)
     place = np.arange(length)
     inside = (place >= starts[:, None]) & (place < ends[:, None])
     weights = jnp.asarray(inside / (ends - starts)[:, None], x.dtype)
@@ -162,10 +165,8 @@ lowers("_adaptive_avg_pool2d")(_adaptive_average_pool(2))
 lowers("_adaptive_avg_pool3d")(_adaptive_average_pool(3))
 
 
-# Maxima over windows side by side, with a gradient that is fast on CPUs.
-#
-# On a CPU, XLA computes the gradient of `jax.lax.reduce_window` one element after another. For small
-# windows, whole arrays are compared instead: one for each place in a window.
+# Maxima over small windows side by side. On a CPU, XLA computes the gradient of `jax.lax.reduce_window` one
+# element after another. Here whole arrays are compared instead: one for each place in a window.
 
 _MOST_ELEMENTS = 16  # in a window: with more, `reduce_window` is as fast
 
@@ -192,9 +193,9 @@ def _elements_by_place(x: Array, windows: Windows) -> list[Array]:
 def _largest_forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, tuple[int, ...]]]:
     # The place is kept, not the elements to be compared with the largest, because XLA may compute the same
     # element twice, and round it in two ways.
-    largest, *others = _elements_by_place(x, windows)
+    largest, *later_elements = _elements_by_place(x, windows)
     place = jnp.zeros(largest.shape, jnp.int8)
-    for number, elements in enumerate(others, 1):
+    for number, elements in enumerate(later_elements, 1):
         is_larger = (elements > largest) | (jnp.isnan(elements) & ~jnp.isnan(largest))
         largest = jnp.where(is_larger, elements, largest)
         place = jnp.where(is_larger, jnp.int8(number), place)
@@ -202,9 +203,9 @@ def _largest_forward(x: Array, windows: Windows) -> tuple[Array, tuple[Array, tu
 
 
 def _largest_backward(
-    windows: Windows, kept: tuple[Array, tuple[int, ...]], gradient: Array
+    windows: Windows, saved: tuple[Array, tuple[int, ...]], gradient: Array
 ) -> tuple[Array]:
-    place, shape = kept
+    place, shape = saved
     num_dims, sizes = windows.num_dims, windows.kernel
     num_before = len(shape) - num_dims
     zero = jnp.zeros_like(gradient)
@@ -213,17 +214,15 @@ def _largest_backward(
     beside = [num_before + axis + half for axis in range(num_dims) for half in (0, num_dims)]
     covered = [count * size for count, size in zip(windows.counts, sizes, strict=True)]
     joined = by_window.transpose(*range(num_before), *beside).reshape(*shape[:num_before], *covered)
-    rest = [(0, length - size) for length, size in zip(windows.lengths, covered, strict=True)]
-    return (jnp.pad(joined, [(0, 0)] * num_before + rest),)
+    uncovered = [(0, length - size) for length, size in zip(windows.lengths, covered, strict=True)]
+    return (jnp.pad(joined, [(0, 0)] * num_before + uncovered),)
 
 
 largest_of_tiles.defvjp(_largest_forward, _largest_backward)
 
 
-# Maxima over windows, and their positions.
-#
-# The gradient goes to the first of equal elements. Positions are counted in a plane, which is all pooled
-# dimensions together. They are computed only if something reads them.
+# Maxima and their positions. The gradient goes to the first of equal elements. Positions are counted in a
+# plane, which is all pooled dimensions together. They are computed only if something reads them.
 
 
 def _lowest(dtype: Any) -> np.ndarray[Any, Any]:
@@ -314,12 +313,11 @@ def _adaptive_max_pool(num_dims: int) -> Callable[..., Any]:
             return _largest(x, windows), lambda: _positions(x, windows)
         indices, valid = [], []
         for length, size in zip(lengths, sizes, strict=True):
-            starts = np.arange(size) * length // size
-            ends = -(-(np.arange(size) + 1) * length // size)
+            starts, ends = _adaptive_bounds(length, size)
             index = starts[:, None] + np.arange((ends - starts).max())
             indices.append(index)
             valid.append(index < ends[:, None])
-        positions = _gathered(x, indices, valid)
+        positions = _positions_by_index(x, indices, valid)
         return _take(x, positions, num_dims), positions
 
     return pool
@@ -329,7 +327,7 @@ lowers("adaptive_max_pool2d")(_adaptive_max_pool(2))
 lowers("adaptive_max_pool3d")(_adaptive_max_pool(3))
 
 
-def _gathered(x: Array, indices: list[Any], valid: list[Any] | None = None) -> Array:
+def _positions_by_index(x: Array, indices: list[Any], valid: list[Any] | None = None) -> Array:
     """Returns positions of maxima over windows with unequal steps."""
     num_dims = len(indices)
     lengths = x.shape[x.ndim - num_dims :]
@@ -378,7 +376,7 @@ def _fractional_max_pool(num_dims: int) -> Callable[..., Any]:
             ]  # in two dimensions, width comes first
             starts = _fractional_starts(sample, x.shape[x.ndim - num_dims + i], sizes[i], kernel[i])
             indices.append(starts[..., None] + jnp.arange(kernel[i]))
-        positions = _gathered(x, indices)
+        positions = _positions_by_index(x, indices)
         return _take(x, positions, num_dims), positions
 
     return pool
@@ -410,12 +408,12 @@ _put.defvjp(_put_forward, _put_backward)
 
 
 def _max_unpool(num_dims: int) -> Callable[..., Any]:
-    def unpool(x: Array, indices: Array, output_size: Sequence[int], *rest: Any) -> Array:
-        del rest  # stride and padding; the output's size was made from them
+    def unpool(x: Array, indices: Array, output_size: Sequence[int], *geometry: Any) -> Array:
+        del geometry  # stride and padding; the output's size was made from them
         leading = x.shape[: x.ndim - num_dims]
         flat = x.reshape(math.prod(leading), -1)
-        made = _put(flat, indices.reshape(flat.shape), math.prod(output_size))
-        return made.reshape(*leading, *output_size)
+        planes = _put(flat, indices.reshape(flat.shape), math.prod(output_size))
+        return planes.reshape(*leading, *output_size)
 
     return unpool
 

@@ -25,7 +25,7 @@ from ipu_pipeline.poptorch.operations.host_calls import HOST_CALL
 from ipu_pipeline.poptorch.operations.printing import PRINT, Layout, print_array
 from ipu_pipeline.poptorch.operations.products import SERIALIZED
 
-# Slices that begin at a place given by a tensor. A slice that does not fit begins earlier.
+# Slices. One that does not fit begins earlier.
 
 
 @lowers(SLICE, keep=True)
@@ -39,7 +39,7 @@ def _dynamic_update(input: Array, src: Array, dim: int, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(input, src, start.reshape(()), dim)
 
 
-# Values that XLA may not see through, that are kept or printed, and places in bodies of loops.
+# Scopes, and values that XLA may not see through, that the backward keeps, or that are printed.
 
 
 @lowers("ipu_poptorch::begin_scope", "ipu_poptorch::end_scope")
@@ -60,6 +60,7 @@ def _keep(x: Array) -> Array:
 
 @lowers(PRINT)
 def _print(x: Array, title: str, print_gradient: bool, *arguments: Any) -> Array:
+    # A debugging print of JAX is enough: the engine prints once per micro-batch, whatever it recomputes.
     layout = Layout(*arguments)
     show = functools.partial(print_array, title, layout)
     if not print_gradient or not is_float(x):
@@ -84,7 +85,7 @@ def _print(x: Array, title: str, print_gradient: bool, *arguments: Any) -> Array
     return printed(x)
 
 
-# Computes a matrix product in a loop that makes one part at a time, forward and backward.
+# Matrix products in a loop that makes one part at a time, forward and backward.
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,14 @@ def _serialized_matmul(lhs: Array, rhs: Array, mode: str, factor: int, keep_prec
     def in_parts(lhs: Array, rhs: Array) -> Array:
         shape = jax.eval_shape(jnp.matmul, lhs, rhs)
 
-        def add_part(number: Array, made: Array) -> Array:
+        def add_part(number: Array, total: Array) -> Array:
             product = jnp.matmul(_part(lhs, cut.lhs, number, factor), _part(rhs, cut.rhs, number, factor))
-            return _joined(made, product, cut.result, number, factor)
+            return _with_part(total, product, cut.result, number, factor)
 
-        return _loop_over_parts(factor, add_part, _zeros_for_parts(shape, cut.result, widened)).astype(
-            shape.dtype
-        )
+        zeros = _zeros_for_parts(shape, cut.result, widened)
+        return jax.lax.fori_loop(0, factor, add_part, zeros).astype(shape.dtype)
 
+    # JAX's derivative of the loop would keep every part's operands.
     @jax.custom_vjp
     def product(lhs: Array, rhs: Array) -> Array:
         return in_parts(lhs, rhs)
@@ -130,7 +131,7 @@ def _serialized_matmul(lhs: Array, rhs: Array, mode: str, factor: int, keep_prec
         return in_parts(lhs, rhs), (lhs, rhs)
 
     def backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-        def add_part(number: Array, made: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add_part(number: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
             parts = [
                 _part(array, axis, number, factor)
                 for array, axis in zip(saved, (cut.lhs, cut.rhs), strict=True)
@@ -138,8 +139,8 @@ def _serialized_matmul(lhs: Array, rhs: Array, mode: str, factor: int, keep_prec
             _product, transpose = jax.vjp(jnp.matmul, *parts)
             of_parts = transpose(_part(gradient, cut.result, number, factor))
             of_lhs, of_rhs = (
-                _joined(array, part, axis, number, factor)
-                for array, part, axis in zip(made, of_parts, (cut.lhs, cut.rhs), strict=True)
+                _with_part(array, part, axis, number, factor)
+                for array, part, axis in zip(gradients, of_parts, (cut.lhs, cut.rhs), strict=True)
             )
             return of_lhs, of_rhs
 
@@ -147,8 +148,8 @@ def _serialized_matmul(lhs: Array, rhs: Array, mode: str, factor: int, keep_prec
             _zeros_for_parts(array, axis, widened)
             for array, axis in zip(saved, (cut.lhs, cut.rhs), strict=True)
         )
-        made = _loop_over_parts(factor, add_part, starts)
-        return made[0].astype(saved[0].dtype), made[1].astype(saved[1].dtype)
+        gradients = jax.lax.fori_loop(0, factor, add_part, starts)
+        return gradients[0].astype(saved[0].dtype), gradients[1].astype(saved[1].dtype)
 
     product.defvjp(forward, backward)
     return product(lhs, rhs)
@@ -158,12 +159,8 @@ def _unchanged(x: Array) -> Array:
     return x
 
 
-def _loop_over_parts(count: int, body: Callable[[Array, Any], Any], start: Any) -> Any:
-    return jax.lax.fori_loop(0, count, body, start)
-
-
 def _zeros_for_parts(like: Array, axis: int | None, widened: Callable[[Array], Array]) -> Array:
-    """Makes the zeros that parts are put into or added to; in the second case wider, if wanted."""
+    """Makes the zeros that parts are put into, or added to, which may need a wider dtype."""
     zeros = jnp.zeros(like.shape, like.dtype)
     return widened(zeros) if axis is None else zeros
 
@@ -176,11 +173,11 @@ def _part(array: Array, axis: int | None, number: Array, factor: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(array, number * size, size, axis)
 
 
-def _joined(made: Array, part: Array, axis: int | None, number: Array, factor: int) -> Array:
+def _with_part(total: Array, part: Array, axis: int | None, number: Array, factor: int) -> Array:
     if axis is None:
-        return made + part.astype(made.dtype)
-    axis %= made.ndim
-    return jax.lax.dynamic_update_slice_in_dim(made, part, number * (made.shape[axis] // factor), axis)
+        return total + part.astype(total.dtype)
+    axis %= total.ndim
+    return jax.lax.dynamic_update_slice_in_dim(total, part, number * (total.shape[axis] // factor), axis)
 
 
 # Operations that are computed elsewhere: searches, functions of the host, operations of the user.
@@ -203,36 +200,36 @@ def _call_custom(inputs: list[Array], key: str, results: str, attributes: str) -
 
 
 @lowers(own_backwards.WITH_BACKWARD)
-def _with_backward(results: list[Array], inputs: list[Array], kept: list[Array], key: str) -> list[Array]:
-    own = own_backwards.find(key)
-    if own.program is None:  # for inference
+def _with_backward(results: list[Array], inputs: list[Array], saved: list[Array], key: str) -> list[Array]:
+    call = own_backwards.find(key)
+    if call.program is None:  # for inference
         return list(results)
 
     @jax.custom_vjp
-    def give(results: list[Array], inputs: list[Array], kept: list[Array]) -> list[Array]:
-        del inputs, kept
+    def results_with_backward(results: list[Array], inputs: list[Array], saved: list[Array]) -> list[Array]:
+        del inputs, saved
         return results
 
-    def forward(results: list[Array], inputs: list[Array], kept: list[Array]) -> tuple[list[Array], Any]:
-        return give(results, inputs, kept), kept
+    def forward(results: list[Array], inputs: list[Array], saved: list[Array]) -> tuple[list[Array], Any]:
+        return results_with_backward(results, inputs, saved), saved
 
-    def backward(kept: list[Array], gradients: list[Array]) -> tuple[Any, Any, Any]:
-        given = [
+    def backward(saved: list[Array], gradients: list[Array]) -> tuple[Any, Any, Any]:
+        all_gradients = [
             gradient if has_gradient else jnp.zeros(result.shape, result.dtype)
-            for gradient, result, has_gradient in zip(gradients, results, own.differentiable, strict=True)
+            for gradient, result, has_gradient in zip(gradients, results, call.differentiable, strict=True)
         ]
-        return None, list(_run_program(own.program, [*kept, *given])), None
+        return None, list(_run_program(call.program, [*saved, *all_gradients])), None
 
-    give.defvjp(forward, backward)
-    return give(list(results), list(inputs), list(kept))
+    results_with_backward.defvjp(forward, backward)
+    return results_with_backward(list(results), list(inputs), list(saved))
 
 
 def _run_program(program: Any, tensors: list[Array]) -> Any:
-    left = iter(tensors)
+    inputs = iter(tensors)
     return run_graph(
         program.graph_module,
         *(
-            next(left)
+            next(inputs)
             if spec.kind is InputKind.USER_INPUT
             else jnp.asarray(to_numpy(program.constants[spec.target]))
             for spec in program.graph_signature.input_specs

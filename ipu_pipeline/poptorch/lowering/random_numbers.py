@@ -22,8 +22,11 @@ _iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def repeated(iteration: Array) -> Iterator[None]:
-    """Makes a loop's body, traced in the `with` block, draw new numbers in each iteration."""
+def loop_iteration(iteration: Array) -> Iterator[None]:
+    """Makes a loop's body, traced in the `with` block, draw new numbers in each iteration.
+
+    The body is traced once: with one key, a dropout would drop the same elements in each iteration.
+    """
     token = _iterations.set((*_iterations.get(), iteration))
     try:
         yield
@@ -50,8 +53,8 @@ def drop(x: Array, p: float) -> tuple[Array, Array]:
         return x, jnp.ones(x.shape, bool)
     if p == 1:
         return jnp.zeros_like(x) * x, jnp.zeros(x.shape, bool)
-    kept = keep_mask(p, x.shape)
-    return jnp.where(kept, widen(x) / (1 - p), 0).astype(x.dtype), kept
+    mask = keep_mask(p, x.shape)
+    return jnp.where(mask, widen(x) / (1 - p), 0).astype(x.dtype), mask
 
 
 @lowers("native_dropout")
@@ -155,9 +158,9 @@ def _rrelu(
 ) -> Any:
     """Gives negative elements random slopes in training, also returned second; else the mean slope."""
     if not training:
-        made, noise = jnp.where(x > 0, x, widen(x) * ((lower + upper) / 2)), noise
+        result, noise = jnp.where(x > 0, x, widen(x) * ((lower + upper) / 2)), noise
     else:
         slopes = jax.random.uniform(draw_key(), x.shape, _wide(x.dtype), lower, upper)
         noise = jnp.where(x > 0, 1, slopes).astype(noise.dtype)
-        made = x * noise
-    return made, noise
+        result = x * noise
+    return result, noise

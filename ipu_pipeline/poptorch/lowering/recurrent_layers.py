@@ -16,11 +16,9 @@ from ipu_pipeline.poptorch.lowering.arrays import Array
 from ipu_pipeline.poptorch.lowering.random_numbers import drop
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# torch's packed sequences, the inputs of recurrent layers, in a captured model.
-#
-# torch packs the steps of sequences of different lengths into one tensor, whose shape depends on the
-# lengths. A model is compiled once for all lengths. In it, a packed sequence holds the padded steps and the
-# lengths, which `recurrent` reads: steps after the end of a sequence change nothing.
+# Packed sequences: torch packs the steps of sequences of different lengths into one tensor, whose shape
+# depends on the lengths. A model is compiled once for all lengths. In it, a packed sequence holds the
+# padded steps and the lengths, which `recurrent` reads: steps after the end of a sequence change nothing.
 
 
 class _Opaque:
@@ -112,8 +110,8 @@ def call_recurrent(
 ) -> tuple[Any, ...]:
     """Computes torch's `lstm`, `gru`, `rnn_tanh` or `rnn_relu` of packed sequences."""
     initial = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    made = torch.ops.ipu_poptorch.recurrent(steps, lengths, initial, list(params), name, *settings)
-    return Steps(made[0]), *made[1:]
+    results = torch.ops.ipu_poptorch.recurrent(steps, lengths, initial, list(params), name, *settings)
+    return Steps(results[0]), *results[1:]
 
 
 def _compute_on_host(
@@ -124,16 +122,16 @@ def _compute_on_host(
     name: str,
     *settings: Any,
 ) -> list[torch.Tensor]:
-    """Computes it by torch, for captured models that are called on the host."""
+    """Computes a recurrent layer by torch, for captured models that are called on the host."""
     packed = rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
     data, sizes, order, back = packed
     assert order is not None
     assert back is not None
     initial = [part.index_select(1, order) for part in hx]
     function = getattr(getattr(torch, "_VF"), name)  # noqa: B009
-    made, *last = function(data, sizes, initial if len(initial) > 1 else initial[0], params, *settings)
+    outputs, *last = function(data, sizes, initial if len(initial) > 1 else initial[0], params, *settings)
     padded, _lengths = rnn.pad_packed_sequence(
-        rnn.PackedSequence(made, sizes, order, back), total_length=len(x)
+        rnn.PackedSequence(outputs, sizes, order, back), total_length=len(x)
     )
     return [padded, *(part.index_select(1, back) for part in last)]
 
@@ -151,8 +149,8 @@ def _shapes_of_recurrent(
     bidirectional: bool,
 ) -> list[torch.Tensor]:
     del lengths, params, name, has_biases, num_layers, dropout, train
-    made = x.new_empty((*x.shape[:2], hx[0].shape[-1] * (2 if bidirectional else 1)))
-    return [made, *(torch.empty_like(part) for part in hx)]
+    outputs = x.new_empty((*x.shape[:2], hx[0].shape[-1] * (2 if bidirectional else 1)))
+    return [outputs, *(torch.empty_like(part) for part in hx)]
 
 
 _library = torch.library.Library("ipu_poptorch", "FRAGMENT")
@@ -201,17 +199,17 @@ def _prepare(
     params: Sequence[Array], has_biases: bool, is_gru: bool
 ) -> tuple[dict[str, Array], Array, Array | None]:
     """Returns the weights that a cell needs at each step, the weights of the inputs, and their bias."""
-    input_weights, hidden_weights, *rest = params
+    input_weights, hidden_weights, *params_left = params
     weights = {"hidden": hidden_weights}
     bias = None
     if has_biases:
-        bias, hidden_bias, *rest = rest
+        bias, hidden_bias, *params_left = params_left
         if is_gru:  # its bias is multiplied by the reset gate
             weights["hidden_bias"] = hidden_bias
         else:
             bias = bias + hidden_bias
-    if rest:
-        (weights["projection"],) = rest
+    if params_left:
+        (weights["projection"],) = params_left
     return weights, input_weights, bias
 
 
@@ -296,10 +294,10 @@ def _lower_cell(name: str, cell: Cell) -> None:
     ) -> tuple[Array, ...]:
         x = x.swapaxes(0, 1) if batch_first else x
         initial = tuple(hx) if isinstance(hx, (list, tuple)) else (hx,)
-        made, last = _run_layers(
+        outputs, last = _run_layers(
             cell, x, initial, params, has_biases, num_layers, dropout, train, bidirectional
         )
-        return (made.swapaxes(0, 1) if batch_first else made), *last
+        return (outputs.swapaxes(0, 1) if batch_first else outputs), *last
 
 
 _CELLS = {
@@ -328,7 +326,7 @@ def _recurrent(
     is_there = (jnp.arange(len(x))[:, None] < lengths)[..., None]
     x = jnp.where(is_there, x, 0)  # the padding may be anything, even NaN
     cell = _CELLS[name]
-    made, last = _run_layers(
+    outputs, last = _run_layers(
         cell, x, tuple(hx), params, has_biases, num_layers, dropout, train, bidirectional, is_there
     )
-    return made, *last
+    return outputs, *last

@@ -24,8 +24,6 @@ from ipu_pipeline.poptorch.lowering.arrays import (
 )
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Sums, means, extrema and norms over dimensions.
-
 
 def _accumulating(x: Array, dtype: Any) -> Array:
     """Widens an array, after converting it if a dtype is asked for."""

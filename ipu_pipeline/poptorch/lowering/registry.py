@@ -37,9 +37,9 @@ class Lowering:
     is_registered: bool
 
 
-_ours: dict[str, Lowering] = {}
+_lowerings: dict[str, Lowering] = {}
 _registered: dict[str, Lowering] = {}
-_kept: list[str] = []
+_undecomposed: list[str] = []
 
 
 def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
@@ -48,10 +48,10 @@ def lowers(*names: str, keep: bool = False) -> Callable[[_F], _F]:
     def decorate(function: _F) -> _F:
         for name in names:
             key = name if "::" in name else f"aten::{name}"
-            assert key not in _ours, key
-            _ours[key] = Lowering(function, is_registered=False)
+            assert key not in _lowerings, key
+            _lowerings[key] = Lowering(function, is_registered=False)
             if keep:
-                _kept.append(key)
+                _undecomposed.append(key)
         return function
 
     return decorate
@@ -112,7 +112,7 @@ def register_lowering(operation: Any, function: Callable[..., Any] | None = None
             "operations: register the lowering of the one that returns its result."
         )
     if function is None:
-        return lambda given: register_lowering(operation, given)
+        return lambda decorated: register_lowering(operation, decorated)
     if not callable(function):
         raise TypeError(f"register_lowering: function must be callable; got {type(function).__name__}.")
     _registered[key] = Lowering(function, is_registered=True)
@@ -124,7 +124,7 @@ def find_lowering(target: Any) -> Lowering | None:
     if not isinstance(target, OpOverload):
         return None
     full = full_name(target)
-    for lowerings in (_registered, _ours):
+    for lowerings in (_registered, _lowerings):
         for key in (full, full.partition(".")[0]):
             if key in lowerings:
                 return lowerings[key]
@@ -133,8 +133,8 @@ def find_lowering(target: Any) -> Lowering | None:
 
 def kept_operations() -> list[OpOverload]:
     """Returns the operations that must not be decomposed, because they have a lowering as a whole."""
-    found = {overload: None for key in [*_kept, *_registered] for overload in _overloads(key)}
-    return list(found)
+    overloads = {overload: None for key in [*_undecomposed, *_registered] for overload in _overloads(key)}
+    return list(overloads)
 
 
 def full_name(overload: OpOverload) -> str:
@@ -168,9 +168,9 @@ def _overloads(key: str) -> list[OpOverload]:
     try:
         packet = getattr(getattr(torch.ops, namespace), name)
         names = [overload] if dot else packet.overloads()
-        overloads = [getattr(packet, one) for one in names]
+        overloads = [getattr(packet, overload_name) for overload_name in names]
     except AttributeError:
         raise ValueError(
             f"register_lowering: torch has no operation {key}. Define it with torch.library first."
         ) from None
-    return [one for one in overloads if not vars(one)["_schema"].is_mutable]
+    return [candidate for candidate in overloads if not vars(candidate)["_schema"].is_mutable]

@@ -15,9 +15,7 @@ import numpy as np
 from ipu_pipeline.poptorch.lowering.arrays import Array, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Resizes images: nearest neighbours, linear and cubic interpolation.
-#
-# The sources and weights along each dimension are known when a program is compiled. Linear and cubic
+# Resizing. Sources and weights along each dimension are known when a program is compiled. Linear and cubic
 # interpolation are products with a matrix of weights, as in `jax.image.resize`. Nearest neighbours are a
 # slice or a repetition where the sizes allow it.
 
@@ -138,7 +136,7 @@ def _smooth_matrix(coordinates: Matrix, length: int, step: Any, is_cubic: bool =
     return weights / weights.sum(1, keepdims=True)
 
 
-def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int, Any], Matrix]) -> Callable[..., Array]:
+def _interpolator(num_dims: int, make_matrix: Callable[[Matrix, int, Any], Matrix]) -> Callable[..., Array]:
     def resample(x: Array, size: Sequence[int] | None, align_corners: bool, *scales: Any) -> Array:
         wide = widen(x)
         for i, (target, factor) in enumerate(_targets(x, size, scales, num_dims)):
@@ -157,19 +155,18 @@ def _interpolated(num_dims: int, make_matrix: Callable[[Matrix, int, Any], Matri
     return resample
 
 
-lowers("upsample_linear1d", keep=True)(_interpolated(1, _linear_matrix))
-lowers("upsample_bilinear2d", keep=True)(_interpolated(2, _linear_matrix))
-lowers("upsample_trilinear3d", keep=True)(_interpolated(3, _linear_matrix))
-lowers("upsample_bicubic2d", keep=True)(_interpolated(2, _cubic_matrix))
-lowers("_upsample_bilinear2d_aa", keep=True)(_interpolated(2, _smooth_matrix))
+lowers("upsample_linear1d", keep=True)(_interpolator(1, _linear_matrix))
+lowers("upsample_bilinear2d", keep=True)(_interpolator(2, _linear_matrix))
+lowers("upsample_trilinear3d", keep=True)(_interpolator(3, _linear_matrix))
+lowers("upsample_bicubic2d", keep=True)(_interpolator(2, _cubic_matrix))
+lowers("_upsample_bilinear2d_aa", keep=True)(_interpolator(2, _smooth_matrix))
 lowers("_upsample_bicubic2d_aa", keep=True)(
-    _interpolated(2, functools.partial(_smooth_matrix, is_cubic=True))
+    _interpolator(2, functools.partial(_smooth_matrix, is_cubic=True))
 )
 
 
-# Reads images at places given by a grid: from -1 to 1 along each dimension, the last one first.
-#
-# Beyond the image there are zeros, the edge, or a reflection.
+# Reading at places given by a grid: from -1 to 1 along each dimension, the last one first. Beyond the image
+# there are zeros, the edge, or a reflection.
 
 _BILINEAR, _NEAREST, _BICUBIC = range(3)
 _ZEROS, _BORDER, _REFLECTION = range(3)
@@ -247,5 +244,5 @@ def _reflect(coordinate: Array, low: float, span: float) -> Array:
         return jnp.zeros_like(coordinate)
     distance = jnp.abs(coordinate - low)
     turns = jax.lax.stop_gradient(jnp.floor(distance / span))
-    rest = distance - turns * span
-    return jnp.where(turns % 2 == 0, rest + low, span - rest + low)
+    remainder = distance - turns * span
+    return jnp.where(turns % 2 == 0, remainder + low, span - remainder + low)

@@ -13,7 +13,7 @@ import numpy as np
 from ipu_pipeline.poptorch.lowering.arrays import Array, Dims, as_axes, as_axis
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
-# Makes arrays. The graph's results decide their dtypes. Memory that torch leaves unset is 0 here.
+# New arrays. The graph's results decide their dtypes. Memory that torch leaves unset is 0 here.
 
 
 @lowers("full")
@@ -83,7 +83,7 @@ def _triu(x: Array, diagonal: int = 0) -> Array:
     return jnp.triu(x, diagonal)
 
 
-# Moves or selects elements at places that are known when a program is compiled.
+# Elements moved or selected.
 
 
 @lowers("view.default", "reshape", "_unsafe_view", "_reshape_alias")
@@ -259,8 +259,8 @@ def _view_dtype(x: Array, dtype: Any) -> Array:
         )
     if new > old:
         x = x.reshape(*x.shape[:-1], x.shape[-1] * old // new, new // old)
-    made = jax.lax.bitcast_convert_type(x, dtype)
-    return made.reshape(*x.shape[:-1], x.shape[-1] * old // new) if new < old else made
+    parts = jax.lax.bitcast_convert_type(x, dtype)
+    return parts.reshape(*x.shape[:-1], x.shape[-1] * old // new) if new < old else parts
 
 
 @lowers("resize")
@@ -291,12 +291,12 @@ def _constant_pad(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
 
 def _pad_by_mode(x: Array, pad: Sequence[int], mode: str) -> Array:
     pairs = _by_dimension(x, pad)
-    made = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in pairs], _PADDING_MODES[mode])
+    padded = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in pairs], _PADDING_MODES[mode])
     cut = [(min(low, 0), min(high, 0), 0) for low, high in pairs]
     return (
-        jax.lax.pad(made, jnp.zeros((), x.dtype), cut)
+        jax.lax.pad(padded, jnp.zeros((), x.dtype), cut)
         if any(low or high for low, high, inner in cut)
-        else made
+        else padded
     )
 
 

@@ -64,8 +64,8 @@ def _topk(
 def _at_rank(x: Array, axis: int, rank: Array, keepdim: bool) -> tuple[Array, Array]:
     """Returns the element of a rank from 0, with length 1 along the axis, and its place."""
     values, places = _sorted(x, axis, descending=False)
-    found = [jnp.take_along_axis(array, rank, axis, mode="clip") for array in (values, places)]
-    value, place = found if keepdim else [array.squeeze(axis) for array in found]
+    element = [jnp.take_along_axis(array, rank, axis, mode="clip") for array in (values, places)]
+    value, place = element if keepdim else [array.squeeze(axis) for array in element]
     return value, place
 
 
@@ -101,7 +101,7 @@ def _nanmedian(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, A
     return _at_rank(x, axis, _median_rank(x, axis, ignores_nan=True), keepdim)
 
 
-def _of_all(x: Array, ignores_nan: bool) -> Array:
+def _total_median(x: Array, ignores_nan: bool) -> Array:
     """Takes the median of all elements. Its gradient is divided among equal elements."""
     flat = x.reshape(-1)
     value = _at_rank(jax.lax.stop_gradient(flat), 0, _median_rank(flat, 0, ignores_nan), False)[0]
@@ -114,12 +114,12 @@ def _of_all(x: Array, ignores_nan: bool) -> Array:
 
 @lowers("median.default", keep=True)
 def _median_of_all(x: Array) -> Array:
-    return _of_all(x, ignores_nan=False)
+    return _total_median(x, ignores_nan=False)
 
 
 @lowers("nanmedian.default", keep=True)
 def _nanmedian_of_all(x: Array) -> Array:
-    return _of_all(x, ignores_nan=True)
+    return _total_median(x, ignores_nan=True)
 
 
 @lowers("searchsorted.Tensor", "searchsorted.Scalar", keep=True)
@@ -141,8 +141,8 @@ def _searchsorted(
         return jnp.searchsorted(boundaries, values, side=side)
     rows = boundaries.reshape(-1, boundaries.shape[-1])
     below = jnp.less if side == "left" else jnp.less_equal
-    wanted = values.reshape(rows.shape[0], -1)
-    return jnp.sum(below(rows[:, None], wanted[..., None]), -1).reshape(values.shape)
+    value_rows = values.reshape(rows.shape[0], -1)
+    return jnp.sum(below(rows[:, None], value_rows[..., None]), -1).reshape(values.shape)
 
 
 @lowers("bucketize.Tensor", keep=True)
@@ -150,7 +150,7 @@ def _bucketize(x: Array, boundaries: Array, *, out_int32: bool = False, right: b
     return _searchsorted(boundaries, x, out_int32=out_int32, right=right)
 
 
-def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
+def _running_extremum(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
     """Returns the extremum so far, and its last place."""
     if x.ndim == 0:
         return x, jnp.zeros((), int)
@@ -161,18 +161,18 @@ def _running(x: Array, dim: int, is_better: Any) -> tuple[Array, Array]:
         return tuple(jnp.where(takes, new, old) for new, old in zip(after, before, strict=True))
 
     places = jax.lax.broadcasted_iota(jnp.result_type(int), x.shape, axis)
-    found = jax.lax.associative_scan(combine, (jax.lax.stop_gradient(x), places), axis=axis)[1]
-    return jnp.take_along_axis(x, found, axis, mode="clip"), found
+    best_places = jax.lax.associative_scan(combine, (jax.lax.stop_gradient(x), places), axis=axis)[1]
+    return jnp.take_along_axis(x, best_places, axis, mode="clip"), best_places
 
 
 @lowers("cummax", keep=True)
 def _cummax(x: Array, dim: int) -> tuple[Array, Array]:
-    return _running(x, dim, jnp.greater_equal)
+    return _running_extremum(x, dim, jnp.greater_equal)
 
 
 @lowers("cummin", keep=True)
 def _cummin(x: Array, dim: int) -> tuple[Array, Array]:
-    return _running(x, dim, jnp.less_equal)
+    return _running_extremum(x, dim, jnp.less_equal)
 
 
 @lowers("mode")
@@ -185,8 +185,8 @@ def _mode(x: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]
     differs = values != jnp.roll(values, 1, axis)
     begins = jax.lax.cummax(jnp.where(differs, number, 0), axis)
     best = jnp.argmax(number - begins, axis, keepdims=True)  # the end of the first of the longest runs
-    found = jnp.take_along_axis(values, best, axis)
-    place = jnp.max(jnp.where(x == found, number, 0), axis, keepdims=True)
+    most_frequent = jnp.take_along_axis(values, best, axis)
+    place = jnp.max(jnp.where(x == most_frequent, number, 0), axis, keepdims=True)
     value = jnp.take_along_axis(x, place, axis)
     return (value, place) if keepdim else (value.squeeze(axis), place.squeeze(axis))
 

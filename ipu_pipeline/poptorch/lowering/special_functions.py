@@ -13,8 +13,6 @@ from jax.scipy import special
 from ipu_pipeline.poptorch.lowering.arrays import Array, to_float
 from ipu_pipeline.poptorch.lowering.registry import lowers, lowers_without_gradient
 
-# Special functions: JAX's, and orthogonal polynomials by their recurrences.
-#
 # Sources: the recurrences are in Abramowitz and Stegun, Handbook of Mathematical Functions (1964), chapter
 # 22. The sum for erfcx is from Matta and Reichel, Mathematics of Computation 25 (1971).
 
@@ -26,7 +24,7 @@ def _floats(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *args: function(*(to_float(jnp.asarray(arg)) for arg in args))
 
 
-_jax_has: dict[str, Callable[..., Array]] = {
+_JAX_FUNCTIONS: dict[str, Callable[..., Array]] = {
     "i0": special.i0,
     "special_entr": special.entr,
     "special_i0e": special.i0e,
@@ -42,7 +40,7 @@ _jax_has: dict[str, Callable[..., Array]] = {
     "special_xlog1py": special.xlog1py,
     "special_zeta": lambda s, q: special.zeta(_stop(s), q),
 }
-for _name, _function in _jax_has.items():
+for _name, _function in _JAX_FUNCTIONS.items():
     lowers(_name, keep=True)(_floats(_function))
 
 
@@ -57,12 +55,12 @@ def _polygamma(n: int, x: Array) -> Array:
     x = to_float(x)
     is_negative = x < 0
     positive = jnp.where(is_negative, 1 - x, x)
-    made = special.polygamma(n, positive) if n else special.digamma(positive)
+    direct = special.polygamma(n, positive) if n else special.digamma(positive)
     cotangent: Callable[[Array], Array] = _cotangent
     for _ in range(n):
         cotangent = _derivative(cotangent)
-    reflected = made * (-1) ** n - cotangent(jnp.where(is_negative, x, 0.5))
-    return jnp.where(is_negative, reflected, made)
+    reflected = direct * (-1) ** n - cotangent(jnp.where(is_negative, x, 0.5))
+    return jnp.where(is_negative, reflected, direct)
 
 
 def _cotangent(x: Array) -> Array:
@@ -78,7 +76,7 @@ def _derivative(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
 @lowers("special_erfcx")
 @_floats
 def _erfcx(x: Array) -> Array:
-    """exp(x²) erfc(x): from x = 1 on a sum of exp(-t²) / (x² + t²), minus the residue at the pole."""
+    """Computes exp(x²) erfc(x): from x = 1 on a sum of exp(-t²) / (x² + t²), less the pole's residue."""
     is_large, step = x >= 1, 0.5
     large = jnp.where(is_large, x, 1)
     squares = [(number * step) ** 2 for number in range(1, 13)]
@@ -120,10 +118,10 @@ def _polynomial(factor: float, number: float, coefficients: Coefficients, x: Arr
 
     first = jnp.where(degree > 0, factor * x + number, jnp.ones_like(x))
     most = jnp.max(degree, initial=0)
-    made = jax.lax.while_loop(
+    result = jax.lax.while_loop(
         lambda state: state[0] < most, step, (jnp.ones_like(most), jnp.ones_like(x), first)
     )[2]
-    return jnp.where(degree < 0, 0, made)
+    return jnp.where(degree < 0, 0, result)
 
 
 def _shifted(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -187,9 +185,9 @@ def _bessel_j(order: int, x: Array) -> Array:
     is_large = size > _ASYMPTOTIC_FROM
     near = _bessel_integral(order, np.ones(_NUM_NODES), jnp.where(is_large, 0, size))
     far = _hankel_expansion(order, jnp.where(is_large, size, _ASYMPTOTIC_FROM), ("cos", "sin"))
-    made = jnp.where(is_large, far, near)
-    made = jnp.where(jnp.isinf(x), 0, jnp.where(jnp.isnan(x), x, made))
-    return jnp.where(x < 0, -made, made) if order else made
+    result = jnp.where(is_large, far, near)
+    result = jnp.where(jnp.isinf(x), 0, jnp.where(jnp.isnan(x), x, result))
+    return jnp.where(x < 0, -result, result) if order else result
 
 
 def _bessel_y(order: int, x: Array) -> Array:
@@ -201,13 +199,13 @@ def _bessel_y(order: int, x: Array) -> Array:
     if order:  # the derivative of the function of order 0, with the other sign
         near = near - _bessel_j(0, small) / small
     far = _hankel_expansion(order, jnp.where(is_large, x, _ASYMPTOTIC_FROM), ("sin", "cos"))
-    made = jnp.where(is_large, far, 2 / np.pi * near)
-    made = jnp.where(x == jnp.inf, 0, made)
-    return jnp.where(x > 0, made, jnp.where(x == 0, -jnp.inf, jnp.nan))
+    result = jnp.where(is_large, far, 2 / np.pi * near)
+    result = jnp.where(x == jnp.inf, 0, result)
+    return jnp.where(x > 0, result, jnp.where(x == 0, -jnp.inf, jnp.nan))
 
 
 def _bessel_k(order: int, x: Array) -> Array:
-    """exp(x) K(x): the integral of exp(x (1 - cosh t)) cosh(order t) over t from 0 to where it vanishes."""
+    """Computes exp(x) K(x), the integral of exp(x (1 - cosh t)) cosh(order t) over t until it vanishes."""
     x = to_float(x)
     positive = jnp.where(x > 0, x, 1)
     count = 96
@@ -219,8 +217,8 @@ def _bessel_k(order: int, x: Array) -> Array:
         # cosh t - 1, without cancellation
         return total + jnp.exp(-2 * positive * jnp.sinh(t / 2) ** 2) * jnp.cosh(order * t)
 
-    made = step * jax.lax.fori_loop(1, count, add, jnp.full_like(x, 0.5))
-    return jnp.where(x > 0, made, jnp.where(x == 0, jnp.inf, jnp.nan))
+    integral = step * jax.lax.fori_loop(1, count, add, jnp.full_like(x, 0.5))
+    return jnp.where(x > 0, integral, jnp.where(x == 0, jnp.inf, jnp.nan))
 
 
 for _order in (0, 1):

@@ -1,8 +1,4 @@
-"""Replaces torch's own functions while a model is captured, so that models with them can be exported.
-
-`exportable` patches functions and methods of torch; `WithoutValues` is a mode that replaces
-functions which read values of tensors.
-"""
+"""Replaces torch's own functions while a model is captured, so that models with them can be exported."""
 
 from __future__ import annotations
 
@@ -28,12 +24,9 @@ from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering import recurrent_layers
 from ipu_pipeline.poptorch.lowering.interpreter import is_users
 
-# Replaces functions of torch that read values of tensors, though their results do not need this.
-#
-# Covariances warn of too few observations, least squares determine whether the matrix has full rank, slices
-# read a place from a tensor, and combinations count the true elements of a mask. In a captured model,
-# functions of ours that compute the same replace them. The device "ipu", where PopTorch has a model's
-# tensors, stands for the captured tensors' own.
+# Functions that read values of tensors, though their results do not need this: covariances warn of too few
+# observations, least squares determine whether the matrix has full rank, slices read a place from a tensor,
+# and combinations count the true elements of a mask.
 
 
 def _cov(
@@ -55,8 +48,8 @@ def _cov(
     if aweights is not None and correction != 0:
         divisor = total - correction * (weights * aweights).sum() / total
     deviation = x - ((x * weights).sum(1) / total).unsqueeze(1)
-    made = (deviation * weights) @ deviation.mH / divisor.clamp(min=0)
-    return made.squeeze()
+    covariances = (deviation * weights) @ deviation.mH / divisor.clamp(min=0)
+    return covariances.squeeze()
 
 
 def _corrcoef(input: torch.Tensor) -> torch.Tensor:
@@ -64,10 +57,10 @@ def _corrcoef(input: torch.Tensor) -> torch.Tensor:
     if covariance.numel() == 1:
         return covariance.reshape(()) / covariance.reshape(())
     root = covariance.diagonal().sqrt().real
-    made = covariance / root.unsqueeze(1) / root
-    if made.is_complex():
-        return torch.complex(made.real.clamp(-1, 1), made.imag.clamp(-1, 1))
-    return made.clamp(-1, 1)
+    coefficients = covariance / root.unsqueeze(1) / root
+    if coefficients.is_complex():
+        return torch.complex(coefficients.real.clamp(-1, 1), coefficients.imag.clamp(-1, 1))
+    return coefficients.clamp(-1, 1)
 
 
 def _narrow(input: torch.Tensor, dim: int, start: Any, length: int) -> torch.Tensor:
@@ -123,7 +116,7 @@ _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
 
 
 def _without_ipu(device: Any) -> Any:
-    """Returns the CPU for the device "ipu", and any other value unchanged."""
+    """Returns the CPU for "ipu", where PopTorch has a model's tensors; any other value unchanged."""
     is_ipu = (isinstance(device, torch.device) and device.type == "ipu") or (
         isinstance(device, str) and device.partition(":")[0] == "ipu"
     )
@@ -142,28 +135,7 @@ class WithoutValues(TorchFunctionMode):
         return _SUBSTITUTES.get(func, func)(*args, **kwargs)
 
 
-# Substitutes for torch's own functions, so that models that call them can be exported.
-#
-# - `torch.ctc_loss` has no shape inference: an operation of ours replaces it.
-# - `multilabel_margin_loss` of one row, not reduced, is a scalar; by torch's shape inference it is a
-#   vector.
-# - `gaussian_nll_loss` checks for negative variances, and raises an error; here they give NaN.
-# - Batch normalization with momentum None divides by a count that it reads from a tensor.
-# - Two losses are made of other operations, which would not be recognized as losses.
-# - Layers compute in the dtype of their input: weights of float32 are cast to an input of float16, bfloat16
-#   or float64, and weights of these to an input of float32. Normalizations of float32 take narrow inputs as
-#   they do in torch.
-# - `torch.autocast` for any kind of device applies to the devices that are used.
-# - Random numbers come from the options' seed: a seed or a generator within forward would have no effect.
-# - Packed sequences have shapes that depend on values: see `packed_sequences`.
-# - Recurrent layers keep a list of their weights, and renew it in forward; here it is read each time, since
-#   a body of a loop must change nothing.
-# - Of the lines that an operation comes from, torch keeps those in functions called "forward"; here all of
-#   the user's are kept.
-# - `torch.distributions` checks whether its parameters and samples are valid; here this is left out, unless
-#   the model asks for it (`validate_args=True`).
-# - Encoder and decoder layers compare the mask with a causal one, as a hint for faster code; here the mask
-#   is used as it is, which computes the same.
+# Losses.
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -200,10 +172,11 @@ def _ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
+    """Computes `torch.ctc_loss`, which has no shape inference, by an operation of ours."""
     lengths = [torch.as_tensor(values, dtype=torch.int64) for values in (input_lengths, target_lengths)]
     operation = torch.ops.ipu_poptorch.ctc_loss
-    made: torch.Tensor = operation(log_probs, targets, *lengths, blank, reduction, zero_infinity)
-    return made
+    loss: torch.Tensor = operation(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    return loss
 
 
 def _gaussian_nll_loss(
@@ -214,6 +187,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
+    """Computes the loss without reading variances: negative ones give NaN, where torch raises."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{reduction} is not valid")
     if isinstance(var, float):
@@ -224,7 +198,7 @@ def _gaussian_nll_loss(
         if input.shape[:-1] == var.shape:
             var = var.unsqueeze(-1)
         elif input.dim() != var.dim() or [
-            length for length, wanted in zip(var.shape, input.shape, strict=True) if length != wanted
+            length for length, size in zip(var.shape, input.shape, strict=True) if length != size
         ] != [1]:
             raise ValueError("var is of incorrect size")
     # As in torch, the gradient passes where the variance is raised to eps.
@@ -241,9 +215,22 @@ _margin_loss = _functions.multilabel_margin_loss
 
 
 def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> torch.Tensor:
+    """Makes the losses of one row a scalar, as they are in torch, but not by its shape inference."""
     loss: torch.Tensor = _margin_loss(input, target, reduction)
     return loss.reshape(input.shape[:-1]) if reduction == 0 else loss
 
+
+def _as_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Marks a loss of torch that is made of other operations as a loss."""
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return markers.reduce_loss(function(*args, **kwargs), "none")
+
+    return marked
+
+
+# Layers. They compute in the dtype of their input, and change nothing that is not a buffer.
 
 # The base class of all batch normalizations.
 _BatchNorm: type[torch.nn.Module] = vars(batchnorm)["_BatchNorm"]
@@ -251,6 +238,7 @@ _normalize = _BatchNorm.forward
 
 
 def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """Normalizes without the count that momentum None divides by, which torch reads from a tensor."""
     mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
     if self.momentum is not None or not self.training or mean is None or var is None or count is None:
         return _normalize(self, input)
@@ -264,23 +252,13 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _as_loss(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Marks a loss of torch that is made of other operations as a loss."""
-
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return markers.reduce_loss(function(*args, **kwargs), "none")
-
-    return marked
-
-
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def _are_mixed(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether one of two dtypes is float32, and the other a narrow one or float64."""
-    others = (*_NARROW, torch.float64)
-    return (dtype is torch.float32 and other in others) or (other is torch.float32 and dtype in others)
+    mixable = (*_NARROW, torch.float64)
+    return (dtype is torch.float32 and other in mixable) or (other is torch.float32 and dtype in mixable)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -293,8 +271,8 @@ def _in_dtype_of_input(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        others = [_cast(value, input.dtype) for value in args]
-        return function(input, *others, **{k: _cast(value, input.dtype) for k, value in kwargs.items()})
+        weights = [_cast(value, input.dtype) for value in args]
+        return function(input, *weights, **{k: _cast(value, input.dtype) for k, value in kwargs.items()})
 
     return call
 
@@ -324,16 +302,16 @@ def _normalizing_in_dtype_of_input(function: Callable[..., torch.Tensor]) -> Cal
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        dtype = given[names[0]].dtype
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        dtype = arguments[names[0]].dtype
         if dtype in _NARROW:
-            return function(**given)
-        wide = {name: _cast(value, dtype) for name, value in given.items()}
+            return function(**arguments)
+        wide = {name: _cast(value, dtype) for name, value in arguments.items()}
         result = function(**wide)
-        if given.get("training") or given.get("use_input_stats"):
+        if arguments.get("training") or arguments.get("use_input_stats"):
             for name in ("running_mean", "running_var"):
-                if given.get(name) is not wide.get(name):
-                    given[name].copy_(wide[name].to(given[name].dtype))
+                if arguments.get(name) is not wide.get(name):
+                    arguments[name].copy_(wide[name].to(arguments[name].dtype))
         return result
 
     return call
@@ -350,6 +328,7 @@ _check_recurrent = torch.nn.RNNBase.check_input
 
 
 def _flat_weights(self: Any) -> list[torch.Tensor]:
+    """Reads the weights anew: torch renews a list of them in forward, but a loop's body changes nothing."""
     return [getattr(self, name) for name in self._flat_weights_names]
 
 
@@ -361,6 +340,8 @@ def _keep_flat_weights(self: Any) -> None:
     del self
 
 
+# Contexts: dtypes, random numbers, lines of code, distributions.
+
 _init_autocast = torch.autocast.__init__
 
 
@@ -371,13 +352,14 @@ def _make_autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
 ) -> None:
+    """Makes `torch.autocast` for any kind of device apply to the devices that are used."""
     if isinstance(device_type, str) and device_type != "cpu":
         dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         device_type = "cpu"
     _init_autocast(self, device_type, dtype, enabled, cache_enabled)
 
 
-def _telling_autocast(enter: Callable[[torch.autocast], Any]) -> Callable[[torch.autocast], Any]:
+def _warning_autocast(enter: Callable[[torch.autocast], Any]) -> Callable[[torch.autocast], Any]:
     """Makes `torch.autocast.__enter__` warn if it is for a device that is not used."""
 
     def begin(self: torch.autocast) -> Any:
@@ -402,6 +384,7 @@ def _seed(seed: Any) -> Any:
 
 
 def _keep_users_frames(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """Keeps all of the user's lines that an operation comes from; torch those in functions "forward"."""
     del tracer
     within = itertools.dropwhile(lambda frame: frame.name != "forward", frames)
     return traceback.StackSummary.from_list(frame for frame in within if is_users(frame.filename))
@@ -416,6 +399,7 @@ def _make_unvalidated(
     event_shape: torch.Size = torch.Size(),  # noqa: B008
     validate_args: bool | None = None,
 ) -> None:
+    """Leaves out checks of values, unless the model asks for them (`validate_args=True`)."""
     _make_distribution(self, batch_shape, event_shape, bool(validate_args))
 
 
@@ -424,9 +408,12 @@ def _validate_nothing(self: torch.distributions.Distribution, value: torch.Tenso
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Uses the mask as it is. torch compares it with a causal one, only as a hint for faster code."""
     del mask, size
     return is_causal is True
 
+
+# Patches.
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd  # noqa: SLF001  # torch gives it no other name
 
@@ -510,7 +497,7 @@ def exportable() -> Iterator[None]:
             stack.enter_context(patch(functional, name, cast))
         stack.enter_context(_replaced(torch.autocast, "__init__", _make_autocast))
         stack.enter_context(
-            _replaced(torch.autocast, "__enter__", _telling_autocast(torch.autocast.__enter__))
+            _replaced(torch.autocast, "__enter__", _warning_autocast(torch.autocast.__enter__))
         )
         recurrent_layer = torch.nn.RNNBase
         stack.enter_context(patch(recurrent_layer, "check_input", _check_input))

@@ -109,7 +109,7 @@ def _keep_path(name: str, value: Any) -> str:
 
 
 def _accepts_strings(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value)
 
 
 boolean = instance(bool, "True or False")

@@ -13,9 +13,8 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_dim, check_int, check_tensor
 
-# Loops and conditionals within a model, compiled once and not unrolled.
-#
-# They are torch's own, which `lowering/control_flow` computes by JAX. In plain torch they are Python's.
+# Loops and conditionals are torch's own in a captured model, compiled once and not unrolled; in plain torch
+# they are Python's.
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,10 +54,11 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         del row
         # torch does not allow a result that is an input, or the same result twice.
-        made = _as_list(body(*_copied(carried)), "for_loop")
-        return _copied(_check_body(made, carried)), []
+        results = _as_list(body(*_copied(carried)), "for_loop")
+        return _copied(_check_body(results, carried)), []
 
-    rows = torch.zeros(count, dtype=torch.bool)  # a scan needs something to go over
+    # A scan over rows that nobody reads: JAX's scan has a gradient, and its while loop has none.
+    rows = torch.zeros(count, dtype=torch.bool)
     last, _rows = scan(step, _copied(inputs), rows) if count else (inputs, None)
     return _copied(last)
 
@@ -95,7 +95,7 @@ def cond(
         body, inputs = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
         return _as_list(body(*[tensor.clone() for tensor in inputs]), "cond")
     number = len(then_inps)
-    made = torch.cond(
+    results = torch.cond(
         condition.reshape(()),
         lambda *operands: tuple(_copied(_as_list(then_body(*operands[:number]), "cond"))),
         lambda *operands: tuple(_copied(_as_list(else_body(*operands[number:]), "cond"))),
@@ -103,12 +103,12 @@ def cond(
     )
     # Where the bodies' shapes differ, torch makes them depend on values.
     is_inner = torch.compiler.is_dynamo_compiling()  # then shapes need not be numbers
-    if not is_inner and any(isinstance(size, torch.SymInt) for tensor in made for size in tensor.shape):
+    if not is_inner and any(isinstance(size, torch.SymInt) for tensor in results for size in tensor.shape):
         raise ValueError(
             "poptorch.cond: then_body and else_body must return tensors of the same shapes, because the "
             "model is compiled once for both."
         )
-    return list(made)
+    return list(results)
 
 
 def _check_tensors(values: Any, message: str) -> None:
@@ -121,14 +121,14 @@ def _check_tensors(values: Any, message: str) -> None:
 
 def _as_list(result: Any, name: str) -> list[torch.Tensor]:
     """Returns a body's result as a list."""
-    made = list(result) if isinstance(result, (list, tuple)) else [result]
-    for value in made:
+    tensors = list(result) if isinstance(result, (list, tuple)) else [result]
+    for value in tensors:
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"poptorch.{name}: a body must return tensors in a list or a tuple, or a single one; it "
                 f"returned a {type(value).__name__}."
             )
-    return made
+    return tensors
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -136,21 +136,18 @@ def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
-def _check_body(made: list[torch.Tensor], carried: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    kinds = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (made, carried)]
+def _check_body(results: list[torch.Tensor], carried: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    kinds = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (results, carried)]
     if kinds[0] != kinds[1]:
         raise ValueError(
             "poptorch.for_loop: the body must return tensors of the shapes and dtypes that it takes, "
             f"{kinds[1]}; it returned {kinds[0]}."
         )
-    return made
+    return results
 
 
-# Slices that begin at a place given by a tensor.
-#
-# In plain torch they are selections by indices, on the devices XLA's slices. A slice beyond the end of the
-# tensor is an IndexError in plain torch. On the devices, which cannot raise, the slice begins earlier, so
-# that it fits.
+# Slices that begin at a place given by a tensor. One beyond the end of the tensor is an IndexError in plain
+# torch, where it is a selection by indices. On the devices, which cannot raise, it begins earlier.
 
 SLICE, UPDATE = f"{markers.NAMESPACE}::dynamic_slice", f"{markers.NAMESPACE}::dynamic_update"
 
@@ -218,8 +215,8 @@ def dynamic_update(
     dim = check_dim(dim, input.dim(), "dynamic_update")
     _check_start(start, "dynamic_update")
     check_int(size, "Size must be an integer.")
-    wanted = [size if number == dim else length for number, length in enumerate(input.shape)]
-    if list(src.shape) != wanted or size > input.shape[dim]:
+    part_shape = [size if number == dim else length for number, length in enumerate(input.shape)]
+    if list(src.shape) != part_shape or size > input.shape[dim]:
         raise Error(
             f"dynamic_update: src must have the shape of input, {tuple(input.shape)}, with size {size} "
             f"along dimension {dim}, at most {input.shape[dim]}; it has {tuple(src.shape)}."

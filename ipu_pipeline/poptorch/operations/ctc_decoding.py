@@ -14,7 +14,7 @@ from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
 
-# Prefix beam search for CTC, by JAX: a scan over time that keeps the most probable label sequences.
+# The search: a scan over time that keeps the most probable label sequences.
 #
 # Source: Graves and Jaitly, Towards End-To-End Speech Recognition with Recurrent Neural Networks, 2014,
 # algorithm 1, without a language model. A prefix has separate probabilities for all alignments that end in
@@ -51,8 +51,8 @@ def beam_search(
       blank behind the end. Integers are int32.
     """
     search = functools.partial(_search, blank=blank, width=width, num_paths=num_paths)
-    found: tuple[Array, Array, Array] = jax.vmap(search, in_axes=(1, 0))(log_probs, lengths)
-    return found
+    paths: tuple[Array, Array, Array] = jax.vmap(search, in_axes=(1, 0))(log_probs, lengths)
+    return paths
 
 
 def _search(
@@ -96,7 +96,8 @@ def _advance(beam: _Beam, emitted: Array, blank: int) -> _Beam:
     is_repeated = (jnp.arange(num_classes) == last[:, None]) & (beam.lengths > 0)[:, None]
     longer = jnp.where(is_repeated, beam.blank[:, None], total[:, None]) + emitted
     longer = longer.at[:, blank].set(-jnp.inf)
-    # 3. Prefix j may be prefix i and one more label: then that extension of i is j.
+    # 3. Prefix j may be prefix i and one more label: then that extension of i is j. All pairs are compared,
+    # because a dropped prefix may come back: links from prefixes to what they extend would miss some.
     within = jnp.arange(num_times) < beam.lengths[:, None]
     begins = jnp.all(~within[:, None] | (beam.labels[:, None] == beam.labels[None]), -1)
     extends = begins & (beam.lengths[None] == beam.lengths[:, None] + 1) & (total > -jnp.inf)
@@ -121,7 +122,7 @@ def _advance(beam: _Beam, emitted: Array, blank: int) -> _Beam:
     )
 
 
-# Decodes the results of a network trained with the CTC loss into label sequences.
+# The operation.
 
 DECODE = f"{markers.NAMESPACE}::ctc_beam_search_decoder"
 
@@ -179,9 +180,9 @@ def _decode(
     on_cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
     with on_cpu, jax.numpy_dtype_promotion("standard"):
         wide = probs if probs.dtype is torch.float64 else probs.float()
-        found = beam_search(to_numpy(wide), to_numpy(lengths), blank, beam_width, top_paths)
+        paths = beam_search(to_numpy(wide), to_numpy(lengths), blank, beam_width, top_paths)
         dtypes = (probs.dtype, torch.int32, torch.int32)
-        return tuple(to_torch(array, dtype) for array, dtype in zip(found, dtypes, strict=True))
+        return tuple(to_torch(array, dtype) for array, dtype in zip(paths, dtypes, strict=True))
 
 
 def _shapes(

@@ -21,9 +21,7 @@ from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.operations.checks import check_outside
 
-# The user's operations: functions of JAX, or functions of a shared library that XLA calls.
-
-JaxArray = Any
+Array = Any  # of JAX
 Attributes = Mapping[str, Any]
 Compute = Callable[..., Any]
 
@@ -45,7 +43,7 @@ class CustomOperation:
     domain: str
     name: str
     version: int
-    compute: Callable[[Sequence[JaxArray], Sequence[jax.ShapeDtypeStruct], Attributes], Any]
+    compute: Callable[[Sequence[Array], Sequence[jax.ShapeDtypeStruct], Attributes], Any]
     vjp: Compute | None
     writes: tuple[int, ...]
     is_foreign: bool
@@ -55,6 +53,8 @@ class CustomOperation:
         """Its name in errors."""
         return f"{self.name!r} of domain {self.domain!r}, version {self.version}"
 
+
+# The registry.
 
 _registered: dict[tuple[str, str, int], CustomOperation] = {}
 _libraries: list[ctypes.CDLL] = []  # loaded for as long as the process lives
@@ -107,16 +107,18 @@ def register_custom_op(
     Example:
       poptorch.register_custom_op("com.acme", "Cube", 1, lambda x, bias: (x**3, x**3 + bias))
     """
-    for what, value in (("domain", domain), ("name", name)):
+    # Arguments.
+    for label, value in (("domain", domain), ("name", name)):
         if not isinstance(value, str):
-            raise TypeError(f"register_custom_op: {what} must be a string; got {value!r}.")
+            raise TypeError(f"register_custom_op: {label} must be a string; got {value!r}.")
     if not is_int(version):
         raise TypeError(f"register_custom_op: version must be an integer; got {version!r}.")
-    for what, given in (("function", function), ("vjp", vjp)):
-        if given is not None and not callable(given):
-            raise TypeError(f"register_custom_op: {what} must be callable; got {type(given).__name__}.")
+    for label, callback in (("function", function), ("vjp", vjp)):
+        if callback is not None and not callable(callback):
+            raise TypeError(f"register_custom_op: {label} must be callable; got {type(callback).__name__}.")
     if not isinstance(writes, Sequence) or not all(is_int(number, 0) for number in writes):
         raise TypeError(f"register_custom_op: writes must be a list of numbers of inputs; got {writes!r}.")
+    # A function of a library, or of Python.
     key = domain, name, version
     if library is not None:
         if function is not None:
@@ -127,21 +129,21 @@ def register_custom_op(
     if symbol is not None:
         raise ValueError("register_custom_op: symbol is a name in a library, and there is no library.")
     if function is None:
-        return lambda given: register_custom_op(domain, name, version, given, vjp=vjp, writes=writes)
+        return lambda compute: register_custom_op(domain, name, version, compute, vjp=vjp, writes=writes)
     _registered[key] = CustomOperation(*key, _from_python(function), vjp, tuple(writes), is_foreign=False)
     return function
 
 
 def find_custom_op(domain: str, name: str, version: int) -> CustomOperation:
     """Finds the operation of a name."""
-    found = _registered.get((domain, name, version))
-    if found is None:
-        known = "; ".join(sorted(f"{n!r} of {d!r}, version {v}" for d, n, v in _registered)) or "none"
+    operation = _registered.get((domain, name, version))
+    if operation is None:
+        labels = "; ".join(sorted(f"{n!r} of {d!r}, version {v}" for d, n, v in _registered)) or "none"
         raise Error(
             f"There is no custom operation {name!r} of domain {domain!r}, version {version}. Registered by "
-            f"poptorch.register_custom_op are: {known}."
+            f"poptorch.register_custom_op are: {labels}."
         )
-    return found
+    return operation
 
 
 def _load_target(domain: str, name: str, library: Path, symbol: str, platform: str) -> str:
@@ -162,7 +164,7 @@ def _load_target(domain: str, name: str, library: Path, symbol: str, platform: s
 
 def _from_python(function: Compute) -> Any:
     def compute(
-        inputs: Sequence[JaxArray], shapes: Sequence[jax.ShapeDtypeStruct], attributes: Attributes
+        inputs: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct], attributes: Attributes
     ) -> Any:
         del shapes
         return function(*inputs, **attributes)
@@ -172,7 +174,7 @@ def _from_python(function: Compute) -> Any:
 
 def _from_library(target: str) -> Any:
     def compute(
-        inputs: Sequence[JaxArray], shapes: Sequence[jax.ShapeDtypeStruct], attributes: Attributes
+        inputs: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct], attributes: Attributes
     ) -> Any:
         encoded = {name: _encode_attribute(name, value) for name, value in attributes.items()}
         return jax.ffi.ffi_call(target, list(shapes))(*inputs, **encoded)
@@ -193,11 +195,10 @@ def _encode_attribute(name: str, value: Any) -> Any:
     return np.array(value, np.float32 if isinstance(value[0], float) else np.int64)
 
 
-# Custom operations within models.
+# Calls within models.
 
 CUSTOM = f"{markers.NAMESPACE}::custom_op"
 _KINDS = (int, float, str)
-Array = Any
 
 
 def custom_op(
@@ -230,37 +231,37 @@ def custom_op(
         its result, or to one that is not there.
     """
     check_outside("custom_op")
-    whole: dict[str, Any] = {"inputs": inputs, "example_outputs": example_outputs}
-    for what, given in whole.items():
-        if isinstance(given, torch.Tensor):
-            raise ValueError(f"custom_op: {what} must be a list of tensors; got a tensor. Write [tensor].")
+    tensor_lists: dict[str, Any] = {"inputs": inputs, "example_outputs": example_outputs}
+    for label, value in tensor_lists.items():
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"custom_op: {label} must be a list of tensors; got a tensor. Write [tensor].")
     inputs, examples = list(inputs), list(example_outputs)
-    for what, tensors in (("inputs", inputs), ("example_outputs", examples)):
+    for label, tensors in (("inputs", inputs), ("example_outputs", examples)):
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise ValueError(f"custom_op: {what} must be a list of tensors, at least one.")
+            raise ValueError(f"custom_op: {label} must be a list of tensors, at least one.")
     attributes = _check_attributes({} if attributes is None else attributes)
     operation = find_custom_op(domain, name, domain_version)
     _check_writes(operation, inputs, examples)
     results = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in examples]
     key = json.dumps([domain, name, domain_version])
-    made: list[torch.Tensor] = _OPERATIONS.custom_op(
+    outputs: list[torch.Tensor] = _OPERATIONS.custom_op(
         inputs, key, json.dumps(results), json.dumps(attributes)
     )
-    for number, result in zip(operation.writes, made, strict=False):
+    for number, result in zip(operation.writes, outputs, strict=False):
         inputs[number].copy_(result.detach())
-    return list(made)
+    return list(outputs)
 
 
 def _check_writes(
     operation: CustomOperation, inputs: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
 ) -> None:
-    given = [tuple(tensor.shape) for tensor in inputs]
+    shapes = [tuple(tensor.shape) for tensor in inputs]
     for number, shape in itertools.zip_longest(operation.writes, (tuple(e.shape) for e in examples)):
-        if number is not None and (shape is None or number >= len(given) or given[number] != shape):
+        if number is not None and (shape is None or number >= len(shapes) or shapes[number] != shape):
             raise ValueError(
                 f"custom_op: {operation.label} is registered with writes={list(operation.writes)}: each of "
                 "these inputs must have the shape of the result that is written to it. The inputs have the "
-                f"shapes {given}, the example_outputs {[tuple(e.shape) for e in examples]}."
+                f"shapes {shapes}, the example_outputs {[tuple(e.shape) for e in examples]}."
             )
 
 
@@ -324,8 +325,8 @@ class CustomCall:
             return results, (inputs, tuple(results))
 
         def backward(saved: Any, gradients: Sequence[Array]) -> tuple[Any, ...]:
-            given, results = saved
-            return self._differentiate(given, results, tuple(gradients))
+            operands, results = saved
+            return self._differentiate(operands, results, tuple(gradients))
 
         computed.defvjp(forward, backward)
         return computed(*inputs)
@@ -333,8 +334,8 @@ class CustomCall:
     def _compute_plainly(self, *inputs: Array) -> list[Array]:
         kinds = zip(self.results, self.dtypes, strict=True)
         shapes = [jax.ShapeDtypeStruct(shape, jax_dtype(dtype)) for shape, dtype in kinds]
-        made = self.operation.compute(inputs, shapes, self.attributes)
-        values = list(made) if isinstance(made, (list, tuple)) else [made]
+        outputs = self.operation.compute(inputs, shapes, self.attributes)
+        values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         try:
             arrays = [jnp.asarray(value) for value in values]
         except (TypeError, ValueError) as error:
@@ -358,10 +359,10 @@ class CustomCall:
                 f"Custom operation {label} is from a library, and has no gradient. Give register_custom_op "
                 "vjp=, a function that computes it; or detach the inputs."
             )
-        found = vjp(inputs, results, gradients, **self.attributes)
-        found = tuple(found) if isinstance(found, (list, tuple)) else (found,)
-        shapes = [None if gradient is None else jnp.shape(gradient) for gradient in found]
-        if len(found) != len(inputs) or any(
+        cotangents = vjp(inputs, results, gradients, **self.attributes)
+        cotangents = tuple(cotangents) if isinstance(cotangents, (list, tuple)) else (cotangents,)
+        shapes = [None if gradient is None else jnp.shape(gradient) for gradient in cotangents]
+        if len(cotangents) != len(inputs) or any(
             shape not in (None, array.shape) for shape, array in zip(shapes, inputs, strict=True)
         ):
             raise Error(
@@ -372,7 +373,7 @@ class CustomCall:
             None
             if gradient is None or not jnp.issubdtype(array.dtype, jnp.floating)
             else jnp.asarray(gradient).astype(array.dtype)
-            for gradient, array in zip(found, inputs, strict=True)
+            for gradient, array in zip(cotangents, inputs, strict=True)
         )
 
 
@@ -385,8 +386,8 @@ def _compute_on_cpu(
 ) -> list[torch.Tensor]:
     call = CustomCall.read(key, results, attributes)
     with _on_cpu(), jax.numpy_dtype_promotion("standard"):
-        made = call.compute([jnp.asarray(to_numpy(tensor.contiguous())) for tensor in inputs])
-        return [to_torch(array, dtype) for array, dtype in zip(made, call.dtypes, strict=True)]
+        outputs = call.compute([jnp.asarray(to_numpy(tensor.contiguous())) for tensor in inputs])
+        return [to_torch(array, dtype) for array, dtype in zip(outputs, call.dtypes, strict=True)]
 
 
 def _shapes(inputs: list[torch.Tensor], key: str, results: str, attributes: str) -> list[torch.Tensor]:
@@ -409,21 +410,21 @@ def _backward_on_cpu(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tupl
         arrays = [jnp.asarray(to_numpy(tensor.contiguous())) for tensor in tensors]
 
         def compute(*floats: Array) -> list[Array]:
-            given = dict(zip(varied, floats, strict=True))
-            made = call.compute([given.get(number, array) for number, array in enumerate(arrays)])
-            kinds = zip(made, call.dtypes, strict=True)
+            replaced = dict(zip(varied, floats, strict=True))
+            results = call.compute([replaced.get(number, array) for number, array in enumerate(arrays)])
+            kinds = zip(results, call.dtypes, strict=True)
             return [array for array, dtype in kinds if dtype.is_floating_point]
 
-        made, transpose = jax.vjp(compute, *(arrays[number] for number in varied))
+        outputs, transpose = jax.vjp(compute, *(arrays[number] for number in varied))
         by_results = [g for g, dtype in zip(gradients, call.dtypes, strict=True) if dtype.is_floating_point]
-        given = [
+        result_gradients = [
             jnp.zeros_like(array) if gradient is None else jnp.asarray(to_numpy(gradient.contiguous()))
-            for gradient, array in zip(by_results, made, strict=True)
+            for gradient, array in zip(by_results, outputs, strict=True)
         ]
-        found: list[torch.Tensor | None] = [None] * len(tensors)
-        for number, gradient in zip(varied, transpose(given), strict=True):
-            found[number] = to_torch(gradient, tensors[number].dtype)
-    return found, None, None, None
+        cotangents: list[torch.Tensor | None] = [None] * len(tensors)
+        for number, gradient in zip(varied, transpose(result_gradients), strict=True):
+            cotangents[number] = to_torch(gradient, tensors[number].dtype)
+    return cotangents, None, None, None
 
 
 _library = torch.library.Library(markers.NAMESPACE, "FRAGMENT")

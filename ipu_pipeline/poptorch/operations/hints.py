@@ -12,7 +12,7 @@ from ipu_pipeline.poptorch.enums import OverlapMode
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.operations.checks import check_tensor, string
 
-# The user's own losses.
+# Losses.
 
 _REDUCTIONS = ("sum", "mean", "none")
 
@@ -89,8 +89,8 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"recomputationCheckpoint takes tensors; got {type(tensor).__name__}.")
-    kept = tuple(map(markers.keep_for_backward, tensors)) if markers.is_traced() else tensors
-    return kept[0] if len(kept) == 1 else kept
+    checkpoints = tuple(map(markers.keep_for_backward, tensors)) if markers.is_traced() else tensors
+    return checkpoints[0] if len(checkpoints) == 1 else checkpoints
 
 
 class NameScope:
@@ -164,7 +164,7 @@ def _overlap(name: str, tensors: Any, mode: OverlapMode) -> Any:
     return tensors
 
 
-# Queries of where a model's forward runs.
+# Where a model's forward runs.
 
 
 def isRunningOnIpu() -> bool:

@@ -21,7 +21,7 @@ from ipu_pipeline.poptorch.operations.checks import check_outside
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import seeing_as_here
 
-# Host functions that devices call in the middle of a model, with gradients by torch.
+# Host functions as devices call them.
 
 Array = Any
 Tensors = list[torch.Tensor]
@@ -70,11 +70,11 @@ class HostFunction:
         self._lock = threading.Lock()  # devices call it from several threads
         ones = [torch.ones(kind.shape, dtype=kind.dtype) for kind in self.inputs]
         try:
-            made = self.call(ones)
-            if any(type(tensor) is not torch.Tensor for tensor in made):
+            outputs = self.call(ones)
+            if any(type(tensor) is not torch.Tensor for tensor in outputs):
                 raise TypeError("it uses weights of the model, which have no values now")
-            self.results = [Kind.of(tensor) for tensor in made]
-            varies = any(not _are_equal(*pair) for pair in zip(made, self.call(ones), strict=True))
+            self.results = [Kind.of(tensor) for tensor in outputs]
+            varies = any(not _are_equal(*pair) for pair in zip(outputs, self.call(ones), strict=True))
             for kind in self.results:
                 jax_dtype(kind.dtype)
         except Exception as error:
@@ -102,16 +102,16 @@ class HostFunction:
         """Computes the gradients by the inputs that vary."""
         leaves = [t.detach().requires_grad_(v) for t, v in zip(inputs, self.varied, strict=True)]
         with self._lock, torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # noqa: SLF001
-            made = self._function(leaves)
-            pairs = [(r, g) for r, g in zip(made, gradients, strict=True) if r.requires_grad]
+            outputs = self._function(leaves)
+            pairs = [(r, g) for r, g in zip(outputs, gradients, strict=True) if r.requires_grad]
             varied = [leaf for leaf in leaves if leaf.requires_grad]
-            found: Sequence[torch.Tensor | None] = [None] * len(varied)
+            cotangents: Sequence[torch.Tensor | None] = [None] * len(varied)
             if pairs and varied:
-                results, given = zip(*pairs, strict=True)
-                found = torch.autograd.grad(results, varied, given, allow_unused=True)
+                results, output_gradients = zip(*pairs, strict=True)
+                cotangents = torch.autograd.grad(results, varied, output_gradients, allow_unused=True)
         return [
             torch.zeros_like(leaf) if gradient is None else gradient.detach()
-            for leaf, gradient in zip(varied, found, strict=True)
+            for leaf, gradient in zip(varied, cotangents, strict=True)
         ]
 
     def check(self, results: Tensors) -> Tensors:
@@ -147,7 +147,7 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
     function = find_host_function(key)
     if not function.results:
         return []
-    varied = [kind for kind, is_one in zip(function.inputs, function.varied, strict=True) if is_one]
+    varied = [kind for kind, is_varied in zip(function.inputs, function.varied, strict=True) if is_varied]
 
     def on_host(*arrays: Array) -> list[Any]:
         return _to_arrays(function.check(function.call(_to_tensors(function.inputs, arrays))))
@@ -157,7 +157,7 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
         number = len(function.inputs)
         return _to_arrays(function.differentiate(tensors[:number], tensors[number:]))
 
-    @jax.custom_vjp
+    @jax.custom_vjp  # JAX allows no io_callback in it
     def call(*inputs: Array) -> list[Array]:
         return list(jax.pure_callback(on_host, [kind.array for kind in function.results], *inputs))
 
@@ -170,15 +170,15 @@ def call_from_device(key: str, inputs: Sequence[Array]) -> list[Array]:
                 f"poptorch.CPU {function.name!r} has no gradient, because torch cannot compute it: "
                 f"{function.obstacle}. Detach its inputs (tensor.detach()), or use it for inference."
             )
-        given = [
+        gradients = [
             jax.numpy.zeros(kind.shape, jax_dtype(kind.dtype))
             if gradient.dtype == jax.dtypes.float0
             else gradient
             for gradient, kind in zip(gradients, function.results, strict=True)
         ]
         kinds = [kind.array for kind in varied]
-        found = iter(jax.pure_callback(gradient_on_host, kinds, *saved, *given) if kinds else [])
-        return tuple(next(found) if is_one else None for is_one in function.varied)
+        cotangents = iter(jax.pure_callback(gradient_on_host, kinds, *saved, *gradients) if kinds else [])
+        return tuple(next(cotangents) if is_varied else None for is_varied in function.varied)
 
     call.defvjp(forward, backward)
     return call(*inputs)
@@ -196,7 +196,7 @@ def _to_arrays(tensors: Tensors) -> list[Any]:
     return [to_numpy(tensor.contiguous()) for tensor in tensors]
 
 
-# Functions that run on the host in the middle of a model.
+# Calls within models.
 
 HOST_CALL = f"{markers.NAMESPACE}::host_call"
 
@@ -240,9 +240,9 @@ class CPU:
         capture = markers.current_capture()
         if capture is None:
             return self.layer_to_call(*args, **kwargs)
-        given, structure = flatten((args, kwargs))
+        tensors, structure = flatten((args, kwargs))
         call = _Call(self.layer_to_call, structure)
-        inputs = [*given, *call.state.values()]
+        inputs = [*tensors, *call.state.values()]
         if not inputs:
             raise Error(f"poptorch.CPU {self.ID!r} must be given at least one tensor.")
         kinds = [Kind.of(tensor) for tensor in inputs]
@@ -281,10 +281,10 @@ class _Call:
         if isinstance(function, torch.nn.Module):
             # Arguments, and buffers that it may write to, are copies.
             state = {n: t.clone() for n, t in zip(self.state, tensors[number:], strict=True)}
-            made = torch.func.functional_call(function, state, args, kwargs)
+            outputs = torch.func.functional_call(function, state, args, kwargs)
         else:
-            made = function(*args, **kwargs)
-        results, self.results = flatten(made)
+            outputs = function(*args, **kwargs)
+        results, self.results = flatten(outputs)
         return results
 
 

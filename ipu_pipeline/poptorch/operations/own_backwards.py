@@ -62,7 +62,7 @@ class Context:
 
     def has_gradient(self, result: torch.Tensor) -> bool:
         """Whether a result has a gradient."""
-        return result.is_floating_point() and all(result is not one for one in self._constant_results)
+        return result.is_floating_point() and all(result is not value for value in self._constant_results)
 
     def take_apart(self) -> tuple[list[torch.Tensor], Structure]:
         """Returns the tensors that are kept, and the rest; see `with_parts`."""
@@ -70,9 +70,9 @@ class Context:
 
     def with_parts(self, parts: dict[str, Any]) -> Context:
         """Returns a context with other tensors."""
-        made = copy.copy(self)
-        vars(made).update(parts)
-        return made
+        context = copy.copy(self)
+        vars(context).update(parts)
+        return context
 
 
 class OwnBackward(torch.nn.Module):
@@ -98,29 +98,31 @@ class OwnBackward(torch.nn.Module):
         super().__init__()
         self.name = function.__name__
         self._function, self._num_results, self._places = function, num_results, list(places)
-        kept, self._structure = context.take_apart()
+        saved, self._structure = context.take_apart()
         self._context = context
-        self.num_kept = len(kept)
-        self.examples = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (*kept, *results)]
+        self.num_kept = len(saved)
+        self.examples = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in (*saved, *results)]
         self.differentiable = [context.has_gradient(result) for result in results]
         self._inputs = [(tuple(arg.shape), arg.dtype) if _varies(arg) else None for arg in args]
         self.program: torch.export.ExportedProgram | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Computes the gradients by the arguments that are floating-point tensors."""
-        own = [tensor.clone() for tensor in tensors]  # the backward may write to them
-        context = self._context.with_parts(self._structure.unflatten(own[: self.num_kept]))
+        copies = [tensor.clone() for tensor in tensors]  # the backward may write to them
+        context = self._context.with_parts(self._structure.unflatten(copies[: self.num_kept]))
         gradients: list[Any] = [None] * self._num_results
-        for place, gradient in zip(self._places, own[self.num_kept :], strict=True):
+        for place, gradient in zip(self._places, copies[self.num_kept :], strict=True):
             gradients[place] = gradient
-        found: Any = self._function.backward(context, *gradients)
-        found = found if isinstance(found, (tuple, list)) else (found,)
-        if len(found) < len(self._inputs) or any(one is not None for one in found[len(self._inputs) :]):
+        cotangents: Any = self._function.backward(context, *gradients)
+        cotangents = cotangents if isinstance(cotangents, (tuple, list)) else (cotangents,)
+        if len(cotangents) < len(self._inputs) or any(
+            extra is not None for extra in cotangents[len(self._inputs) :]
+        ):
             raise Error(
-                f"The backward of {self.name} returns {len(found)} gradients; its forward takes "
+                f"The backward of {self.name} returns {len(cotangents)} gradients; its forward takes "
                 f"{len(self._inputs)} arguments. Return one for each, None for those without."
             )
-        pairs = zip(found, self._inputs, strict=False)
+        pairs = zip(cotangents, self._inputs, strict=False)
         return tuple(
             self._fit(gradient, number, *kind)
             for number, (gradient, kind) in enumerate(pairs)
@@ -147,8 +149,8 @@ class OwnBackward(torch.nn.Module):
 def apply(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Computes `function.apply(*args, **kwargs)` while a model is captured."""
     has_setup = function.setup_context is not _LEFT_OUT
-    given = () if has_setup else (None,)
-    args = inspect.signature(function.forward).bind(*given, *args, **kwargs).args[len(given) :]
+    leading = () if has_setup else (None,)
+    args = inspect.signature(function.forward).bind(*leading, *args, **kwargs).args[len(leading) :]
     context = Context(function.__name__, tuple(torch.is_grad_enabled() and _varies(arg) for arg in args))
     if has_setup:
         returned: Any = function.forward(*args)
@@ -167,8 +169,8 @@ def apply(function: type[torch.autograd.Function], args: Sequence[Any], kwargs: 
     key = f"{backward.name}#{id(backward):x}"
     _backwards[key] = backward
     varied = [arg for arg in args if _varies(arg)]
-    made = _OPERATIONS.with_backward(results, varied, context.take_apart()[0], key)
-    for place, result in zip(places, made, strict=True):
+    outputs = _OPERATIONS.with_backward(results, varied, context.take_apart()[0], key)
+    for place, result in zip(places, outputs, strict=True):
         values[place] = result
     return tuple(values) if isinstance(returned, (tuple, list)) else values[0]
 
@@ -183,9 +185,9 @@ def _varies(arg: Any) -> bool:
 
 
 def _copy(
-    results: list[torch.Tensor], inputs: list[torch.Tensor], kept: list[torch.Tensor], key: str
+    results: list[torch.Tensor], inputs: list[torch.Tensor], saved: list[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
-    del inputs, kept, key
+    del inputs, saved, key
     return [result.clone() for result in results]
 
 

@@ -61,10 +61,10 @@ class Layout:
     def write(self, array: np.ndarray[Any, Any]) -> str:
         """Writes an array as text; a scalar as a number."""
         array = array.astype(np.float32) if array.dtype.kind == "V" else array  # bfloat16
-        shown = array.size > self.summarise_threshold
-        kept = _edges(array, self.edge_items) if shown else array
-        texts = iter(self._write_numbers(kept.ravel()))
-        return self._nest(array.shape, texts, shown, 0)
+        is_abridged = array.size > self.summarise_threshold
+        elements = _edges(array, self.edge_items) if is_abridged else array
+        texts = iter(self._write_numbers(elements.ravel()))
+        return self._nest(array.shape, texts, is_abridged, 0)
 
     def _write_numbers(self, values: np.ndarray[Any, Any]) -> list[str]:
         if values.dtype.kind != "f":
@@ -192,8 +192,8 @@ def _print(tensor: torch.Tensor, title: str, print_gradient: bool, *layout: Any)
     return tensor.clone()
 
 
-def _shape(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    del rest
+def _shape(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    del arguments
     return torch.empty_like(tensor)
 
 

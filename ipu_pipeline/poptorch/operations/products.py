@@ -13,7 +13,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor, fail, instance, member
 
-# Matrix products that are computed part by part.
+# Matrix products.
 
 SERIALIZED = f"{markers.NAMESPACE}::serialized_matmul"
 
@@ -69,8 +69,8 @@ def serializedMatMul(
         raise Error(
             f"serializedMatMul: factor must divide the dimension that {mode} cuts, {length}; got {factor}."
         )
-    made: torch.Tensor = _OPERATIONS.serialized_matmul(lhs, rhs, mode.value, factor, keep_precision)
-    return made
+    product: torch.Tensor = _OPERATIONS.serialized_matmul(lhs, rhs, mode.value, factor, keep_precision)
+    return product
 
 
 class SerializedLinear(torch.nn.Linear):
@@ -102,8 +102,8 @@ class SerializedLinear(torch.nn.Linear):
         Raises:
           AssertionError, Error: as `serializedMatMul`.
         """
-        made = serializedMatMul(x, self.weight.t(), self.mode, self.factor)
-        return made if self.bias is None else made + self.bias
+        product = serializedMatMul(x, self.weight.t(), self.mode, self.factor)
+        return product if self.bias is None else product + self.bias
 
 
 def _product(
@@ -121,7 +121,7 @@ _library.impl("serialized_matmul", _product, "CompositeImplicitAutograd")
 _OPERATIONS = getattr(torch.ops, markers.NAMESPACE)
 
 
-# Convolutions side by side.
+# Convolutions.
 
 
 class MultiConv:
@@ -149,9 +149,9 @@ class MultiConv:
         Raises:
           AssertionError: it is not such a number.
         """
-        for one in self._note("availableMemoryProportions", value):
-            if not is_real(one) or not 0 <= one <= 1:
-                raise fail("MultiConv.availableMemoryProportions:", "floats from 0 to 1", one)
+        for proportion in self._note("availableMemoryProportions", value):
+            if not is_real(proportion) or not 0 <= proportion <= 1:
+                raise fail("MultiConv.availableMemoryProportions:", "floats from 0 to 1", proportion)
         return self
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype]) -> Self:
@@ -163,10 +163,10 @@ class MultiConv:
         Raises:
           ValueError: it is neither.
         """
-        for one in self._note("partialsTypes", value):
-            if one not in (torch.float32, torch.float16):
+        for dtype in self._note("partialsTypes", value):
+            if dtype not in (torch.float32, torch.float16):
                 raise ValueError(
-                    f"MultiConv.partialsTypes: must be torch.float32 or torch.float16; got {one!r}."
+                    f"MultiConv.partialsTypes: must be torch.float32 or torch.float16; got {dtype!r}."
                 )
         return self
 
@@ -217,9 +217,9 @@ class MultiConv:
         Raises:
           ValueError: it is not a boolean.
         """
-        for one in self._note("enableConvDithering", value):
-            if not isinstance(one, bool):
-                raise ValueError(f"MultiConv.enableConvDithering: must be booleans; got {one!r}.")
+        for flag in self._note("enableConvDithering", value):
+            if not isinstance(flag, bool):
+                raise ValueError(f"MultiConv.enableConvDithering: must be booleans; got {flag!r}.")
         return self
 
     def __enter__(self) -> Self:

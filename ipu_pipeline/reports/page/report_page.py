@@ -30,12 +30,11 @@ from ipu_pipeline.reports.page.sections import (
 from ipu_pipeline.reports.predictions import Study, predict_scenario, study, timeline_events
 from ipu_pipeline.reports.profile import Event, EventKind, Profile
 
-# Actions as columns of small integers, which `trace.js` reads.
-#
-# A trace with 40,000 actions has 70,000 events, which would be 15 MB of JSON as objects. As columns, it is
-# 2 MB. A column whose entries are all the same is that entry. Any other is text: each integer is folded (0,
-# -1, 1, -2 become 0, 1, 2, 3), written in groups of seven bits, the lowest first, with the eighth bit set
-# where another one follows (LEB128, as in DWARF), and all bytes together are in base64.
+# Columns of small integers, which `trace.js` reads. A trace with 40,000 actions has 70,000 events, which
+# would be 15 MB of JSON as objects. As columns, it is 2 MB. A column whose entries are all the same is that
+# entry. Any other is text: each integer is folded (0, -1, 1, -2 become 0, 1, 2, 3), written in groups of
+# seven bits, the lowest first, with the eighth bit set where another one follows (LEB128, as in DWARF), all
+# in base64.
 
 Columns: TypeAlias = dict[str, Any]
 
@@ -91,15 +90,15 @@ def pack_column(values: Sequence[int]) -> int | str:
         return values[0]
     written = bytearray()
     for value in values:
-        left = 2 * value if value >= 0 else -2 * value - 1
-        while left > 127:
-            written.append(left & 127 | 128)
-            left >>= 7
-        written.append(left)
+        folded = 2 * value if value >= 0 else -2 * value - 1
+        while folded > 127:
+            written.append(folded & 127 | 128)
+            folded >>= 7
+        written.append(folded)
     return base64.b64encode(written).decode()
 
 
-# The page as a whole: its text, and the data that `trace.js` and `page.js` draw.
+# The page of a trace.
 
 _NO_PLOTLY = "report.html needs Plotly, which is not installed: pip install 'ipu_pipeline[reports]'"
 
@@ -149,8 +148,10 @@ def write_page(profile: Profile, studies: Sequence[Study] | None = None, is_simu
         style=_read("page.css"),
         heading=_describe_trace(profile),
         choice=_choose_pipeline(profile, data["first"]),
-        summaries="".join(_section(index, summarise(one)) for index, one in enumerate(studies)),
-        tables="".join(_section(index, make_tables(profile, one)) for index, one in enumerate(studies)),
+        summaries="".join(_section(index, summarise(pipeline)) for index, pipeline in enumerate(studies)),
+        tables="".join(
+            _section(index, make_tables(profile, pipeline)) for index, pipeline in enumerate(studies)
+        ),
         data=as_script(data),
         plotly=plotly,
         scripts="\n".join(_read(name) for name in ("trace.js", "page.js")),
@@ -174,23 +175,23 @@ def _read(name: str) -> str:
 def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
     """The data that the scripts draw."""
     pipelines = []
-    for index, one in enumerate(studies):
-        typical = one.analysis.typical_step
+    for index, pipeline in enumerate(studies):
+        typical = pipeline.analysis.typical_step
         pipelines.append(
             {
-                "name": one.facts.name,
-                "ipus": [use.ipu for use in one.analysis.ipus],
-                "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in one.facts.stages],
-                "replicas": one.facts.num_replicas,
-                "steps": [[step.number, step.begin, step.end] for step in one.analysis.steps],
+                "name": pipeline.facts.name,
+                "ipus": [use.ipu for use in pipeline.analysis.ipus],
+                "stages": [{"name": stage.name, "ipu": stage.ipu} for stage in pipeline.facts.stages],
+                "replicas": pipeline.facts.num_replicas,
+                "steps": [[step.number, step.begin, step.end] for step in pipeline.analysis.steps],
                 "typical": None if typical is None else typical.number,
-                "hasPhases": one.facts.schedule in ("grouped", "interleaved")
-                and len(one.analysis.ipus) > 1,
-                "device": one.facts.device_word,
-                "settings": _make_settings(one),
-                "count": one.analysis.num_micro_batches // one.facts.num_replicas,
-                "simulated": _make_simulated(index, one),
-                "memory": _make_memory(profile, index, one),
+                "hasPhases": pipeline.facts.schedule in ("grouped", "interleaved")
+                and len(pipeline.analysis.ipus) > 1,
+                "device": pipeline.facts.device_word,
+                "settings": _make_settings(pipeline),
+                "count": pipeline.analysis.num_micro_batches // pipeline.facts.num_replicas,
+                "simulated": _make_simulated(index, pipeline),
+                "memory": _make_memory(profile, index, pipeline),
             }
         )
     most = max(range(len(studies)), key=lambda index: studies[index].analysis.num_actions, default=0)
@@ -206,27 +207,28 @@ def _make_data(profile: Profile, studies: Sequence[Study]) -> dict[str, Any]:
     }
 
 
-def _make_simulated(index: int, one: Study) -> dict[str, Any]:
+def _make_simulated(index: int, pipeline: Study) -> dict[str, Any]:
     """The simulated timelines, by their names on the page."""
-    if one.predictions is None:
+    if pipeline.predictions is None:
         return {}
-    links = [(link.source, link.target, link.num_bytes) for link in one.analysis.links]
-    simulation = one.predictions.simulation
-    both = {"free": simulation.free_running, "lock": simulation.lock_step}
+    links = [(link.source, link.target, link.num_bytes) for link in pipeline.analysis.links]
+    simulation = pipeline.predictions.simulation
+    timelines = {"free": simulation.free_running, "lock": simulation.lock_step}
     return {
-        name: pack(timeline_events(timeline, one.facts, index, links)) for name, timeline in both.items()
+        name: pack(timeline_events(timeline, pipeline.facts, index, links))
+        for name, timeline in timelines.items()
     }
 
 
-def _make_settings(one: Study) -> list[dict[str, Any]]:
+def _make_settings(pipeline: Study) -> list[dict[str, Any]]:
     """The points of the chart of what-ifs; empty where memory is not known.
 
     A step of another number of micro-batches counts as long as it would with the present number.
     """
-    if one.predictions is None:
+    if pipeline.predictions is None:
         return []
-    (present, *others), best = one.predictions.variants, find_best(one.predictions)
-    even = one.predictions.advice.even
+    (present, *alternatives), best = pipeline.predictions.variants, find_best(pipeline.predictions)
+    even = pipeline.predictions.advice.even
     return [
         {
             "change": _CHANGES.get(row.change, row.change.replace("gradient accumulation ", "")),
@@ -239,18 +241,18 @@ def _make_settings(one: Study) -> list[dict[str, Any]]:
                 f"utilisation {describe_share(row.utilisation)}",
             ],
         }
-        for row in (*others, *([] if even is None else [even]), present)
+        for row in (*alternatives, *([] if even is None else [even]), present)
         if row.num_peak_bytes is not None and row.samples_per_second
     ]
 
 
-def _make_memory(profile: Profile, index: int, one: Study) -> dict[str, Any]:
+def _make_memory(profile: Profile, index: int, pipeline: Study) -> dict[str, Any]:
     """The memory of IPUs, for each timeline on the page."""
-    found: dict[str, Any] = {"measured": pack_measured(profile, index)}
-    if one.predictions is not None:
-        found["free"] = _pack_simulated(one.facts, one.predictions.simulation.free_running)
-        found["lock"] = _pack_simulated(one.facts, one.predictions.simulation.lock_step)
-    return found
+    memory: dict[str, Any] = {"measured": pack_measured(profile, index)}
+    if pipeline.predictions is not None:
+        memory["free"] = _pack_simulated(pipeline.facts, pipeline.predictions.simulation.free_running)
+        memory["lock"] = _pack_simulated(pipeline.facts, pipeline.predictions.simulation.lock_step)
+    return memory
 
 
 def _describe_trace(profile: Profile) -> str:
@@ -328,11 +330,11 @@ def pack_measured(profile: Profile, pipeline: int) -> list[dict[str, Any]]:
     """
     return [
         _pack_memory(
-            held.ipu,
-            held.times,
-            {"micro-batches" if name == "feed" else name: part for name, part in held.parts.items()},
+            memory.ipu,
+            memory.times,
+            {"micro-batches" if name == "feed" else name: part for name, part in memory.parts.items()},
         )
-        for held in profile_memory_over_time(profile, pipeline)
+        for memory in profile_memory_over_time(profile, pipeline)
     ]
 
 
@@ -362,7 +364,7 @@ def _find_constant(plan: IpuMemory) -> dict[str, int]:
     }
 
 
-# The page of a pipeline that is only simulated.
+# The page of a simulation.
 
 _SECONDS_PER_UNIT = 1e-3
 
@@ -375,7 +377,7 @@ def write_simulation(scenario: Scenario, title: str) -> str:
         # What was searched is not searched again for each setting.
         schedule=scenario.schedule if scenario.searched is None else scenario.timetable(),
         costs=_scale(scenario.costs),
-        layers=tuple(tuple(map(_scale_layer, own)) for own in scenario.layers),
+        layers=tuple(tuple(map(_scale_layer, layers_of_stage)) for layers_of_stage in scenario.layers),
         cluster=dataclasses.replace(
             cluster, within=_scale_speed(cluster.within), between=_scale_speed(cluster.between)
         ),
@@ -431,7 +433,7 @@ def _scale_speed(speed: LinkSpeed) -> LinkSpeed:
 def _describe(scenario: Scenario, in_flight: tuple[int, ...], schedule: str) -> PipelineFacts:
     """Describes a scenario as if it had been a pipeline."""
     memory, halved = scenario.memory, scenario.halved
-    held = None if memory is None else memory.num_held_bytes
+    held_bytes = None if memory is None else memory.num_held_bytes
     number = scenario.costs.num_stages
     return PipelineFacts(
         name="simulation",
@@ -452,7 +454,7 @@ def _describe(scenario: Scenario, in_flight: tuple[int, ...], schedule: str) -> 
                 forward_operations=0.0,
                 backward_operations=0.0,
                 is_fused=scenario.is_fused and index == number - 1,
-                num_held_bytes=0 if held is None else held[index],
+                num_held_bytes=0 if held_bytes is None else held_bytes[index],
                 in_flight=in_flight[index] * scenario.chunk_size,
                 is_halved=index in halved,
                 num_between_bytes=0 if memory is None else memory.num_between_bytes[index],

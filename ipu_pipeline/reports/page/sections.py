@@ -23,7 +23,7 @@ from ipu_pipeline.reports.memory_over_time import MemoryOverTime, Peak, profile_
 from ipu_pipeline.reports.predictions import Predictions, Study
 from ipu_pipeline.reports.profile import Profile
 
-# Escapes text from users, such as names of stages, for HTML and scripts.
+# Escaping: the only way of users' text, such as names of stages, into markup and scripts.
 
 # In a script element `</script>` ends it and `<!--` changes how it ends; the last two end lines in older
 # JavaScript.
@@ -41,7 +41,7 @@ def as_script(value: Any) -> str:
     return text.translate(_IN_SCRIPTS)
 
 
-# The tables of a page, as HTML. Names from users go through `as_html`.
+# Tables.
 
 _MOST_LAYERS = 3  # listed before the others are folded away
 _NUM_BEST = 5
@@ -100,7 +100,7 @@ def table_of_figures(facts: PipelineFacts, figures: Iterable[tuple[str, str, Seq
 
 def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
     """The figures of each stage, without columns that none of them has. The limiting stage is marked."""
-    both = list(zip(facts.stages, analysis.stages, strict=True))
+    pairs = list(zip(facts.stages, analysis.stages, strict=True))
     columns: list[tuple[_Cell, list[_Cell]]] = [
         (_number("stage"), [_number(stage.index) for stage in facts.stages]),
         (_text("name"), [_text(stage.name) for stage in facts.stages]),
@@ -126,7 +126,7 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
     if facts.kind == "training":
         times = [
             _number(describe_time(use.backward) if use.backward or stage.backward_operations else "none")
-            for stage, use in both
+            for stage, use in pairs
         ]
         columns.append((_number("backward"), times))
     if any(use.weight_gradients is not None for use in analysis.stages):
@@ -139,8 +139,8 @@ def table_of_stages(facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
         sent = [_number(describe_bytes(use.num_sent_bytes)) for use in analysis.stages]
         columns.append((_number("sent per micro-batch"), sent))
     if any(stage.num_held_bytes for stage in facts.stages):
-        held = [_number(describe_bytes(stage.num_held_bytes)) for stage in facts.stages]
-        columns.append((_number("held per micro-batch"), held))
+        held_bytes = [_number(describe_bytes(stage.num_held_bytes)) for stage in facts.stages]
+        columns.append((_number("held per micro-batch"), held_bytes))
     columns.append((_number("in flight"), [_number(stage.in_flight) for stage in facts.stages]))
     rows = [
         (
@@ -161,10 +161,10 @@ def _layers(stage: StageFacts) -> _Cell:
         return _Cell("none", is_text=True)
     if len(named) <= _MOST_LAYERS + 1:
         return _Cell("<br>".join(named), is_text=True)
-    rest = f"<details><summary>{len(named) - _MOST_LAYERS} more</summary>" + "<br>".join(
+    folded = f"<details><summary>{len(named) - _MOST_LAYERS} more</summary>" + "<br>".join(
         named[_MOST_LAYERS:]
     )
-    return _Cell("<br>".join(named[:_MOST_LAYERS]) + rest + "</details>", is_text=True)
+    return _Cell("<br>".join(named[:_MOST_LAYERS]) + folded + "</details>", is_text=True)
 
 
 def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnalysis) -> str:
@@ -194,7 +194,7 @@ def table_of_ipus(profile: Profile, facts: PipelineFacts, analysis: PipelineAnal
     return _table(facts, "IPUs", headings, rows)
 
 
-def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str:
+def table_of_memory(facts: PipelineFacts, memories: Sequence[MemoryOverTime]) -> str:
     """The memory of each IPU, by the plan and at its peak in the trace; empty without a plan."""
     if not facts.memory:
         return ""
@@ -203,7 +203,7 @@ def table_of_memory(facts: PipelineFacts, held: Sequence[MemoryOverTime]) -> str
         _number("activations"), _number("micro-batches"), _number("temporaries"), _number("together"),
         _number("in host memory"), _number("peak in the trace"), _number("first at"), _text("during"),
     ]  # fmt: skip
-    peaks = {one.ipu: one.peak for one in held}
+    peaks = {memory.ipu: memory.peak for memory in memories}
     rows = []
     for plan in facts.memory:
         sizes: list[int | None] = [
@@ -231,10 +231,10 @@ def _describe_peak(peak: Peak) -> str:
 
 def table_of_predictions(facts: PipelineFacts, predictions: Predictions) -> str:
     """The results of other settings; the setting that was measured is marked."""
-    what = "samples/s" if facts.micro_batch_size is not None else "micro-batches/s"
+    speed_unit = "samples/s" if facts.micro_batch_size is not None else "micro-batches/s"
     headings = [
         _text("what changes"), _text("schedule"), _number("micro-batches per update"), _number("step"),
-        _number(what), _number("gain"), _number("utilisation"),
+        _number(speed_unit), _number("gain"), _number("utilisation"),
     ]  # fmt: skip
     knows_memory = predictions.variants[0].num_peak_bytes is not None
     headings += [_number("most memory of an IPU")] if knows_memory else []
@@ -297,58 +297,61 @@ def table_of_best(facts: PipelineFacts, predictions: Predictions) -> str:
 
 
 def table_of_bubble(facts: PipelineFacts, predictions: Predictions) -> str:
-    """Why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
+    """The reasons why IPUs are idle in the simulated steps, as shares of the IPUs' time."""
     simulation = predictions.simulation
     number = len(simulation.scenario.ipus_of_replicas)
-    both = {"free-running": simulation.free_running, "lock-step": simulation.lock_step}
+    timelines = {"free-running": simulation.free_running, "lock-step": simulation.lock_step}
     causes = list(simulation.free_running.bubble.by_cause())
     headings = [_text("IPUs"), _number("step"), _number("busy")]
     headings += [
         _number(cause.replace("_", "-") if "ramp" in cause else cause.replace("_", " ")) for cause in causes
     ]
     rows = []
-    for name, timeline in both.items():
+    for name, timeline in timelines.items():
         shares = timeline.bubble.by_cause()
-        whole = number * timeline.step_time
+        total = number * timeline.step_time
         cells = [
             _text(name),
             _number(describe_time(timeline.step_time * 1e6)),
             _number(describe_share(timeline.utilisation)),
         ]
-        cells += [_number(describe_share(shares[cause] / whole if whole else 0.0)) for cause in causes]
+        cells += [_number(describe_share(shares[cause] / total if total else 0.0)) for cause in causes]
         rows.append((False, cells))
     return _table(facts, "Where the time of the IPUs goes, simulated", headings, rows)
 
 
-# The figures and words about a pipeline on the page, as HTML.
+# Figures and words about a pipeline.
 
 _MANY_SHARED = 0.05
 
 
-def summarise(one: Study) -> str:
+def summarise(pipeline: Study) -> str:
     """The figures of a pipeline, and the advice."""
-    facts, analysis = one.facts, one.analysis
+    facts, analysis = pipeline.facts, pipeline.analysis
     if not analysis.steps:
         return f"<h2>{as_html(facts.name)}</h2>\n<p>No step of it was recorded.</p>\n"
     cards = "".join(
-        f"<div><dt>{title}</dt><dd>{as_html(figure)}</dd></div>\n" for title, figure, _more in _figures(one)
+        f"<div><dt>{title}</dt><dd>{as_html(figure)}</dd></div>\n"
+        for title, figure, _more in _figures(pipeline)
     )
-    words = f'<h2>{as_html(_title(one))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
-    return words + "".join(f'<p class="advice">{as_html(sentence)}</p>\n' for sentence in one.advice)
+    words = f'<h2>{as_html(_title(pipeline))}</h2>\n<dl class="cards">\n{cards}</dl>\n'
+    return words + "".join(f'<p class="advice">{as_html(sentence)}</p>\n' for sentence in pipeline.advice)
 
 
-def make_tables(profile: Profile, one: Study) -> str:
+def make_tables(profile: Profile, pipeline: Study) -> str:
     """The tables of figures, stages, IPUs and simulations."""
-    facts, predicted = one.facts, one.predictions
+    facts, predicted = pipeline.facts, pipeline.predictions
     tables = ""
-    if one.analysis.steps:
-        tables += "<h2>Details</h2>\n" + table_of_figures(facts, _figures(one)) + _notes(_remarks(one))
+    if pipeline.analysis.steps:
+        tables += (
+            "<h2>Details</h2>\n" + table_of_figures(facts, _figures(pipeline)) + _notes(_remarks(pipeline))
+        )
     tables += f"<h2>{say_device('Stages and IPUs', facts.device_word)}</h2>\n"
-    tables += table_of_stages(facts, one.analysis)
+    tables += table_of_stages(facts, pipeline.analysis)
     if facts.cuts:
         tables += f"<h3>Where it is cut</h3>\n<pre>{as_html(facts.cuts)}</pre>\n"
-    tables += table_of_ipus(profile, facts, one.analysis)
-    index = next(number for number, other in enumerate(profile.pipelines) if other is facts)
+    tables += table_of_ipus(profile, facts, pipeline.analysis)
+    index = next(number for number, candidate in enumerate(profile.pipelines) if candidate is facts)
     tables += table_of_memory(facts, profile_memory_over_time(profile, index))
     tables += "<h2>What if</h2>\n"
     if predicted is None:
@@ -368,25 +371,25 @@ def _notes(notes: Iterable[str]) -> str:
     return "".join(f'<p class="soft">{as_html(note)}</p>\n' for note in notes)
 
 
-def _title(one: Study) -> str:
-    facts, number = one.facts, one.analysis.num_micro_batches
-    what = {"training": "Training", "inference": "Inference", "loop": "Loop"}.get(facts.kind, facts.kind)
+def _title(pipeline: Study) -> str:
+    facts, number = pipeline.facts, pipeline.analysis.num_micro_batches
+    kind = {"training": "Training", "inference": "Inference", "loop": "Loop"}.get(facts.kind, facts.kind)
     size = "" if facts.micro_batch_size is None else f" of {facts.micro_batch_size}"
     chunks = f", programs of {facts.chunk_size} micro-batches" if facts.chunk_size > 1 else ""
     parts = facts.schedule.split("_") if facts.schedule in named_schedules() else [facts.schedule]
     schedule = "".join(part.capitalize() if part.islower() else part for part in parts)
     ran = "" if facts.kind == "loop" else f"{schedule}, "
-    return f"{what}: {facts.name}, {ran}{number} micro-batch{'es' * (number != 1)}{size} per step{chunks}"
+    return f"{kind}: {facts.name}, {ran}{number} micro-batch{'es' * (number != 1)}{size} per step{chunks}"
 
 
-def _figures(one: Study) -> list[tuple[str, str, list[str]]]:
+def _figures(pipeline: Study) -> list[tuple[str, str, list[str]]]:
     """The most important figures: title, figure, and details."""
-    facts, analysis, predicted = one.facts, one.analysis, one.predictions
+    facts, analysis, predicted = pipeline.facts, pipeline.analysis, pipeline.predictions
     balanced = analysis.balanced_utilisation
-    used = [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]
+    shares = [] if balanced is None else [f"{describe_share(balanced)} if all stages took equally long"]
     if predicted is not None:
         free, lock = predicted.simulation.free_running, predicted.simulation.lock_step
-        used.append(
+        shares.append(
             f"simulated {describe_share(free.utilisation)}, in lock-step {describe_share(lock.utilisation)}"
         )
     idle = []
@@ -402,8 +405,8 @@ def _figures(one: Study) -> list[tuple[str, str, list[str]]]:
     speed, unit = analysis.samples_per_second, "samples/s"
     if speed is None:
         speed, unit = analysis.micro_batches_per_second, "micro-batches/s"
-    whole = sum(step.is_whole for step in analysis.steps)
-    steps = [f"median of {whole}"] if whole > 1 else []
+    num_whole = sum(step.is_whole for step in analysis.steps)
+    steps = [f"median of {num_whole}"] if num_whole > 1 else []
     if predicted is not None:
         steps.append(f"simulated {describe_time(predicted.simulation.free_running.step_time * 1e6)}")
         if predicted.shared_step_time is not None:
@@ -419,37 +422,37 @@ def _figures(one: Study) -> list[tuple[str, str, list[str]]]:
         f"{describe_time(limiting.length)} for a micro-batch",
     ]
     limit = (f"stage {analysis.limiting_stage}", [facts.stages[analysis.limiting_stage].name, *lines])
-    if one.is_held_back_by_host and one.host is not None:
-        share, stage = describe_share(one.host.share), analysis.limiting_stage
+    if pipeline.is_held_back_by_host and pipeline.host is not None:
+        share, stage = describe_share(pipeline.host.share), analysis.limiting_stage
         waiting = f"no {facts.device_word} had work for {share} of the time"
         limit = ("the host", [waiting, f"longest stage: {stage}", *lines])
     elif analysis.is_even and len(analysis.ipus) > 1:
         limit = ("none", [f"all {facts.device_word}s are about equally busy"])
     return [
-        (f"Utilisation of the {facts.device_word}s", describe_share(analysis.utilisation), used),
+        (f"Utilisation of the {facts.device_word}s", describe_share(analysis.utilisation), shares),
         ("Bubble", describe_share(analysis.bubble), idle),
         ("Speed", f"{describe_speed(speed)} {unit}", ["while steps run"]),
         ("Step", describe_time(analysis.step_time), steps),
-        ("Held back by" if one.is_held_back_by_host else "Limiting stage", *limit),
+        ("Held back by" if pipeline.is_held_back_by_host else "Limiting stage", *limit),
     ]
 
 
-def _remarks(one: Study) -> list[str]:
-    facts, analysis = one.facts, one.analysis
-    found = []
+def _remarks(pipeline: Study) -> list[str]:
+    facts, analysis = pipeline.facts, pipeline.analysis
+    remarks = []
     if analysis.num_shared > _MANY_SHARED * analysis.num_actions:
-        found.append(
+        remarks.append(
             f"{analysis.num_shared:,} of {analysis.num_actions:,} actions shared a program with others. "
             "Where one ends and the next one begins within a program is estimated from their operations."
         )
     partial = sum(not step.is_whole for step in analysis.steps)
     if partial:
-        found.append(
+        remarks.append(
             f"{partial} of {len(analysis.steps)} steps are not whole here. Figures are of the rest."
         )
     if facts.is_one_program:
-        found.append("All stages are on one device, in one program, which has no bubble.")
-    return found
+        remarks.append("All stages are on one device, in one program, which has no bubble.")
+    return remarks
 
 
 def _why_not(facts: PipelineFacts) -> str:
