@@ -96,7 +96,7 @@ def check_groupings(
 
 
 @contextlib.contextmanager
-def one_row_each(
+def showing_first_rows(
     model: torch.nn.Module, rows: Mapping[int, GroupRows]
 ) -> Iterator[Callable[[Captured], Captured]]:
     """Shows the model's forward only the first row of parameters with rows, inside this `with` block.
@@ -171,7 +171,7 @@ def compile_model(
     checks = options.Precision.floating_point_exceptions
     compiled = CompiledModel(wrapped.model, program, devices, key, checks, Processes.of(options))
     progress.done("trace")
-    _tell_of_sections(program.stages)
+    _log_sections(program.stages)
     return compiled, training
 
 
@@ -198,7 +198,7 @@ def compile_shapes(
     program, _training = _make_program(wrapped, arguments, go_on, progress, groupings)
     progress.done("trace")
     compiled.add(program, num_compiled(wrapped))
-    _tell_of_sections(program.stages)
+    _log_sections(program.stages)
 
 
 def num_compiled(wrapped: Wrapped) -> int:
@@ -251,7 +251,7 @@ def _make_program(
         with (
             processes.occupied("capturing a model"),
             host_weights_of(wrapped.model).unwatched(),
-            one_row_each(wrapped.model, group_rows) as restored,
+            showing_first_rows(wrapped.model, group_rows) as restored,
         ):
             captured = capture(
                 wrapped.model,
@@ -264,7 +264,7 @@ def _make_program(
             captured = restored(captured)
     progress.done("capture")
     if not trains:
-        _tell_of_training_mode(wrapped.modes)
+        _warn_of_training_mode(wrapped.modes)
 
     # The stages.
     anchored = options.anchored_tensors.values()
@@ -289,7 +289,7 @@ def _make_program(
     )
     _check_buffers(stages, options)
     check_written(arguments, stages.written_inputs)
-    _tell_of_narrowing([*tensors, *stages.tensors.values()])
+    _warn_of_narrowing([*tensors, *stages.tensors.values()])
 
     # The pipeline's options.
     training = None
@@ -324,7 +324,7 @@ def _make_program(
             "hooks": Hooks(collect_losses=not trains),
         }
         stages, table = _split(stages, micro_batch, options.num_split_ipus, split_options)
-    _tell_of_idle_stages(stages, batching, options)
+    _warn_of_idle_stages(stages, batching, options)
 
     pipeline = engine.Pipeline(
         stages.functions if table is None else engine.AutoStages(stages.functions, (), table),
@@ -385,7 +385,7 @@ def _split(
     return split_stages(stages, list(zip(split, split.scopes, strict=True))), split.table
 
 
-def _tell_of_sections(stages: ModelStages) -> None:
+def _log_sections(stages: ModelStages) -> None:
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
 
@@ -418,7 +418,7 @@ def _check_buffers(stages: ModelStages, options: Options) -> None:
         )
 
 
-def _tell_of_training_mode(modes: Modes) -> None:
+def _warn_of_training_mode(modes: Modes) -> None:
     """Warns if inference draws random numbers or changes statistics, which may be a mistake."""
     kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001
     names = {type(m).__name__ for m, is_training in modes.items() if is_training and isinstance(m, kinds)}
@@ -503,7 +503,7 @@ def find_schedule(options: Options) -> schedules.Schedule:
     return strategy.schedule
 
 
-def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:
+def _warn_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:
     """Warns where PopTorch raises an error, because it cannot run such a pipeline."""
     number = (
         batching.gradient_accumulation if batching.gradient_accumulation > 1 else batching.num_micro_batches
@@ -518,7 +518,7 @@ def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Optio
     )
 
 
-def _tell_of_narrowing(tensors: Sequence[torch.Tensor]) -> None:
+def _warn_of_narrowing(tensors: Sequence[torch.Tensor]) -> None:
     """Warns where float64 becomes float32."""
     with on_host():
         is_wide = any(tensor.dtype is torch.float64 for tensor in tensors)
@@ -579,7 +579,7 @@ def use_program(
     return False
 
 
-def tell_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
+def describe_next_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
     """Describes what is compiled next, for the progress bar; empty if no other shapes are allowed."""
     if not options.allow_new_shapes:
         return ""

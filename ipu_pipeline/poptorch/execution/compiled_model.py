@@ -68,7 +68,7 @@ class Program:
         self.micro_batch = micro_batch
 
     @property
-    def num_taken(self) -> int:
+    def num_per_update(self) -> int:
         """The number of micro-batches in a weight update, for all replicas together."""
         assert self.pipeline.options.num_micro_batches is not None
         return self.pipeline.options.num_micro_batches * self.pipeline.num_replicas
@@ -77,10 +77,10 @@ class Program:
     def synthetic(self) -> list[Any]:
         """The values kept on the devices instead of a weight update's micro-batches: zeros by default."""
         leaves = self.pipeline.traced.element
-        return list(make_synthetic(self.pipeline, leaves, self.num_taken)(self.num_taken))
+        return list(make_synthetic(self.pipeline, leaves, self.num_per_update)(self.num_per_update))
 
     @functools.cached_property
-    def elsewhere(self) -> tuple[Any, ...]:
+    def stand_ins(self) -> tuple[Any, ...]:
         """The stand-ins for micro-batches of other processes: JAX arrays, which are never copied."""
         element = self.pipeline.traced.element
         return tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
@@ -127,16 +127,16 @@ def _name(variables: Iterable[str]) -> str:
     return ", ".join(sorted(name.partition("/")[2] for name in variables))
 
 
-class Holding:
+class OriginalMembers:
     """The modules, parameters and buffers that a model held when it was compiled."""
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes what the model holds."""
         self._names = {id(tensor): full for full, tensor in tensors.items()}
-        self._held = _find_held(model, tensors.values())
-        held_ids = {id(value) for _where, _name, value in self._held}
+        self._places = _find_members(model, tensors.values())
+        member_ids = {id(value) for _where, _name, value in self._places}
         for full, tensor in tensors.items():
-            if id(tensor) not in held_ids:
+            if id(tensor) not in member_ids:
                 raise Error(
                     f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
                     "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
@@ -145,7 +145,7 @@ class Holding:
 
     def check(self) -> None:
         """Checks that nothing has been replaced since then."""
-        for holder, name, value in self._held:
+        for holder, name, value in self._places:
             if holder.get(name) is not value:
                 kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
                 full = self._names.get(id(value), f"model/{name}").partition("/")[2]
@@ -156,7 +156,7 @@ class Holding:
                 )
 
 
-def _find_held(
+def _find_members(
     model: torch.nn.Module, tensors: Iterable[torch.Tensor]
 ) -> Sequence[tuple[Mapping[str, Any], str, Any]]:
     """Finds where modules hold each other and some tensors: the dict, its key, and the value."""
@@ -201,12 +201,12 @@ class CompiledModel:
         self.tensors = dict(program.stages.tensors)
         self._model = model
         self._changes = HostChanges(model)
-        self._holding = Holding(model, self.tensors)
+        self._members = OriginalMembers(model, self.tensors)
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers, self._processes = checks_numbers, processes
         # The ids of the tensors that are the same in all processes.
-        self._alike = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
-        self._alike |= {id(parameter) for parameter in model.parameters()}
+        self._shared_ids = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
+        self._shared_ids |= {id(parameter) for parameter in model.parameters()}
         self._unused: dict[str, Any] = {}  # variables of other programs than the one in use
         self.is_lost = False
         start_automatic_report()
@@ -243,7 +243,7 @@ class CompiledModel:
         program.check_homes(self.program)
         pipeline.prepare(self._devices)
         tensors = {**self.tensors, **program.stages.tensors}
-        holding = Holding(self._model, tensors)
+        members = OriginalMembers(self._model, tensors)
         new = {name: value for name, value in tensors.items() if name not in self.tensors}
         variables = {**self.variables, **self._read_host(program, new)}
         assert self.state is not None
@@ -253,7 +253,7 @@ class CompiledModel:
             pipeline.compile(dataclasses.replace(self.state, variables=variables), num_updates)
             with interrupts.deferred():
                 self._use(program, variables)
-                self.tensors, self._holding = tensors, holding
+                self.tensors, self._members = tensors, members
                 self.programs[program.shapes] = program
         finally:
             if self.program is not program:
@@ -297,16 +297,18 @@ class CompiledModel:
         completed update.
         """
         pipeline = self.pipeline
-        num_per_update = self.program.num_taken
+        num_per_update = self.program.num_per_update
         self.check_not_lost()
         assert self.state is not None
-        self.tell_of_changes()
+        self.warn_of_changes()
+        # What a call that was interrupted left.
         checks = self.stages.index_checks
         if checks is not None:
-            checks.take()  # from a call that was interrupted
+            checks.take()
         gradients = self.stages.gradients
         if gradients is not None:
             gradients.forget()
+        # The feed.
         total = len(micro_batches) * self._processes.count // num_per_update
         runner, place = pipeline.prepare(), pipeline.place_element
         queue = self._deal(micro_batches)
@@ -321,10 +323,11 @@ class CompiledModel:
             placed = []
             for leaves in itertools.islice(queue, number):
                 placed.append(place(leaves))
-                if self._processes.count == 1 or leaves is not self.program.elsewhere:
+                if self._processes.count == 1 or leaves is not self.program.stand_ins:
                     note_placed()
             return placed
 
+        # The steps.
         collected: list[Collected] = []
         introduce(pipeline, self._name)
         with announcements.running(
@@ -378,16 +381,16 @@ class CompiledModel:
         if processes.count == 1:
             yield from micro_batches
             return
-        elsewhere = self.program.elsewhere
+        stand_ins = self.program.stand_ins
         number = self.pipeline.num_replicas // processes.count
         before = processes.index * number
         after = self.pipeline.num_replicas - number - before
         for first in range(0, len(micro_batches), number):
-            yield from itertools.repeat(elsewhere, before)
+            yield from itertools.repeat(stand_ins, before)
             yield from micro_batches[first : first + number]
-            yield from itertools.repeat(elsewhere, after)
+            yield from itertools.repeat(stand_ins, after)
 
-    def note_loss(self) -> bool:
+    def detect_lost_state(self) -> bool:
         """Determines whether an error of JAX lost the state, as one in a weight update does."""
         try:
             jax.block_until_ready(self.state)
@@ -435,11 +438,11 @@ class CompiledModel:
 
     def check_same_tensors(self) -> None:
         """Checks that nothing in the user's model has been replaced since it was compiled."""
-        self._holding.check()
+        self._members.check()
 
-    def tell_of_changes(self) -> None:
+    def warn_of_changes(self) -> None:
         """Warns of changes on the host that are not on the devices."""
-        self._changes.tell(self.tensors)
+        self._changes.warn(self.tensors)
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices."""
@@ -469,7 +472,7 @@ class CompiledModel:
             return {}
         with on_host(*tensors.values()):
             values = {name: program.stages.read_tensor(name).copy() for name in tensors}
-        compared = {name: value for name, value in values.items() if id(tensors[name]) in self._alike}
+        compared = {name: value for name, value in values.items() if id(tensors[name]) in self._shared_ids}
         compare_arrays("The weights", compared)
         variables = program.pipeline.variables
         return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in values.items()}
@@ -593,7 +596,7 @@ def translating(
                 raise
             translated: Any = translate(error, f"PoplarExecutor.{method.__name__}")
             compiled = self._compiled
-            if compiled is not None and compiled.note_loss():
+            if compiled is not None and compiled.detect_lost_state():
                 translated.message += f" {compiled.LOST}"
                 translated.args = (translated.message,)
             raise translated from error

@@ -24,11 +24,11 @@ _NUM_TRIED = 3  # tokens of the trial
 _KEYS, _VALUES = "cached_keys_{}", "cached_values_{}"  # names of buffers, by layer
 
 
-class _SeenLayer(cache_utils.CacheLayerMixin):
+class _RecordingLayer(cache_utils.CacheLayerMixin):
     """Keeps the keys and values of a request's only call, for their shapes."""
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        """Needs nothing."""
+        """Does nothing."""
 
     def update(self, key_states: Any, value_states: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
         """Returns what the layer computes."""
@@ -44,7 +44,7 @@ class _SeenLayer(cache_utils.CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Returns -1: there is no limit."""
         return -1
 
 
@@ -124,7 +124,7 @@ class CachedDecoder(torch.nn.Module):
 
     def _call_once(self, tokens: torch.Tensor) -> tuple[list[tuple[Any, Any]], torch.Tensor]:
         """Calls the model. Returns keys and values of each layer, [1, heads, tokens, width], and logits."""
-        cache = cache_utils.Cache(layer_class_to_replicate=_SeenLayer)
+        cache = cache_utils.Cache(layer_class_to_replicate=_RecordingLayer)
         try:
             logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
         except Exception as error:

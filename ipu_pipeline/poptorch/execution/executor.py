@@ -35,8 +35,8 @@ from ipu_pipeline.poptorch.execution.compilation import (
     batching_of,
     compile_model,
     compile_shapes,
+    describe_next_shapes,
     num_compiled,
-    tell_shapes,
     use_program,
 )
 from ipu_pipeline.poptorch.execution.compiled_model import CompiledModel, translating
@@ -158,6 +158,7 @@ class PoplarExecutor:
             arguments = self._bind(args, kwargs)
             if self._detached is not None:
                 self.attachToDevice()
+            # The newest weights and optimizer's state.
             compiled = self._compile(arguments)
             self._bring_newer()
             self._has_run = True
@@ -166,10 +167,11 @@ class PoplarExecutor:
             micro_batches, number = split(arguments, batching_of(self.options))
             times.begin(begin / 1e9, number)
             if self._training is not None:
-                self._training.tell_of_changes(self._optimizer)
+                self._training.warn_of_changes(self._optimizer)
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
+            # The run.
             is_synthetic = self.options.synthetic_data or uses_synthetic_data()
             if self._resumption is not None:
                 assert self._training is not None
@@ -179,6 +181,7 @@ class PoplarExecutor:
             times.wait_for(collected)
             if self._resumption is not None:
                 self._resumption.note_call(compiled)
+            # The results.
             mode = self.options.output_mode
             outputs, dtypes = compiled.program.captured.outputs, compiled.stages.output_dtypes
             first = outputs.num_tensors
@@ -296,7 +299,7 @@ class PoplarExecutor:
         register(self, wrapped.model, wrapped.trains)
         self._host.watch(self, wrapped.model)
         self._host.refresh()
-        shapes = tell_shapes(previous, arguments, self.options)
+        shapes = describe_next_shapes(previous, arguments, self.options)
         with CompileProgress(self.options.show_compilation_progress_bar, shapes) as progress:
             if previous is None:
                 compiled = self._compile_first(arguments, progress)
@@ -397,20 +400,20 @@ class PoplarExecutor:
         self._disconnect()
         self._optimizer = optimizer
         if saved is not None:
-            self._training.keep_saved(optimizer, saved)
+            self._training.keep_state(optimizer, saved)
 
     def _put_optimizer_state(self, compiled: CompiledModel, training: ModelOptimizer, initial: Any) -> None:
         """Puts the optimizer's state on the devices, from another model that has it, or from the host."""
         saved = self._take_optimizer_state(training)
         compare_state(saved)
-        compiled.replace(optimizer_state=training.put_saved(initial, saved))
+        compiled.replace(optimizer_state=training.put_state(initial, saved))
 
     def _take_optimizer_state(self, training: ModelOptimizer) -> SavedState | None:
         """Returns the optimizer's state, which the model that has it leaves."""
         assert self._optimizer is not None
         for user in self._users_of(self._optimizer):
             user.leave_optimizer()
-        return training.take_saved(self._optimizer)
+        return training.take_state(self._optimizer)
 
     def _users_of(self, optimizer: torch.optim.Optimizer) -> set[PoplarExecutor]:
         """Returns the model that has an optimizer's state, or those that may have parts of it."""
@@ -451,7 +454,7 @@ class PoplarExecutor:
         with self._host.lock:
             state = self._find_state()
             if self._training is not None and self._optimizer is not None and state is not None:
-                self._training.leave_saved(self._optimizer, state)
+                self._training.leave_state(self._optimizer, state)
 
     def _fetch_optimizer_state(self) -> SavedState | None:
         with self._host.lock:

@@ -391,7 +391,7 @@ class Generation:
             self.read_from_host()
         else:
             ready.compiled.check_same_tensors()
-        ready.compiled.tell_of_changes()
+        ready.compiled.warn_of_changes()
         if self._generator is None or self._generator.num_slots < num_rows:
             self._generator = _make_generator(ready.stages, ready.devices, ready.max_length, num_rows)
         assert ready.compiled.state is not None

@@ -83,7 +83,7 @@ def note_data(tensor: torch.Tensor, alias: Any) -> None:
             writes.offset += _version_of(writes.aliases.pop(0))
 
 
-def tell_of_clipping(gradient: Any) -> None:
+def warn_of_clipping(gradient: Any) -> None:
     """Warns if torch's functions that clip gradients ask a parameter for its gradient, and it has none."""
     frame: Any = sys._getframe(1)  # noqa: SLF001  # as `inspect.currentframe`
     for _number in range(8):
@@ -128,7 +128,7 @@ class HostChanges:
         with _plainly():
             self._weights |= {name: _state(tensor) for name, tensor in tensors.items()}
 
-    def tell(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def warn(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Warns of changes since then, once of weights and once of attributes."""
         with _plainly():
             states = {name: _state(tensor) for name, tensor in tensors.items()}
@@ -164,7 +164,7 @@ class OptimizerChanges:
         """Notes that the devices have an optimizer's current values."""
         self._values, self._state = _read_optimizer(optimizer), optimizer.state
 
-    def tell(self, optimizer: torch.optim.Optimizer) -> None:
+    def warn(self, optimizer: torch.optim.Optimizer) -> None:
         """Warns of changes since then, once of values and once of a loaded state."""
         now = _read_optimizer(optimizer)
         names = [
@@ -316,7 +316,7 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
             if function == _DATA:
                 note_data(args[0], result)
             elif args[0].requires_grad:
-                tell_of_clipping(result)
+                warn_of_clipping(result)
     return result
 
 

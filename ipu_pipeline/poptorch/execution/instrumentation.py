@@ -103,7 +103,7 @@ class CompileProgress:
     """
 
     def __init__(self, shows_bar: bool, suffix: str = "") -> None:
-        """Begins."""
+        """Starts the clock and the bar."""
         self.time: timedelta | None = None
         self._start = time.perf_counter()
         is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))

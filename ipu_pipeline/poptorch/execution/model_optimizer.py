@@ -116,14 +116,14 @@ class ModelOptimizer:
             "accumulator_dtype": self.spec.accumulator_dtype,
         }
 
-    def tell_of_changes(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def warn_of_changes(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warns of changes that have no effect on the devices.
 
         These are changes in the optimizer in use, and parameters that were frozen or unfrozen since the
         model was compiled.
         """
         assert optimizer is not None
-        self._changes.tell(optimizer)
+        self._changes.warn(optimizer)
         if changed := self._find_changed():
             warn_once(
                 f"requires_grad of {', '.join(changed)} has changed since the model was compiled, which "
@@ -173,7 +173,7 @@ class ModelOptimizer:
             "max_grad_norm": spec.max_grad_norm,
         }
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:
+    def restore_values(self, described: Mapping[str, Any]) -> None:
         """Takes the values that `describe` returned of an optimizer of the same class and groups."""
         groups = [
             {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
@@ -186,7 +186,7 @@ class ModelOptimizer:
         """Returns an optimizer's state with the values in use."""
         return with_hyperparameters(optimizer_state, self.spec)
 
-    def put_saved(self, optimizer_state: Any, saved: SavedState | None) -> Any:
+    def put_state(self, optimizer_state: Any, saved: SavedState | None) -> Any:
         """Returns an optimizer's initial state with the saved one put in, and with the values in use."""
         if saved is None:
             return self.put_values(optimizer_state)
@@ -213,7 +213,7 @@ class ModelOptimizer:
             rows = self._group_rows.get(split_key(key)[1])
             yield key, tensor, rows if tensor.dim() else None
 
-    def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
+    def take_state(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
         """Returns the state that an optimizer has when a model begins to use it; None if it has none."""
         if isinstance(optimizer, optim.Optimizer):
             parameters = optimizer.all_parameters
@@ -229,7 +229,7 @@ class ModelOptimizer:
         with on_host(*self._tensors.values()):
             return read_torch_state(optimizer, self.parameters)
 
-    def keep_saved(self, optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
+    def keep_state(self, optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
         """Gives an optimizer that no model has used yet the state that another one had."""
         if not isinstance(optimizer, optim.Optimizer):
             with on_host(*self._tensors.values()):
@@ -237,7 +237,7 @@ class ModelOptimizer:
         elif not optimizer.device_state.is_loaded:
             optimizer.device_state.keep(saved, self.parameters)
 
-    def leave_saved(
+    def leave_state(
         self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
     ) -> None:
         """Gives torch's optimizer its state when a model no longer uses it. Ours keep it themselves."""

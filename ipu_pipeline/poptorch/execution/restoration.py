@@ -236,7 +236,7 @@ class Resumption:
             compiled.pipeline,
         )
         if not self.has_new_values:
-            training.go_on_with(snapshot.extra[_OPTIMIZER])
+            training.restore_values(snapshot.extra[_OPTIMIZER])
         compiled.replace(
             **{
                 **vars(state),

@@ -127,7 +127,7 @@ def _check_options(options: Options | None, default_mode: OutputMode) -> Options
     if not isinstance(options, Options):
         raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
     join(options)
-    _tell_of_sharding(options)
+    _warn_of_sharding(options)
     number = options.device_iterations * options.Training.gradient_accumulation
     settings: dict[str, Any] = {
         "outputMode": options,
@@ -148,7 +148,7 @@ def _check_options(options: Options | None, default_mode: OutputMode) -> Options
     return checked
 
 
-def _tell_of_sharding(options: Options) -> None:
+def _warn_of_sharding(options: Options) -> None:
     """Warns of replicated tensor sharding that has no effect."""
     locations = options.TensorLocations
     location_names = locations.asked_to_shard

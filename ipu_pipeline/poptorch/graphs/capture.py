@@ -234,11 +234,11 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.arguments.unflatten(tensors)
-        before = refusals.Held.of(self.model)
-        with _held_as_before(self.model), _attributes_copied(self.model):
+        before = refusals.Members.of(self.model)
+        with _members_as_before(self.model), _attributes_copied(self.model):
             layouts = [(tensor.shape, tensor.stride()) for tensor in tensors]
             result = self.model(*args, **kwargs)
-            refusals.check_tensors(before, refusals.Held.of(self.model))
+            refusals.check_tensors(before, refusals.Members.of(self.model))
             refusals.check_shapes(self.arguments, layouts, tensors)
         results, outputs = flatten(_leave_out_caches(result, self.trains))
         self.note(outputs)
@@ -279,8 +279,8 @@ def capture(
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
         refusals.check_results(noted[-1])
-        refusals.tell_of_generators(program)
-        refusals.tell_of_unread_operations(program)
+        refusals.warn_of_generators(program)
+        refusals.warn_of_unread_operations(program)
         keep_inputs_of_checkpoints(program.graph_module)
         if trains:
             if _has_autocast(program):
@@ -386,7 +386,7 @@ def in_modes(modes: Modes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held_as_before(model: torch.nn.Module) -> Iterator[None]:
+def _members_as_before(model: torch.nn.Module) -> Iterator[None]:
     """Undoes what forward registers or removes in the `with` block: what it made has no values."""
     names = ("_parameters", "_buffers", "_modules")
     dictionaries = [

@@ -85,7 +85,7 @@ class _Module:
         return sum(size for module in self.all for _name, _elements, size in module.sizes)
 
     def signature(self) -> Any:
-        """Equal for modules that are the same inside."""
+        """Returns a value that is equal for modules that are the same inside."""
         inner = tuple((path[len(self.path) :], c.signature()) for path, c in self.children.items())
         return self.class_name, self.is_rest, tuple(self.operations), tuple(self.sizes), inner
 

@@ -127,7 +127,7 @@ _WITHOUT_VALUES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class Members:
     """The modules and tensors that a model holds, by name."""
 
     modules: Mapping[str, torch.nn.Module]  # in it
@@ -135,9 +135,9 @@ class Held:
     buffers: Mapping[str, torch.Tensor]  # of all modules
 
     @staticmethod
-    def of(model: torch.nn.Module) -> Held:
+    def of(model: torch.nn.Module) -> Members:
         """Returns what a model holds now."""
-        return Held(
+        return Members(
             {n: without_proxy(m) for n, m in model.named_modules(remove_duplicate=False)},
             dict(model.named_parameters(remove_duplicate=False)),
             dict(model.named_buffers(remove_duplicate=False)),
@@ -231,7 +231,7 @@ def check_values(program: torch.export.ExportedProgram) -> None:
                 raise Error(f"{describe_place(node)} asks for a value of a tensor. {_WITHOUT_VALUES}")
 
 
-def tell_of_generators(program: torch.export.ExportedProgram) -> None:
+def warn_of_generators(program: torch.export.ExportedProgram) -> None:
     """Warns of random numbers from a generator of the user."""
     for node in program.graph.nodes:
         if node.op == "call_function" and node.kwargs.get("generator") is not None:
@@ -241,7 +241,7 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
             )
 
 
-def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
+def warn_of_unread_operations(program: torch.export.ExportedProgram) -> None:
     """Warns of custom operations and calls of the host on which nothing that is read depends."""
     operations = torch.ops.ipu_poptorch
     for module in program.graph_module.modules():
@@ -414,7 +414,7 @@ def check_results(structure: Structure) -> None:
     structure.unflatten([torch.empty(0)] * structure.num_tensors)
 
 
-def check_tensors(before: Held, after: Held) -> None:
+def check_tensors(before: Members, after: Members) -> None:
     """Compares what a model holds before and after its forward."""
     for kind, values_before, values_after in (
         ("Parameter", before.parameters, after.parameters),

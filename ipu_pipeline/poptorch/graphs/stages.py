@@ -476,7 +476,7 @@ def _make_function(
             for node in section.nodes:
                 is_marker = markers.is_marker(node)
                 with jax.named_scope(node.name) if has_scopes else contextlib.nullcontext():
-                    value = _see_through(node, read) if is_marker else run_node(node, read)
+                    value = _marker_value(node, read) if is_marker else run_node(node, read)
                 node_values[node] = value if is_marker else pass_on(node, value)
         for node, name in written:
             engine.assign(f"{SCOPE}/{name}", read(node))
@@ -489,20 +489,20 @@ def _make_function(
 
 
 def split_stages(
-    whole: ModelStages, found: Sequence[tuple[Callable[..., Any], Collection[str]]]
+    model: ModelStages, parts: Sequence[tuple[Callable[..., Any], Collection[str]]]
 ) -> ModelStages:
     """Makes stages of a model that was one, and that the engine has cut."""
-    ((section,),) = whole.levels
-    nodes: list[list[torch.fx.Node]] = [[] for _stage in found]
+    ((section,),) = model.levels
+    nodes: list[list[torch.fx.Node]] = [[] for _part in parts]
     stage_of: dict[torch.fx.Node, int] = {}
     for node in reversed(section.nodes):
-        having = [stage for stage, (_function, scopes) in enumerate(found) if node.name in scopes]
+        stages = [stage for stage, (_function, scopes) in enumerate(parts) if node.name in scopes]
         # What needs no micro-batch is in no scope's stage, but computed where it is read.
-        having = having or sorted(stage_of[user] for user in node.users if user in stage_of)
-        stage_of[node] = having[0] if having else 0
+        stages = stages or sorted(stage_of[user] for user in node.users if user in stage_of)
+        stage_of[node] = stages[0] if stages else 0
     for node in section.nodes:
         nodes[stage_of[node]].append(node)
-    sections = [Section(f"stage {stage}", stage, tuple(part)) for stage, part in enumerate(nodes)]
+    sections = [Section(f"stage {stage}", stage, tuple(inside)) for stage, inside in enumerate(nodes)]
     titles = _name_stages(sections)
 
     def rename(function: Callable[..., Any], title: str) -> Callable[..., Any]:
@@ -513,10 +513,11 @@ def split_stages(
         return stage
 
     functions = [
-        (rename(function, titles[own]),) for (function, _scopes), own in zip(found, sections, strict=True)
+        (rename(function, titles[section]),)
+        for (function, _scopes), section in zip(parts, sections, strict=True)
     ]
-    named = [(replace(own, name=titles[own]),) for own in sections]
-    return replace(whole, functions=tuple(functions), levels=tuple(named))
+    named = [(replace(section, name=titles[section]),) for section in sections]
+    return replace(model, functions=tuple(functions), levels=tuple(named))
 
 
 def _name_stages(sections: Sequence[Section]) -> dict[Section, str]:
@@ -554,7 +555,7 @@ def _read_tensor(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> np.
     return value if rows is None else rows.to_device(name, value)
 
 
-def _see_through(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
+def _marker_value(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
     """Returns the value of a marker: the value that it marks, or None for a block's marker."""
     return read(node.all_input_nodes[0]) if node.all_input_nodes else None
 
@@ -572,12 +573,12 @@ def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[st
     writers: dict[str, Section] = {}
     for node in computed_first:
         for name in parts.assigned[node]:
-            old = [variable for variable, known in parts.variables.items() if known == name]
+            old = [node for node, variable in parts.variables.items() if variable == name]
             readers = {
                 section_of[user]: None for variable in old for user in variable.users if user in section_of
             }
-            known = section_of.get(node) or writers.get(parts.variables.get(node, ""))
-            writer = writers[name] = known or min(readers, default=sections[0], key=sections.index)
+            maker = section_of.get(node) or writers.get(parts.variables.get(node, ""))
+            writer = writers[name] = maker or min(readers, default=sections[0], key=sections.index)
             early = [s for s in readers if s is not writer and number_of[s] <= number_of[writer]]
             if early:
                 raise Error(

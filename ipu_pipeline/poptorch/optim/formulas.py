@@ -167,6 +167,13 @@ class Formula(NamedTuple):
     update: Callable[[Case], Update]
 
 
+def _with_decay(case: Case, change: jax.Array) -> jax.Array:
+    """Adds the decay of weights that decay apart from the gradients to a change."""
+    if case.group.decays and case.group.decouples_decay:
+        return change - case.numbers["lr"] * case.numbers["weight_decay"] * case.parameter
+    return change
+
+
 def _sgd_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del structure, shape
     return (COUNT, Slot("momentum_buffer")) if group.has_momentum else ()
@@ -193,9 +200,12 @@ def _sgd(case: Case) -> Update:
     return -numbers["lr"] * direction, {"momentum_buffer": buffer}
 
 
+_MEAN, _SQUARES = Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True)
+
+
 def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del structure, group, shape
-    return (COUNT, Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True))
+    return (COUNT, _MEAN, _SQUARES)
 
 
 def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -216,9 +226,7 @@ def _adam(case: Case) -> Update:
     mean, root, slots = average(case)
     numbers = case.numbers
     change = -numbers["lr"] * (mean / (root + numbers["eps"]))
-    if case.group.decays and case.group.decouples_decay:
-        change = change - numbers["lr"] * numbers["weight_decay"] * case.parameter
-    return change, slots
+    return _with_decay(case, change), slots
 
 
 def _lamb(case: Case) -> Update:
@@ -278,24 +286,7 @@ def _rmsprop(case: Case) -> Update:
     return -jnp.where(is_on, outer * buffer, rate * direction), slots
 
 
-FORMULAS: Mapping[Kind, Formula] = {
-    Kind.SGD: Formula(_sgd_slots, _sgd),
-    Kind.ADAM: Formula(_adam_slots, _adam),
-    Kind.RMSPROP: Formula(_rmsprop_slots, _rmsprop),
-    Kind.LAMB: Formula(_adam_slots, _lamb),
-}
-
-
 # The formulas of torch's optimizers that PopTorch lacks.
-
-_MEAN, _SQUARES = Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True)
-
-
-def _with_decay(case: Case, change: jax.Array) -> jax.Array:
-    """Adds the decay of weights that decay apart from the gradients to a change."""
-    if case.group.decays and case.group.decouples_decay:
-        return change - case.numbers["lr"] * case.numbers["weight_decay"] * case.parameter
-    return change
 
 
 def _adagrad(case: Case) -> Update:
@@ -464,7 +455,7 @@ def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.matmul(left, right, precision="highest")
 
 
-def _always(*slots: Slot) -> SlotsOf:
+def _fixed_slots(*slots: Slot) -> SlotsOf:
     """Returns a function that gives these slots for every structure, group and shape."""
 
     def find(_structure: Structure, _group: GroupStructure, _shape: tuple[int, ...]) -> tuple[Slot, ...]:
@@ -473,26 +464,36 @@ def _always(*slots: Slot) -> SlotsOf:
     return find
 
 
-def _counting(*slots: Slot) -> SlotsOf:
-    return _always(COUNT, *slots)
+def _slots_with_count(*slots: Slot) -> SlotsOf:
+    return _fixed_slots(COUNT, *slots)
 
 
-TORCH_FORMULAS: Mapping[Kind, Formula] = {
+FORMULAS: Mapping[Kind, Formula] = {
+    Kind.SGD: Formula(_sgd_slots, _sgd),
+    Kind.ADAM: Formula(_adam_slots, _adam),
+    Kind.RMSPROP: Formula(_rmsprop_slots, _rmsprop),
+    Kind.LAMB: Formula(_adam_slots, _lamb),
     Kind.ADAGRAD: Formula(
-        _counting(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
+        _slots_with_count(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
     ),
     Kind.ADADELTA: Formula(
-        _counting(Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)),
+        _slots_with_count(
+            Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)
+        ),
         _adadelta,
     ),
-    Kind.ADAMAX: Formula(_counting(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
-    Kind.NADAM: Formula(_counting(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam),
-    Kind.RADAM: Formula(_counting(_MEAN, _SQUARES), _radam),
+    Kind.ADAMAX: Formula(_slots_with_count(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
+    Kind.NADAM: Formula(
+        _slots_with_count(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam
+    ),
+    Kind.RADAM: Formula(_slots_with_count(_MEAN, _SQUARES), _radam),
     Kind.ASGD: Formula(
-        _counting(Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")),
+        _slots_with_count(
+            Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")
+        ),
         _asgd,
     ),
-    Kind.RPROP: Formula(_counting(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
+    Kind.RPROP: Formula(_slots_with_count(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
     Kind.ADAFACTOR: Formula(_adafactor_slots, _adafactor),
-    Kind.MUON: Formula(_always(Slot("momentum_buffer")), _muon),
+    Kind.MUON: Formula(_fixed_slots(Slot("momentum_buffer")), _muon),
 }

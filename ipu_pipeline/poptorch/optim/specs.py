@@ -128,7 +128,7 @@ class OptimizerSpec:
 
     @property
     def accumulator_dtype(self) -> Callable[[Any], np.dtype[Any] | None]:
-        """For the engine: finds the dtype that a variable's gradients accumulate in; None for its own."""
+        """A function that finds the dtype in which a variable's gradients accumulate; None for its own."""
         accum_type = self.structure.accum_type
 
         def find(variable: Any) -> np.dtype[Any] | None:
@@ -177,7 +177,7 @@ def find_extras(
         unknown = set(group) - _KEYS - set(keys)
         extras |= {(number, name) for name in unknown}
         misplaced: set[Extra] = {(number, name) for name in unknown & (attributes | {"velocity_scaling"})}
-        tell_of_extras(misplaced, optimizer_name)
+        warn_of_extras(misplaced, optimizer_name)
     return frozenset(extras)
 
 
@@ -186,7 +186,7 @@ def _is_known(name: str, value: Any) -> bool:
     return name.startswith("_") or name in _ATTRIBUTES or is_scheduled
 
 
-def tell_of_extras(extras: Iterable[Extra], optimizer_name: str, relaxed: bool = False) -> None:
+def warn_of_extras(extras: Iterable[Extra], optimizer_name: str, relaxed: bool = False) -> None:
     """Warns of extras, once; if `relaxed`, only logs them for debugging."""
     names: dict[int | None, list[str]] = {}
     for number, name in sorted(extras, key=str):
@@ -461,7 +461,7 @@ def check_compatible(old: OptimizerSpec, new: OptimizerSpec, relaxed: bool = Fal
             f"The new loss_scaling, {new.loss_scaling}, is ignored: with automatic loss scaling "
             "(Options.Training.setAutomaticLossScaling) it only says where the factor starts."
         )
-    tell_of_extras(new.extras - old.extras, new.name, relaxed)
+    warn_of_extras(new.extras - old.extras, new.name, relaxed)
     return old.with_values_of(new)
 
 

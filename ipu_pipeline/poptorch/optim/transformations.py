@@ -24,7 +24,6 @@ from ipu_pipeline.poptorch.optim.formulas import (
     FORMULAS,
     STEP,
     STORED_SCALING,
-    TORCH_FORMULAS,
     Case,
     Hyperparameters,
 )
@@ -113,7 +112,7 @@ def _make_inner(
     spec: OptimizerSpec, group_of: Mapping[str, int], num_summed: int, with_rows: frozenset[str]
 ) -> optax.GradientTransformation:
     structure = spec.structure
-    formula = {**FORMULAS, **TORCH_FORMULAS}[structure.kind]
+    formula = FORMULAS[structure.kind]
     packing = Hyperparameters(spec)
     is_scaled = structure.loss_scaling is LossScaling.MANUAL
 
@@ -145,6 +144,7 @@ def _make_inner(
     ) -> tuple[dict[str, Any], OptimizerState]:
         if params is None:
             raise ValueError("update: params must be given, as the formulas read the variables; got None.")
+        # The gradients, in at least 32 bits.
         numbers = state.numbers
         wide = {
             name: np.promote_types(count_dtype(gradient.dtype), count_dtype(params[name].dtype))
@@ -158,6 +158,7 @@ def _make_inner(
             gradients = {name: g * jnp.asarray(num_summed, g.dtype) for name, g in gradients.items()}
         if structure.clips:
             gradients = _clip(gradients, numbers[0, packing.index("max_grad_norm")])
+        # The formula, variable by variable.
         changes: dict[str, Any] = {}
         slots: dict[str, dict[str, Any]] = {slot: {} for slot in state.slots}
         rows = _split(numbers, packing, {(group_of[name], wide[name]) for name in gradients})

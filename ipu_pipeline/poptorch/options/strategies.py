@@ -185,7 +185,7 @@ class Strategy(EqualByValue):
         """
         ipu_of: dict[str, int] = {}
         placements = []
-        place = self._placing()
+        place = self._make_placer()
         for name, ipu_id in blocks:
             ipu = ipu_of.get(name) if ipu_id is None and name is not None else ipu_id
             if name is not None and ipu is not None:
@@ -202,7 +202,7 @@ class Strategy(EqualByValue):
         opened = {name for name, _ipu in blocks}
         return [name for stage in self._stages for name in stage.blocks if name not in opened]
 
-    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+    def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         """Returns a function that places a model's blocks, called in their order, by name and IPU."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class PipelinedExecution(Strategy):
         self.auto_stage = automatic[0] if automatic else None if args else AutoStage.SameAsIpu
         super().__init__([] if automatic else [_as_stage(type(self).__name__, arg) for arg in args])
 
-    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+    def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         if self.auto_stage is None:
             return self._place_in_stage
         return _place_by_ipu if self.auto_stage is AutoStage.SameAsIpu else _Counter().place
@@ -375,11 +375,11 @@ class PhasedExecution(Strategy):
         phase: Phase = pick(f"{type(self).__name__}.phase", self._phases, index)
         return phase
 
-    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+    def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         places = [
-            (phase, position)
-            for phase, found in enumerate(self._phases)
-            for position in range(len(found.stages))
+            (number, position)
+            for number, phase in enumerate(self._phases)
+            for position in range(len(phase.stages))
         ]
 
         def place(name: str | None, ipu: int | None) -> Placement:
