@@ -62,7 +62,7 @@ for _name in vars(dict).keys() - vars(_Views).keys() - {"__new__", "__getattribu
 
 @contextlib.contextmanager
 def changed_for_this_thread_alone(model: torch.nn.Module) -> Iterator[None]:
-    """Hides what this thread registers or replaces in a model's modules in the `with` block from others.
+    """Hides from other threads what this thread registers or replaces in a model's modules inside `with`.
 
     What other threads register stays. Other attributes, such as `training`, are the same for all threads.
     Only one thread at a time may be in such a block.

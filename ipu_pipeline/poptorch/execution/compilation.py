@@ -471,7 +471,7 @@ def _find_offloaded(options: Options, trains: bool) -> list[str]:
 
 
 def _find_shared_out(options: Options, trains: bool) -> list[Literal["optimizer_state", "weights"]]:
-    """Returns what replicas share out."""
+    """Returns what replicas divide among them."""
     return [kind for kind in options.TensorLocations.shard if trains or kind == "weights"]
 
 

@@ -62,6 +62,7 @@ from ipu_pipeline.poptorch.execution.restoration import (
     Resumption,
     bind,
     make_arguments,
+    named_tensors,
     signature_of,
     to_graph,
 )
@@ -777,8 +778,7 @@ class PoplarExecutor:
         model, state = self._wrapped.model, self._compiled.state
         values = {} if state is None else self._compiled.current_values()
         persistent = model.state_dict(keep_vars=True).keys()
-        named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        named |= dict(model.named_buffers(remove_duplicate=False))
+        named = named_tensors(model)
         with on_host(*named.values()):
             for tensor in named.values():
                 if id(tensor) not in values:

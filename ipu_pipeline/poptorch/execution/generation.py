@@ -53,7 +53,7 @@ _READ = (
     "top_p",
     "use_cache",
 )
-# Those that have no effect on a decoder that is given its prompts.
+# Fields that have no effect on a decoder that is given its prompts.
 _WITHOUT_EFFECT = ("bos_token_id", "decoder_start_token_id", "transformers_version")
 _DYNAMIC = (None, "dynamic", "static")  # caches of the same values
 

@@ -257,7 +257,7 @@ class Resumption:
             return
         assert compiled.state is not None
         if not compiled.tensors.keys() <= self._names.keys():
-            names = {id(tensor): name for name, tensor in _named_tensors(self._model).items()}
+            names = {id(tensor): name for name, tensor in named_tensors(self._model).items()}
             new_names = {n: names[id(t)] for n, t in compiled.tensors.items() if id(t) in names}
             self._names = {**self._names, **new_names}
         state = dataclasses.replace(compiled.state, variables=compiled.variables)
@@ -272,14 +272,15 @@ class Resumption:
             self._series.note_run(compiled.state.update_count)
 
 
-def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns a model's parameters and buffers by all their names."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return named | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _write_to_host(snapshot: Snapshot, model: torch.nn.Module) -> None:
     """Writes a snapshot's variables into the user's model."""
-    named, values = _named_tensors(model), first_rows(snapshot)
+    named, values = named_tensors(model), first_rows(snapshot)
     names: Mapping[str, str] = snapshot.extra[_NAMES]
     if missing := sorted({name for name in names.values() if name not in named}):
         raise ValueError(

@@ -22,6 +22,7 @@ from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.optim.optimizers import LAMB, SGD, Adam, AdamW, Optimizer, RMSprop
 
 Value: TypeAlias = "float | tuple[float, ...]"
+AttributeKey: TypeAlias = "tuple[int | None, str]"  # the number of a group and a key; None and an attribute
 
 
 class Kind(enum.Enum):
@@ -123,8 +124,8 @@ class OptimizerSpec:
     values: tuple[Mapping[str, Value], ...]
     loss_scaling: float
     max_grad_norm: float
-    constants: frozenset[tuple[int | None, str]]
-    extras: frozenset[tuple[int | None, str]]
+    constants: frozenset[AttributeKey]
+    extras: frozenset[AttributeKey]
 
     @property
     def accumulator_dtype(self) -> Callable[[Any], np.dtype[Any] | None]:
@@ -157,18 +158,16 @@ class OptimizerSpec:
 # there is no warning. One that is added later may be meant to change something, and so may an attribute of
 # the optimizer that stands in a group.
 
-Extra: TypeAlias = "tuple[int | None, str]"  # the number of a group and a key; None and an attribute
-
 _ATTRIBUTES = {"defaults", "state", "param_groups", "variable_attrs", "device_state"}
 _KEYS = {"params", "param_names"}
 
 
 def find_extras(
     optimizer: torch.optim.Optimizer, optimizer_name: str, keys: Iterable[str]
-) -> frozenset[Extra]:
+) -> frozenset[AttributeKey]:
     """Finds extras. Warns of those in a group that would have an effect as attributes."""
     attributes = set(optimizer.own_defaults) if isinstance(optimizer, Optimizer) else set()
-    extras: set[Extra] = {
+    extras: set[AttributeKey] = {
         (None, name)
         for name, value in vars(optimizer).items()
         if not _is_known(name, value) and name not in attributes
@@ -176,7 +175,9 @@ def find_extras(
     for number, group in enumerate(optimizer.param_groups):
         unknown = set(group) - _KEYS - set(keys)
         extras |= {(number, name) for name in unknown}
-        misplaced: set[Extra] = {(number, name) for name in unknown & (attributes | {"velocity_scaling"})}
+        misplaced: set[AttributeKey] = {
+            (number, name) for name in unknown & (attributes | {"velocity_scaling"})
+        }
         warn_of_extras(misplaced, optimizer_name)
     return frozenset(extras)
 
@@ -186,7 +187,7 @@ def _is_known(name: str, value: Any) -> bool:
     return name.startswith("_") or name in _ATTRIBUTES or is_scheduled
 
 
-def warn_of_extras(extras: Iterable[Extra], optimizer_name: str, relaxed: bool = False) -> None:
+def warn_of_extras(extras: Iterable[AttributeKey], optimizer_name: str, relaxed: bool = False) -> None:
     """Warns of extras, once; if `relaxed`, only logs them for debugging."""
     names: dict[int | None, list[str]] = {}
     for number, name in sorted(extras, key=str):
@@ -386,7 +387,7 @@ def _read_structure(
     group: Mapping[str, Any],
     values: Mapping[str, Value],
     number: int,
-    constants: frozenset[tuple[int | None, str]],
+    constants: frozenset[AttributeKey],
 ) -> GroupStructure:
     def may_act(name: str) -> bool:
         return name in values and (values[name] != 0 or (number, name) not in constants)
@@ -415,9 +416,9 @@ def _find_constants(
     torchs_class: type[torch.optim.Optimizer],
     values: tuple[Mapping[str, Value], ...],
     scale: float,
-) -> frozenset[tuple[int | None, str]]:
+) -> frozenset[AttributeKey]:
     """Finds what is marked as constant; in torch's own optimizers, every default value but the rate."""
-    constants: set[tuple[int | None, str]] = set()
+    constants: set[AttributeKey] = set()
     if isinstance(optimizer, Optimizer):
         is_constant = optimizer.variable_attrs.isConstant
         constants |= {
