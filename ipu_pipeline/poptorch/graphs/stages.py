@@ -415,13 +415,9 @@ def _make_functions(
         stages = []
         for place, section in enumerate(level):
             # The first of parallel stages also returns the values of earlier levels.
-            sibling_nodes = (
-                set().union(*nodes_here[:place], *nodes_here[place + 1 :]) if place == 0 else None
-            )
+            siblings = set().union(*nodes_here[:place], *nodes_here[place + 1 :]) if place == 0 else None
             section_outputs = [
-                n
-                for n in outgoing
-                if (n in nodes_here[place] if sibling_nodes is None else n not in sibling_nodes)
+                n for n in outgoing if (n in nodes_here[place] if siblings is None else n not in siblings)
             ]
             returned = parts.results if number == last else section_outputs
             has_tag = number == last and parts.gradients is not None
