@@ -24,7 +24,7 @@ __all__ = ["Attempt", "program", "train"]
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a process is told.
+    """One process of an attempt, as `train` describes it to the function.
 
     Attributes:
       number: how often all processes have been started again, from 0.
@@ -147,8 +147,8 @@ def train(
     )
 
 
-def _call(function: Callable[[Attempt], Any], *told: Any) -> Any:
-    return function(Attempt(*told))
+def _call(function: Callable[[Attempt], Any], *fields: Any) -> Any:
+    return function(Attempt(*fields))
 
 
 def program(path: str | os.PathLike[str], *arguments: object) -> Callable[[Attempt], None]:
@@ -165,10 +165,10 @@ def program(path: str | os.PathLike[str], *arguments: object) -> Callable[[Attem
     Raises:
       FileNotFoundError: there is no such program here.
     """
-    found = Path(path).absolute()
-    if not found.is_file():
-        raise FileNotFoundError(f"ray.program: there is no program {found}.")
-    return functools.partial(_run_program, str(found), tuple(map(str, arguments)))
+    file = Path(path).absolute()
+    if not file.is_file():
+        raise FileNotFoundError(f"ray.program: there is no program {file}.")
+    return functools.partial(_run_program, str(file), tuple(map(str, arguments)))
 
 
 def _run_program(path: str, arguments: Sequence[str], _attempt: Attempt) -> None:
@@ -196,21 +196,21 @@ def _check_counts(num_processes: Any) -> tuple[int, int]:
     return counts
 
 
-def _check_resources(given: Mapping[str, float] | None, use_gpu: bool, num_gpus: int) -> dict[str, float]:
+def _check_resources(extra: Mapping[str, float] | None, use_gpu: bool, num_gpus: int) -> dict[str, float]:
     """Ray's resources of a process."""
-    resources = {"CPU": 1.0, **(given or {})}
-    for what, instead in (
+    resources = {"CPU": 1.0, **(extra or {})}
+    for name, instead in (
         ("GPU", "Set use_gpu and ipus_per_process"),
         ("TPU", "Join the processes of TPUs by distributed.initialize"),
     ):
-        if what in resources:
-            raise ValueError(f"ray.train: resources_per_process cannot have {what!r}. {instead}.")
-    for what, value in resources.items():
-        _check_number(f"resources_per_process[{what!r}]", value, 1e-3, float)
+        if name in resources:
+            raise ValueError(f"ray.train: resources_per_process cannot have {name!r}. {instead}.")
+    for name, value in resources.items():
+        _check_number(f"resources_per_process[{name!r}]", value, 1e-3, float)
     return {**resources, "GPU": num_gpus} if use_gpu else resources
 
 
-def _check_number(what: str, value: Any, least: float, kind: type = int) -> None:
+def _check_number(name: str, value: Any, least: float, kind: type = int) -> None:
     if type(value) not in {int, kind} or not value >= least:
         number = "a whole number" if kind is int else "a number"
-        raise ValueError(f"ray.train: {what} must be {number} from {least:g}; got {value!r}.")
+        raise ValueError(f"ray.train: {name} must be {number} from {least:g}; got {value!r}.")

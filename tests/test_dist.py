@@ -149,7 +149,7 @@ DAY = datetime.date(2026, 2, 1)
 
 @pytest.mark.parametrize("version", ["0.1.3", "1.0.0"])
 def test_a_version_is_cut_from_the_changelog(version, monkeypatch):
-    monkeypatch.setattr(release.deprecated, "NAMES", {})
+    monkeypatch.setattr(release.user_warnings, "DEPRECATED_NAMES", {})
     found = release.cut(CHANGELOG, version, DAY)
     assert found == CHANGELOG.replace("Unreleased\n", f"Unreleased\n\n## {version}, 2026-02-01\n")
     assert make_dist.newest_release(found) == (version, 1769904000)
@@ -165,8 +165,8 @@ def test_a_version_is_cut_from_the_changelog(version, monkeypatch):
     ],
 )
 def test_a_version_that_cannot_be(version, message, monkeypatch):
-    names = {"engine.Old": release.deprecated.Deprecated("engine.New", "0.2.0")}
-    monkeypatch.setattr(release.deprecated, "NAMES", names)
+    names = {"engine.Old": release.user_warnings.Deprecated("engine.New", "0.2.0")}
+    monkeypatch.setattr(release.user_warnings, "DEPRECATED_NAMES", names)
     with pytest.raises(ValueError, match=message):
         release.cut(CHANGELOG, version, DAY)
 

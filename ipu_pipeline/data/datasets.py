@@ -34,10 +34,6 @@ __all__ = [
 ]
 
 
-# Images to learn on: (Fashion-)MNIST from a folder, or the embedded 8x8 digits; batches for an infeed.
-#
-# `Buckets` makes batches of examples of different lengths.
-
 DATA_DIR_VARIABLE = "IPU_PIPELINE_DATA_DIR"
 FASHION_DIR_VARIABLE = "IPU_PIPELINE_FASHION_DIR"
 
@@ -148,9 +144,9 @@ class _TrainingIterator:
         return self
 
     def __next__(self) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        chosen = self._batches[self._next]
+        rows = self._batches[self._next]
         self._next = (self._next + 1) % len(self._batches)
-        return self._images[chosen], self._labels[chosen]
+        return self._images[rows], self._labels[rows]
 
     def get_state(self) -> int:
         """The number of the next batch in the epoch."""
@@ -235,7 +231,7 @@ def load(
     if selection not in ("auto", "mnist", "digits"):
         raise ValueError(f"--dataset must be auto, mnist or digits; got {selection!r}.")
     if selection == "digits":
-        return _digits_as_asked(data_dir)
+        return _digits_option(data_dir)
     given_by = "--data-dir"
     if data_dir is None:
         data_dir, given_by = os.environ.get(DATA_DIR_VARIABLE) or None, DATA_DIR_VARIABLE
@@ -280,7 +276,7 @@ def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData
     if selection not in ("auto", "fashion", "digits"):
         raise ValueError(f"--dataset must be auto, fashion or digits; got {selection!r}.")
     if selection == "digits":
-        return _digits_as_asked(data_dir)
+        return _digits_option(data_dir)
     given_by = "--data-dir"
     if data_dir is None:
         data_dir, given_by = os.environ.get(FASHION_DIR_VARIABLE) or None, FASHION_DIR_VARIABLE
@@ -296,16 +292,6 @@ def load_fashion(selection: str, data_dir: str | None = None) -> tuple[ImageData
     why = "as --dataset fashion asks:" if selection == "fashion" else "since"
     line = f"Data set: Fashion-MNIST, {why} {given_by} gives the folder {data_dir}"
     return _as_image_data(splits, "Fashion-MNIST", CLOTHES), line
-
-
-def _digits_as_asked(data_dir: str | None) -> tuple[ImageData, str]:
-    """The data of `--dataset digits`."""
-    if data_dir is not None:
-        raise ValueError(
-            f"--data-dir {data_dir} has no use with --dataset digits, as the digits are embedded: "
-            "leave one of the two out."
-        )
-    return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
 
 
 def load_digits() -> ImageData:
@@ -359,6 +345,16 @@ def load_mnist(data_dir: str | os.PathLike[str]) -> ImageData:
     return _load_mnist(Path(data_dir))[0]
 
 
+def _digits_option(data_dir: str | None) -> tuple[ImageData, str]:
+    """The data of `--dataset digits`."""
+    if data_dir is not None:
+        raise ValueError(
+            f"--data-dir {data_dir} has no use with --dataset digits, as the digits are embedded: "
+            "leave one of the two out."
+        )
+    return load_digits(), "Data set: the embedded 8x8 digits, as --dataset digits asks"
+
+
 def _load_mnist(folder: Path) -> tuple[ImageData, str]:
     """The data, and the form in which the folder has it."""
     missing = mnist.missing_files(folder)
@@ -387,7 +383,7 @@ def _as_image_data(
     )
 
 
-# Micro-batches of examples of different lengths, each padded to one of a few lengths, with a mask.
+# Examples of different lengths.
 
 
 class Buckets:
@@ -438,21 +434,25 @@ class Buckets:
         Raises:
           ValueError: an argument is not usable.
         """
-        given = list(lengths) if np.iterable(lengths) else []
-        if not given or not all(is_integer(length, 1) for length in given) or given != sorted(set(given)):
+        rising = list(lengths) if np.iterable(lengths) else []
+        if (
+            not rising
+            or not all(is_integer(length, 1) for length in rising)
+            or rising != sorted(set(rising))
+        ):
             raise ValueError(
-                f"lengths must be at least one integer from 1, in rising order; got {given or lengths}."
+                f"lengths must be at least one integer from 1, in rising order; got {rising or lengths}."
             )
-        self._lengths = list(map(int, given))
+        self._lengths = list(map(int, rising))
         for name, number in (("batch_size", batch_size), ("in_a_row", in_a_row)):
             if not is_integer(number, 1):
                 raise ValueError(f"{name} must be an integer of at least 1; got {number!r}.")
-        for name, choice, known in (
+        for name, choice, choices in (
             ("remainder", remainder, ("fill", "drop")),
             ("too_long", too_long, ("raise", "cut", "drop")),
         ):
-            if choice not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {choice!r}.")
+            if choice not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {choice!r}.")
         if hasattr(examples, "__next__"):
             raise ValueError(
                 "examples must be something that can be iterated over again, for each pass; got an "
@@ -474,7 +474,7 @@ class Buckets:
         divides by the sum of the mask should divide by at least 1.
         """
         full = self._batch_size * self._in_a_row
-        waiting: list[list[_Example]] = [[] for _length in self._lengths]
+        buckets: list[list[_Example]] = [[] for _length in self._lengths]
         first: _Example | None = None
         is_padded: list[bool] = []  # by leaf
         paddings: list[Any] = []  # by leaf
@@ -483,32 +483,33 @@ class Buckets:
         for number, example in enumerate(examples):
             leaves, tree = jax.tree.flatten(example)
             arrays = [np.asarray(leaf) for leaf in leaves]
-            own = _Example(arrays, self._find_length(example, arrays, number), tree)
-            fits = [array.ndim > 0 and len(array) == own.length for array in arrays]
+            current = _Example(arrays, self._find_length(example, arrays, number), tree)
+            fits = [array.ndim > 0 and len(array) == current.length for array in arrays]
             if first is None:
-                first, is_padded, paddings = own, fits, self._find_paddings(arrays)
-            known = is_padded
-            is_padded = [old and new for old, new in zip(known, fits, strict=False)]
-            own.check_like(first, is_padded, number)
-            if has_made and is_padded != known:
-                place = next(leaf for leaf, old in enumerate(known) if old and not fits[leaf])
+                first, is_padded, paddings = current, fits, self._find_paddings(arrays)
+            was_padded = is_padded
+            is_padded = [old and new for old, new in zip(was_padded, fits, strict=False)]
+            current.check_like(first, is_padded, number)
+            if has_made and is_padded != was_padded:
+                place = next(leaf for leaf, old in enumerate(was_padded) if old and not fits[leaf])
                 raise ValueError(
-                    f"Example {number} has the length {own.length} and a leaf {describe(arrays[place])}. "
-                    "In all examples before it, this leaf's first axis had the example's length, so that "
-                    "it was padded. Give a leaf that is not to be padded a first axis of size 1."
+                    f"Example {number} has the length {current.length} and a leaf "
+                    f"{describe(arrays[place])}. In all examples before it, this leaf's first axis had the "
+                    "example's length, so that it was padded. Give a leaf that is not to be padded a first "
+                    "axis of size 1."
                 )
-            place = bisect.bisect_left(self._lengths, own.length)
+            place = bisect.bisect_left(self._lengths, current.length)
             if place == len(self._lengths):
                 if self._too_long == "drop":
                     continue
                 place -= 1
-            waiting[place].append(own)
-            if len(waiting[place]) == full:
-                yield from self._make(waiting[place], self._lengths[place], is_padded, paddings)
-                waiting[place], has_made = [], True
-        for length, some in zip(self._lengths, waiting, strict=True):
-            if some and self._remainder == "fill":
-                yield from self._make(some, length, is_padded, paddings)
+            buckets[place].append(current)
+            if len(buckets[place]) == full:
+                yield from self._make(buckets[place], self._lengths[place], is_padded, paddings)
+                buckets[place], has_made = [], True
+        for length, bucket in zip(self._lengths, buckets, strict=True):
+            if bucket and self._remainder == "fill":
+                yield from self._make(bucket, length, is_padded, paddings)
 
     def _find_length(self, example: Any, arrays: Sequence[Any], number: int) -> int:
         if self._length_of is not None:
@@ -526,7 +527,7 @@ class Buckets:
         return length
 
     def _find_paddings(self, arrays: Sequence[Any]) -> list[Any]:
-        """What is added to each leaf of an example."""
+        """The padding of each leaf of an example."""
         values = jax.tree.leaves(self._padding)
         values = values * len(arrays) if len(values) == 1 else values
         if len(values) != len(arrays):
@@ -538,24 +539,24 @@ class Buckets:
         return [cast_exactly(np.asarray(value), array.dtype, "padding") for value, array in pairs]
 
     def _make(
-        self, some: Sequence[_Example], length: int, is_padded: Sequence[bool], paddings: Sequence[Any]
+        self, bucket: Sequence[_Example], length: int, is_padded: Sequence[bool], paddings: Sequence[Any]
     ) -> Iterator[Any]:
         """The micro-batches of one bucket."""
-        size, known = self._batch_size, some[0]
+        size, template = self._batch_size, bucket[0]
         for first in range(0, size * self._in_a_row, size):
             mask = np.zeros((size, length), np.float32)
             stacks = []
-            for array, is_long, padding in zip(known.arrays, is_padded, paddings, strict=True):
+            for array, is_long, padding in zip(template.arrays, is_padded, paddings, strict=True):
                 shape = (length, *array.shape[1:]) if is_long else array.shape
                 stacks.append(np.full((size, *shape), padding, array.dtype))
-            for row, own in enumerate(some[first : first + size]):
-                mask[row, : own.length] = 1
-                for stack, array, is_long in zip(stacks, own.arrays, is_padded, strict=True):
+            for row, example in enumerate(bucket[first : first + size]):
+                mask[row, : example.length] = 1
+                for stack, array, is_long in zip(stacks, example.arrays, is_padded, strict=True):
                     if is_long:
-                        stack[row, : own.length] = array[:length]
+                        stack[row, : example.length] = array[:length]
                     else:
                         stack[row] = array
-            yield _with_mask(jax.tree.unflatten(known.tree, stacks), mask)
+            yield _with_mask(jax.tree.unflatten(template.tree, stacks), mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -565,15 +566,16 @@ class _Example:
     tree: Any
 
     def check_like(self, first: _Example, is_padded: Sequence[bool], number: int) -> None:
-        """Raises if it cannot be stacked with the first one."""
+        """Raises a ValueError if this example cannot be stacked with the first one."""
         if self.tree != first.tree:
             raise ValueError(f"Example {number} has the structure {self.tree}, in place of {first.tree}.")
-        for array, known, is_long in zip(self.arrays, first.arrays, is_padded, strict=True):
-            own, old = (array.shape[1:], known.shape[1:]) if is_long else (array.shape, known.shape)
-            if own != old or array.dtype != known.dtype:
+        for array, first_array, is_long in zip(self.arrays, first.arrays, is_padded, strict=True):
+            start = 1 if is_long else 0
+            if array.shape[start:] != first_array.shape[start:] or array.dtype != first_array.dtype:
                 raise ValueError(
-                    f"Example {number} has a leaf {describe(array)}, and the first one {describe(known)}. "
-                    "Only the first axis may differ, where it has the example's length."
+                    f"Example {number} has a leaf {describe(array)}, and the first one "
+                    f"{describe(first_array)}. Only the first axis may differ, where it has the example's "
+                    "length."
                 )
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# MNIST as its authors publish it, and data sets made like it: four idx files in a folder, gzipped or not.
-#
-# Source of the idx format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits".
+# Four idx files in a folder, as MNIST's authors publish them, gzipped or not. Source of the format:
+# Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits".
 
 IDX_FILES = (
     "train-images-idx3-ubyte.gz",
@@ -96,12 +95,13 @@ def _read_idx_file(path: Path) -> NDArray[Any]:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-# MNIST as tensorflow-datasets (tfds) keeps it in array_record form: read and written without TensorFlow.
+# The array_record form of tensorflow-datasets (tfds), without TensorFlow.
 #
 # tfds is imported where it is used: this takes half a second, which programs with other data should not
-# pay. Nothing here touches the network. tfds cannot prepare MNIST itself without TensorFlow, so `write`
-# brings a builder of its own, which differs from tfds's in two ways: the examples keep the order of the idx
-# files, and an image is stored as its bytes, which is read three times faster than a PNG.
+# pay. Nothing here touches the network: without one, tfds's downloader takes minutes to give up. As tfds
+# needs TensorFlow to prepare MNIST, `write_tfds` brings a builder of its own, which differs from tfds's in
+# two ways: the examples keep the order of the idx files, so that a run is the same with either, and an
+# image is stored as its bytes, which is read three times faster than a PNG.
 
 _NAME, _VERSION = "mnist", "3.0.1"
 TFDS_DATASET = f"{_NAME}/{_VERSION}"  # in tfds's folder
@@ -132,7 +132,7 @@ def needing_the_extra() -> Iterator[None]:
 
 @needing_the_extra()
 def read_tfds(folder: Path) -> Splits:
-    """Reads what `write` wrote, or what tfds's own builder prepared in array_record form elsewhere."""
+    """Reads what `write_tfds` wrote, or what tfds's own builder prepared in array_record form elsewhere."""
     path = folder / TFDS_DATASET
     if not path.is_dir():
         if any(path.parent.glob("incomplete.*")):  # tfds renames it when it is complete
@@ -144,6 +144,7 @@ def read_tfds(folder: Path) -> Splits:
     import tensorflow_datasets as tfds
 
     try:
+        # Not tfds.data_source("mnist"): it takes the features of tfds's own builder, and looks for PNGs.
         builder = tfds.builder_from_directory(path)
         formats = sorted(form.value for form in builder.info.available_file_formats())
         shapes = dict(builder.info.features.shape)
@@ -182,7 +183,7 @@ def _first_line(error: Exception) -> str:
 
 @needing_the_extra()
 def write_tfds(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
-    """Writes MNIST in the form that `read` expects."""
+    """Writes MNIST in the form that `read_tfds` expects."""
     path = folder / TFDS_DATASET
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists already.")
@@ -199,7 +200,7 @@ def write_tfds(splits: Splits, folder: Path, overwrite: bool = False) -> Path:
             image = tfds.features.Tensor(
                 shape=_SHAPES["image"], dtype=np.uint8, encoding=tfds.features.Encoding.BYTES
             )
-            label = tfds.features.ClassLabel(num_classes=10)
+            label = tfds.features.ClassLabel(num_classes=NUM_CLASSES)
             return tfds.core.DatasetInfo(
                 builder=self,
                 description="MNIST in the order of its idx files, an image being its bytes.",

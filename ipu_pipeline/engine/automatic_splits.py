@@ -2,9 +2,9 @@
 
 The layers are traced as a pipeline in which each is a stage, so everything is known of them that is known
 of stages: programs, what crosses from one to the next, memory, the weight update's programs. Their
-programs are measured one at a time (`execution.program_times`), on one device or two; no state is made, so
+programs are measured one at a time (`execution.measured_costs`), on one device or two; no state is made, so
 a model may be larger than a device. Equal layers are measured once. A function is cut into parts first,
-which are then what layers are (`tracing.model_parts`), but for their order, which may be another one.
+which are then what layers are (`tracing.model_stages`), but for their order, which may be another one.
 `schedules.graph_splits` finds the split.
 """
 
@@ -112,7 +112,7 @@ class SplitRow:
     def stage_seconds(self) -> tuple[float, ...]:
         """The time of a micro-batch in each stage, forward and backward."""
         pairs = zip(self.forward_seconds, self.backward_seconds, strict=True)
-        return tuple(one + other for one, other in pairs)
+        return tuple(forward + backward for forward, backward in pairs)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class SplitTable:
             ["", *map(describe_bytes, self.sent_bytes[1:])],
             strict=True,
         )
-        lines += align([columns, *([shorten(own[0], _WIDTH), *own[1:]] for own in cells)], (1, 2, 3, 4))
+        lines += align([columns, *([shorten(row[0], _WIDTH), *row[1:]] for row in cells)], (1, 2, 3, 4))
         lines.append(f"Splits ({self.search}):")
         is_shared = self.rows[0].shared_seconds is not None
         on_cores = [f"on {count_cores()} shared cores"] * is_shared
@@ -209,7 +209,7 @@ class SplitTable:
     @property
     def cuts(self) -> str:
         """The chosen stages, the bytes that cross between them, and the times of other splits, in lines."""
-        chosen, *others = self.rows
+        chosen, *other_rows = self.rows
         rows = [["stage", "device", f"{self.unit}s", "takes", "crosses the cut before it"]]
         first = 0
         for stage, group in enumerate(chosen.groups):
@@ -220,10 +220,10 @@ class SplitTable:
             rows.append([str(stage), str(self.device_mapping[stage]), named, seconds, sent])
             first += len(group)
         longest = chosen.stage_seconds.index(max(chosen.stage_seconds))
-        told = [f"a step takes {describe_seconds(chosen.step_seconds)}, stage {longest} is the longest"]
-        told += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in others]
+        notes = [f"a step takes {describe_seconds(chosen.step_seconds)}, stage {longest} is the longest"]
+        notes += [f"{row.what} {describe_seconds(row.step_seconds)}" for row in other_rows]
         lines = [f"cut by {self.unit}s, {self.source}, {self.search}:"]
-        return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(told)}"])
+        return "\n".join([*lines, *align(rows, (3, 4)), f"  {'; '.join(notes)}"])
 
 
 class AutoStages(list[Any]):
@@ -362,13 +362,13 @@ class ModelStages(AutoStages):
         Raises:
           ValueError: the model has no `parameters`, or the state belongs to another pipeline.
         """
-        own = self._graph.parameters
-        if own is None:
+        layout = self._graph.parameters
+        if layout is None:
             raise ValueError(
                 "The model has no pytree of parameters: its variables come from get_variable, by the names "
                 "that they have in the state."
             )
-        return own.read(state.variables)
+        return layout.read(state.variables)
 
 
 def split(
@@ -450,8 +450,8 @@ def split(
     def join(groups: Sequence[Sequence[int]]) -> list[StageEntry]:
         return list(make_model_stages(parts, groups))
 
-    each = join([[part] for part in range(number)])
-    layers = _Layers(each, parts.names, task, micro_batch, inputs, measure, join)
+    single_parts = join([[part] for part in range(number)])
+    layers = _Layers(single_parts, parts.names, task, micro_batch, inputs, measure, join)
     groups, table = layers.choose(parts.before)
     return ModelStages(parts, groups, table, task.options.hooks.program_names.variables, trace)
 
@@ -473,7 +473,7 @@ def _trace_model(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is asked for.
+    """The checked arguments of `auto_stages` or `split`.
 
     Attributes:
       num_stages: the number of stages.
@@ -510,8 +510,8 @@ class _Task:
             raise ValueError(
                 f"{caller}: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
             )
-        given = make_options(caller, **options)
-        if given.num_micro_batches is None:
+        pipeline_options = make_options(caller, **options)
+        if pipeline_options.num_micro_batches is None:
             raise ValueError(f"{caller}: num_micro_batches must be given, as the best split depends on it.")
         for name in _NOT_FOR_LAYERS:
             if name in options and options[name] not in (None, 1):
@@ -519,25 +519,25 @@ class _Task:
                     f"{caller}: {name} is not supported here; got {options[name]!r}. Pass it to the "
                     "pipeline only."
                 )
-        mapping = _find_mapping(caller, given, num_stages)
-        bytes_per_ipu = _find_limit(caller, given.schedule, bytes_per_ipu)
-        if bytes_per_ipu is not None and len(set(mapping)) == given.num_devices_per_ipu == 1:
+        mapping = _find_mapping(caller, pipeline_options, num_stages)
+        bytes_per_ipu = _find_limit(caller, pipeline_options.schedule, bytes_per_ipu)
+        if bytes_per_ipu is not None and len(set(mapping)) == pipeline_options.num_devices_per_ipu == 1:
             raise ValueError(
                 f"{caller}: bytes_per_ipu needs several devices; on one, everything is one program. Leave "
                 "it out."
             )
-        return cls(num_stages, given, mapping, bytes_per_ipu, units.removesuffix("s"), caller)
+        return cls(num_stages, pipeline_options, mapping, bytes_per_ipu, units.removesuffix("s"), caller)
 
 
 def _find_mapping(caller: str, options: PipelineOptions, num_stages: int) -> tuple[int, ...]:
-    given = options.device_mapping
-    if given is None:
+    numbers = options.device_mapping
+    if numbers is None:
         return tuple(range(num_stages))
-    mapping: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else ()
+    mapping: tuple[Any, ...] = tuple(numbers) if isinstance(numbers, Iterable) else ()
     if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
         raise ValueError(
             f"{caller}: device_mapping must have the number of a device for each of the {num_stages} "
-            f"stages; got {given!r}."
+            f"stages; got {numbers!r}."
         )
     if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
         raise ValueError(
@@ -575,7 +575,7 @@ def _name_layers(layers: Sequence[StageEntry], parameters: Sequence[Any] | None)
 
 
 class _Layers:
-    """Layers as a pipeline in which each is a stage, and what they take."""
+    """Layers as a pipeline in which each is a stage, with their costs."""
 
     def __init__(
         self,
@@ -603,12 +603,12 @@ class _Layers:
             bytes_per_ipu=task.bytes_per_ipu,
         )
         is_halved = bool(problem.timetable.halved)
-        kept = {
+        shared_options = {
             field.name: getattr(options, field.name)
             for field in dataclasses.fields(options)
             if field.name not in (*_NOT_FOR_LAYERS, *_OWN, "devices", "schedule")
         }
-        kept |= {"num_replicas": 1, "shard": ()}
+        shared_options |= {"num_replicas": 1, "shard": ()}
         schedule = options.schedule
         may_chunk = schedule == "grouped" and options.recompute is None and not options.offload
         may_chunk = may_chunk and not self._is_one_program
@@ -622,19 +622,23 @@ class _Layers:
                 hooks=dataclasses.replace(
                     options.hooks, program_names=ProgramNames(), gathers_outputs=True
                 ),
-                **kept,
+                **shared_options,
             )
             pipeline.trace(micro_batch, *inputs)
             return pipeline
 
+        # The layers, each as a stage.
         self._pipeline = trace(entries)
         crossings = find_crossings(self._pipeline.traced, self._pipeline.programs, range(number))
         self._crossings = [crossing for crossing in crossings if crossing.stage is not None]
-        programs = [program for own in self._pipeline.programs for program in (own.forward, *own.backwards)]
+        programs = [
+            program for stage in self._pipeline.programs for program in (stage.forward, *stage.backwards)
+        ]
         if may_chunk and not any(program.reaches_python for program in programs):
             sizes = tuple(possible_chunk_sizes(problem.num_micro_batches))
             most = options.max_chunked_bytes
             problem = dataclasses.replace(problem, chunk_sizes=sizes, max_chunked_bytes=most)
+        # Their costs, alone and in pairs.
         self._platform, self._source = "cpu", "counted"
         self._homes: list[list[Any]] = []  # the devices on which layers are measured
         measured, overhead = self._measure(measure)
@@ -662,7 +666,7 @@ class _Layers:
         return len(set(self._mapping)) == self._options.num_devices_per_ipu == 1
 
     def _measure(self, may_run: bool) -> tuple[Measured, float]:
-        """What layers take, and the shortest program."""
+        """The costs of the layers, and the seconds of the shortest program."""
         pipeline, number = self._pipeline, len(self._names)
         devices = self._options.devices
         reason = "" if may_run else "measure=False"
@@ -677,12 +681,13 @@ class _Layers:
                 self._platform = devices[0].platform
             self._source = f"counted, since {reason}" if may_run else "counted"
             return self._count_costs(), nominal_speed(self._platform).per_dispatch
-        found = list(jax.devices() if devices is None else devices)
-        each = self._options.num_devices_per_ipu
-        self._homes = [found[first : first + each] for first in range(0, len(found) - each + 1, each)][:2]
+        available = list(jax.devices() if devices is None else devices)
+        per_stage = self._options.num_devices_per_ipu
+        starts = range(0, len(available) - per_stage + 1, per_stage)
+        self._homes = [available[first : first + per_stage] for first in starts][:2]
         if not self._homes:
             raise ValueError(
-                f"{self._task.caller}: a stage takes {each} devices, and there are {len(found)}. "
+                f"{self._task.caller}: a stage takes {per_stage} devices, and there are {len(available)}. "
                 "ipu_pipeline.set_num_devices makes more on a CPU."
             )
         self._platform = self._homes[0][0].platform
@@ -699,7 +704,7 @@ class _Layers:
         return measured, runner.placement.groups[0]
 
     def _measure_pairs(self, groups: Sequence[Sequence[int]], pipeline: Pipeline) -> list[FusedPair]:
-        """What pairs of layers save, from a pipeline whose stages are such pairs and single layers."""
+        """The seconds that pairs of layers save, from a pipeline of such pairs and single layers."""
         problem = self._problem
         alone, together = problem.layers, self._run(pipeline, is_whole=False)[0].costs
         last = len(self._names) - 1 if alone.is_fused and problem.training else None
@@ -708,14 +713,14 @@ class _Layers:
         def net(*times: float) -> float:
             return sum(max(time - problem.overhead, 0.0) for time in times)
 
-        found = []
+        pairs = []
         for stage, group in enumerate(groups):
             if len(group) < 2:
                 continue
             second = [alone.weight_gradients[layer] if halved else 0.0 for layer in group]
             joined_second = together.weight_gradients[stage] if halved else 0.0
             forward = [alone.forward[layer] for layer in group]
-            backward = [alone.backward[layer] - own for layer, own in zip(group, second, strict=True)]
+            backward = [alone.backward[layer] - half for layer, half in zip(group, second, strict=True)]
             # A pair that took longer than its layers was measured while something else ran.
             of_second = net(*second) - net(joined_second)
             if group[1] == last:  # whose forward is one program with the backward, or its first half
@@ -725,17 +730,17 @@ class _Layers:
                 of_first = net(*backward) - net(together.backward[stage] - joined_second)
                 of_both = max(0.0, of_first + of_second)
             of_forward = max(0.0, net(*forward) - net(together.forward[stage]))
-            found.append(FusedPair((group[0], group[1]), of_forward, of_both, of_second))
-        return found
+            pairs.append(FusedPair((group[0], group[1]), of_forward, of_both, of_second))
+        return pairs
 
     def _in_layers(self, text: str) -> str:
         """A text about programs of stages, as one about layers."""
-        return re.sub(r"stage(\d+)_\w+", lambda found: self._names[int(found[1])], text)
+        return re.sub(r"stage(\d+)_\w+", lambda match: self._names[int(match[1])], text)
 
     def _count_costs(self) -> Measured:
-        """What layers take by their operations, with nominal figures."""
+        """The costs of the layers, from counted operations and nominal speeds."""
         pipeline, speed = self._pipeline, nominal_speed(self._platform)
-        programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
+        programs = [program for stage in pipeline.programs for program in (stage.forward, *stage.backwards)]
         named = frozenset().union(*(program.uncounted for program in programs))
         uncounted = sorted(name for name in named if not name.startswith("debug_"))  # which are prints
         if uncounted and self._num_stages > 1:
@@ -744,8 +749,8 @@ class _Layers:
                 f"not known from their operations and is not measured here ({self._source}). Give the "
                 "stages yourself."
             )
-        weights = [count_seconds(own.weights, speed) for own in pipeline.programs]
-        first = [count_seconds(own.backward, speed) for own in pipeline.programs]
+        weights = [count_seconds(stage.weights, speed) for stage in pipeline.programs]
+        first = [count_seconds(stage.backward, speed) for stage in pipeline.programs]
         sizes: dict[StageEdge, int] = {}
         for crossing in self._crossings:
             edge = _edge(crossing)
@@ -753,12 +758,12 @@ class _Layers:
         transfers = {edge: speed.per_transfer + size * speed.per_byte for edge, size in sizes.items()}
         number = len(pipeline.programs)
         update = [0.0] * number
-        for own in () if pipeline.built.updates is None else pipeline.built.updates.updates:
-            update[own.stage] += own.num_operations * speed.per_operation + speed.per_dispatch
+        for program in () if pipeline.built.updates is None else pipeline.built.updates.updates:
+            update[program.stage] += program.num_operations * speed.per_operation + speed.per_dispatch
         costs = Costs.of(
             number,
-            forward=[count_seconds(own.forward, speed) for own in pipeline.programs],
-            backward=[one + other for one, other in zip(first, weights, strict=True)],
+            forward=[count_seconds(stage.forward, speed) for stage in pipeline.programs],
+            backward=[of_inputs + of_weights for of_inputs, of_weights in zip(first, weights, strict=True)],
             weight_gradients=weights,
             update=update,
             transfer=transfers,
@@ -772,69 +777,71 @@ class _Layers:
         Returns:
           The layers of each stage, and the table.
         """
+        # The search, and the split that is even by layers.
         problems = [self._problem]
         if self._problem.cores is not None:  # else the best one on devices of their own may not be seen
             problems.append(dataclasses.replace(self._problem, cores=None))
         most = num_simulations(self._problem) // len(problems)
         searched = [find_graph_split(problem, before, most) for problem in problems]
-        known: dict[tuple[frozenset[int], ...], _Judged] = {}
+        candidates: dict[tuple[frozenset[int], ...], _Candidate] = {}
 
-        def add(order: Order, problem: SplitProblem, split: Split) -> _Judged:
+        def add(order: Order, problem: SplitProblem, split: Split) -> _Candidate:
             groups = [[order[place] for place in group] for group in problem.groups(split)]
             key = tuple(map(frozenset, groups))
-            if key not in known:
-                known[key] = _Judged(groups, self._row(problem, split, [self._names[n] for n in order]))
-            return known[key]
+            if key not in candidates:
+                candidates[key] = _Candidate(
+                    groups, self._row(problem, split, [self._names[n] for n in order])
+                )
+            return candidates[key]
 
-        for order, problem, found in searched:
-            for split in (found.split, *(split for split, _judged in found.others)):
+        for order, problem, result in searched:
+            for split in (result.split, *(split for split, _judged in result.others)):
                 add(order, problem, split)
         evens = [
             add(order, problem, even_split(problem.num_layers, problem.num_stages))
-            for order, problem, _found in searched
+            for order, problem, _result in searched
         ]
-        fitting = [own for own in known.values() if own.row.fits]
-        chosen = min(
-            fitting, key=lambda own: (weigh(own.row.step_seconds, own.row.shared_seconds), own.groups)
-        )
+        # The best of them by the pipeline's own chunks.
+        fitting = [candidate for candidate in candidates.values() if candidate.row.fits]
+        chosen = min(fitting, key=_Candidate.rank)
         even = chosen if chosen in evens else evens[0]
-        evenly = f"even by {self._task.unit}s"
-        shown = [chosen.named("chosen, " + evenly if chosen is even else "chosen")]
+        even_label = f"even by {self._task.unit}s"
+        rows = [chosen.named("chosen, " + even_label if chosen is even else "chosen")]
         if chosen is not even:
-            shown.append(even.named(evenly))
-        others = [own for own in fitting if own is not chosen and own is not even]
-        if others:
-            best = min(others, key=lambda own: (own.row.step_seconds, own.groups))
-            shown.append(best.named("best other"))
-        is_exact = all(found.is_exact for _order, _problem, found in searched)
-        counts = [found.num_simulated for _order, _problem, found in searched]
-        of_all = f"all {counts[0]:,}" if is_exact else f"{sum(counts):,}"
+            rows.append(even.named(even_label))
+        fitting = [candidate for candidate in fitting if candidate is not chosen and candidate is not even]
+        if fitting:
+            best = min(fitting, key=lambda candidate: (candidate.row.step_seconds, candidate.groups))
+            rows.append(best.named("best other"))
+        is_exact = all(result.is_exact for _order, _problem, result in searched)
+        counts = [result.num_simulated for _order, _problem, result in searched]
+        count_text = f"all {counts[0]:,}" if is_exact else f"{sum(counts):,}"
         judged = ' by "zero_bubble"' if isinstance(self._problem.schedule, SearchedSchedule) else ""
         in_order = list(itertools.chain(*chosen.groups))
         costs = self._problem.layers
         table = SplitTable(
-            tuple(shown),
+            tuple(rows),
             tuple(self._names[layer] for layer in in_order),
             tuple(costs.forward[layer] for layer in in_order),
             tuple(costs.backward[layer] for layer in in_order),
             tuple(costs.update[layer] for layer in in_order),
             self._sent_bytes(in_order),
             self._source,
-            f"{of_all} simulated{judged}",
+            f"{count_text} simulated{judged}",
             self._mapping,
             self._task.unit,
         )
         return chosen.groups, table
 
     def _sent_bytes(self, order: Sequence[int]) -> tuple[int, ...]:
-        """What crosses the cut before each layer of an order, there and back."""
+        """The bytes that cross the cut before each layer of an order, there and back."""
         places = {layer: place for place, layer in enumerate(order)}
-        found = [0] * len(order)
+        sizes = [0] * len(order)
         for crossing in self._crossings:
             ends = sorted(places[layer] for layer in _edge(crossing))
             for cut in range(ends[0] + 1, ends[1] + 1):
-                found[cut] += num_bytes([crossing.aval])
-        return tuple(found)
+                sizes[cut] += num_bytes([crossing.aval])
+        return tuple(sizes)
 
     def _row(self, problem: SplitProblem, split: Split, names: Sequence[str]) -> SplitRow:
         cores = self._problem.cores
@@ -855,14 +862,18 @@ class _Layers:
         )
 
 
-class _Judged(NamedTuple):
+class _Candidate(NamedTuple):
     """A split: the layers of each stage, and its row in the table."""
 
     groups: list[list[int]]
     row: SplitRow
 
-    def named(self, what: str) -> SplitRow:
-        return dataclasses.replace(self.row, what=what)
+    def rank(self) -> Any:
+        """The key by which the best split is chosen."""
+        return weigh(self.row.step_seconds, self.row.shared_seconds), self.groups
+
+    def named(self, label: str) -> SplitRow:
+        return dataclasses.replace(self.row, what=label)
 
 
 def _edge(crossing: Crossing) -> StageEdge:
@@ -874,41 +885,41 @@ def _edge(crossing: Crossing) -> StageEdge:
 def _find_sent(
     crossings: Iterable[Crossing], transfers: Mapping[StageEdge, float]
 ) -> tuple[SentValue, ...]:
-    """What layers send each other: what an edge takes is divided over its values by their bytes."""
+    """The values that layers send each other; the time of an edge is divided over them by their bytes."""
     values: dict[tuple[Source, bool], dict[StageEdge, int]] = {}
     sizes: dict[StageEdge, int] = {}
     for crossing in crossings:
         edge, size = _edge(crossing), num_bytes([crossing.aval])
         values.setdefault((crossing.value, crossing.is_backward), {})[edge] = size
         sizes[edge] = sizes.get(edge, 0) + size
-    found = []
-    for (source, is_backward), own in values.items():
-        taken = [transfers.get(edge, 0.0) * size / max(sizes[edge], 1) for edge, size in own.items()]
-        readers = tuple(edge[0 if is_backward else 1] for edge in own)
-        found.append(SentValue(source.stage, readers, max(taken), is_backward))
-    return tuple(found)
+    sent_values = []
+    for (source, is_backward), edges in values.items():
+        seconds = [transfers.get(edge, 0.0) * size / max(sizes[edge], 1) for edge, size in edges.items()]
+        readers = tuple(edge[0 if is_backward else 1] for edge in edges)
+        sent_values.append(SentValue(source.stage, readers, max(seconds), is_backward))
+    return tuple(sent_values)
 
 
 def _find_memory(pipeline: Pipeline, options: PipelineOptions, temporaries: Sequence[int]) -> LayerMemory:
-    """What layers hold, each with a copy of what it shares with others."""
+    """The memory of each layer, with a copy of what it shares with others."""
     traced, programs = pipeline.traced, pipeline.programs
     state = _State(pipeline, options)
     sharing: dict[str, list[int]] = {}
     fed: dict[Source, list[int]] = {}
     holding: dict[Source, set[int]] = {}  # value -> the layers that hold it, and the one where it is anyway
-    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+    for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
         for spec in stage.variables:
             sharing.setdefault(spec.name, []).append(index)
-        for source in read_sources(stage, own.forward, *own.backwards):
+        for source in read_sources(stage, stage_programs.forward, *stage_programs.backwards):
             if source.kind == "element":
                 fed.setdefault(source, []).append(index)
-        for source in read_sources(stage, *own.backwards):
+        for source in read_sources(stage, *stage_programs.backwards):
             if source.is_of_micro_batch:
                 holding.setdefault(source, set()).add(index)
         recomputes = options.recompute is not None  # then a stage keeps what it is given, and no results
-        for values in own.forward.results:
-            kept = recomputes or any(value.kind is ValueKind.RESIDUAL for value in values)
-            for value in values if kept else ():
+        for values in stage_programs.forward.results:
+            is_kept = recomputes or any(value.kind is ValueKind.RESIDUAL for value in values)
+            for value in values if is_kept else ():
                 if value.kind is ValueKind.OUTPUT:
                     holding.setdefault(Source("output", value.index, index), set()).add(index)
     stages = plan_memory(pipeline)
@@ -937,27 +948,27 @@ class _State:
         self._shared = pipeline.traced.shared()
 
     def of_layer(self, index: int) -> int:
-        """Its variables and accumulators, and the leaves of the optimizer's state that belong to it."""
+        """The bytes of a layer's variables, accumulators and leaves of the optimizer's state."""
         pipeline = self._pipeline
-        found = sum(self.of_copy(spec.name) for spec in pipeline.traced.stages[index].variables)
+        size = sum(self.of_copy(spec.name) for spec in pipeline.traced.stages[index].variables)
         if pipeline.built.updates is None or Offload.WEIGHT_UPDATE_VARIABLES in self._offload:
-            return found
+            return size
         is_shared_out = Shard.OPTIMIZER_STATE in self._shard
         leaves = [leaf for leaf in pipeline.built.updates.state_leaves if leaf.stage == index]
-        return found + sum(self._part(leaf.aval, leaf.variable, is_shared_out) for leaf in leaves)
+        return size + sum(self._part(leaf.aval, leaf.variable, is_shared_out) for leaf in leaves)
 
     def of_copy(self, name: str) -> int:
-        """A variable and its accumulator, which every stage has that reads it."""
+        """The bytes of a variable and its accumulator, which each stage that reads it has."""
         spec, dtypes = self._pipeline.traced.variables[name], self._pipeline.built.accumulator_dtypes
-        found = 0
+        size = 0
         if Offload.WEIGHTS not in self._offload:
-            found += self._part(spec, name, Shard.WEIGHTS in self._shard and name not in self._shared)
+            size += self._part(spec, name, Shard.WEIGHTS in self._shard and name not in self._shared)
         if name in dtypes and Offload.GRADIENT_ACCUMULATION_BUFFERS not in self._offload:
-            found += self._part(jax.ShapeDtypeStruct(spec.shape, dtypes[name]), name, False)
-        return found
+            size += self._part(jax.ShapeDtypeStruct(spec.shape, dtypes[name]), name, False)
+        return size
 
     def _part(self, aval: Any, name: str | None, is_shared_out: bool) -> int:
-        """The part of an array that a device has."""
+        """The bytes of an array that one device has."""
         size, number = num_bytes([aval]), self._num_replicas
         variables, partitions = self._pipeline.traced.variables, self._pipeline.built.partitions
         if name is not None and name in partitions and aval.shape == variables[name].shape:

@@ -37,8 +37,6 @@ from ipu_pipeline.engine.updates import optimizer_tracing, optimizer_wrappers
 from ipu_pipeline.engine.updates.update_programs import Updates, cut_updates
 from ipu_pipeline.ground.errors import without_traceback_note
 
-# Traces a pipeline's functions and makes programs of them: everything that comes before devices.
-
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
@@ -97,19 +95,14 @@ def build(
     options, hooks = recipe.options, recipe.options.hooks
     parallel = options.tensor_parallel or TensorParallel(1)
     with frames.unchanged_on_error(hooks.program_names):
+        # The stages, whose faults are reported together.
         faults = Faults()
         loss = options.loss
         if loss is not None and options.loss_weight is not None:
             loss = optimizer_wrappers.with_weight(loss, options.loss_weight)
         with dividing(parallel.size) as divided_values:
             traced = stages.trace(
-                recipe.functions,
-                element,
-                inputs,
-                loss,
-                hooks.program_names,
-                faults,
-                hooks.captures,
+                recipe.functions, element, inputs, loss, hooks.program_names, faults, hooks.captures
             )
         trained: dict[str, VariableSpec] = {}
         if options.optimizer is not None:
@@ -117,6 +110,7 @@ def build(
                 trained = _find_trained(recipe, traced, may_be_empty=faults.has_constant_modules)
         if faults:
             raise faults.as_error()
+        # What is divided over a stage's devices, what is collected, and the weight update.
         partitions = parallel.resolve(traced.variables)
         divides = divided_values.is_used or any(
             jaxprs.uses_mesh(stage.flat.equations) for stage in traced.stages
@@ -147,6 +141,7 @@ def build(
         }
         updates, traced = _make_updates(recipe, traced, trained, dtypes)
         metrics = _find_metrics(traced, updates)
+        # Gradients of micro-batches: mapped, enqueued or both.
         gradient_map = None if options.gradient_map is None else options.gradient_map()
         targets = () if hooks.gradient_targets is None else hooks.gradient_targets()
         if gradient_map is not None:
@@ -173,10 +168,7 @@ def build(
 
 
 def _make_updates(
-    recipe: Recipe,
-    traced: TracedPipeline,
-    trained: Mapping[str, VariableSpec],
-    dtypes: Mapping[str, Any],
+    recipe: Recipe, traced: TracedPipeline, trained: Mapping[str, VariableSpec], dtypes: Mapping[str, Any]
 ) -> tuple[Updates | None, TracedPipeline]:
     """The programs of the weight update. What the optimizer captured becomes an output of the pipeline."""
     if recipe.options.optimizer is None:
@@ -193,18 +185,18 @@ def _make_updates(
     captures = recipe.options.hooks.captures
     for flat in (optimizer.init, optimizer.update):
         captures.check(flat.constants.values(), "the optimizer")
-    read: list[int] = []  # positions of what was captured
+    positions: list[int] = []  # positions of what was captured
 
     def find_position(value: Any) -> int | None:
         number = captures.find_number(value)
         if number is None:
             return None
-        if number not in read:
-            read.append(number)
-        return len(traced.outputs) + read.index(number)
+        if number not in positions:
+            positions.append(number)
+        return len(traced.outputs) + positions.index(number)
 
     optimizer = optimizer_tracing.lift_captures(optimizer, find_position)
-    extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), read)
+    extended = traced.with_captured(list(map(jaxprs.aval_struct, captures.values)), positions)
     # All variables of one device are updated together, by its first stage, except in execution phases,
     # whose memory does not hold them all.
     mapping = recipe.mapping
@@ -216,10 +208,10 @@ def _make_updates(
 
 def _find_metrics(traced: TracedPipeline, updates: Updates | None) -> MetricReader:
     of_updates = () if updates is None else updates.enqueued
-    twice = set(metric_names(traced.enqueued)) & set(metric_names(of_updates))
-    if twice:
+    shared = set(metric_names(traced.enqueued)) & set(metric_names(of_updates))
+    if shared:
         raise ValueError(
-            f"metric: {sorted(twice)[0]!r} is reported by a stage and by the weight update. Give one of "
+            f"metric: {sorted(shared)[0]!r} is reported by a stage and by the weight update. Give one of "
             "them another name."
         )
     return MetricReader.find(traced.enqueued, of_updates)
@@ -249,15 +241,15 @@ def _enqueue_gradients(
 
 def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool) -> dict[str, VariableSpec]:
     # The specs as first asked for: conflicts between stages are reported elsewhere.
-    known = {name: recipe.options.hooks.program_names.variables[name] for name in traced.variables}
-    wanted = recipe.options.trained
-    if callable(wanted):
-        wanted = wanted(known)
-    trainable = {name: spec for name, spec in known.items() if spec.trainable}
-    if wanted is not None:
-        for name in wanted:
+    variables = {name: recipe.options.hooks.program_names.variables[name] for name in traced.variables}
+    names = recipe.options.trained
+    if callable(names):
+        names = names(variables)
+    trainable = {name: spec for name, spec in variables.items() if spec.trainable}
+    if names is not None:
+        for name in names:
             if name not in trainable or optimizer_wrappers.is_loss_weight(name):
-                fault = "is not trainable" if name in known else "does not exist"
+                fault = "is not trainable" if name in variables else "does not exist"
                 raise ValueError(
                     f"The variable {name!r} to train {fault}. Trainable are: "
                     f"{', '.join(optimizer_wrappers.without_weights(trainable)) or 'none'}."
@@ -265,10 +257,10 @@ def _find_trained(recipe: Recipe, traced: TracedPipeline, *, may_be_empty: bool)
     trained = {
         name: spec
         for name, spec in trainable.items()
-        if wanted is None or name in wanted or optimizer_wrappers.is_loss_weight(name)
+        if names is None or name in names or optimizer_wrappers.is_loss_weight(name)
     }
     if not optimizer_wrappers.without_weights(trained) and not may_be_empty:
-        why = "no stage has a trainable variable" if wanted is None else "trained names none"
+        why = "no stage has a trainable variable" if names is None else "trained names none"
         raise ValueError(f"No variables to optimize: {why}.")
     return trained
 
@@ -289,7 +281,7 @@ def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str
                 )
 
 
-# Describes a pipeline in a few texts that several processes compare before its first step.
+# The comparison with other processes, before the first step.
 
 
 def agree(
@@ -302,8 +294,8 @@ def agree(
 ) -> None:
     """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it."""
     if peers.current() is not None:
-        told = _describe_options(built, options, mapping, timetable, plan)
-        agree_on("pipeline", built.traced, built.updates, told, devices)
+        texts = _describe_options(built, options, mapping, timetable, plan)
+        agree_on("pipeline", built.traced, built.updates, texts, devices)
 
 
 def describe(
@@ -314,8 +306,8 @@ def describe(
     plan: Chunking | None,
 ) -> dict[str, str]:
     """Describes a pipeline in texts, by subject; arguments as in `agree`."""
-    told = _describe_options(built, options, mapping, timetable, plan)
-    return {**told, **describe_programs(built.traced, built.updates)}
+    texts = _describe_options(built, options, mapping, timetable, plan)
+    return {**texts, **describe_programs(built.traced, built.updates)}
 
 
 def _describe_options(

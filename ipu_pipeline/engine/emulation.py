@@ -174,8 +174,8 @@ def _forward(x: jax.Array, forward_ms: float, _backward_ms: float) -> tuple[jax.
     return _sleep(x, forward_ms), jnp.ravel(x)[:1]
 
 
-def _backward(_forward_ms: float, backward_ms: float, kept: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (_sleep(g, backward_ms, kept),)
+def _backward(_forward_ms: float, backward_ms: float, after: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (_sleep(g, backward_ms, after),)
 
 
 _emulate.defvjp(_forward, _backward)

@@ -40,12 +40,12 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
     bindings = Bindings(traced, {})
     files: dict[str, bytes] = {}
     stages = []
-    for number, (stage, own) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
-        taken = bindings.arguments(number, own.forward)
-        arguments = [binding for binding in taken if binding.kind is not BindingKind.KEY_NUMBER]
+    for number, (stage, stage_programs) in enumerate(zip(traced.stages, pipeline.programs, strict=True)):
+        taken_bindings = bindings.arguments(number, stage_programs.forward)
+        arguments = [binding for binding in taken_bindings if binding.kind is not BindingKind.KEY_NUMBER]
         takes_key = [binding.key is ValueKind.KEY for binding in arguments]
         name = f"stage{number}.jax_export"
-        function = _with_key_numbers(own.forward.on(platform).function, taken)
+        function = _with_key_numbers(stage_programs.forward.on(platform).function, taken_bindings)
         function = _with_key_data(function, takes_key, implementation)
         exported = jax.export.export(jax.jit(function), platforms=[platform])(
             *(_aval(binding, traced, inputs, data) for binding in arguments)
@@ -59,13 +59,13 @@ def export_stages(pipeline: Pipeline, inputs: Sequence[Any], key: Any, platform:
                 "arguments": [_describe(binding) for binding in arguments],
                 "results": [
                     # Values enqueued on the way to the outfeed are dropped.
-                    [_describe(one) for one in bound if one.kind is not BindingKind.ENQUEUED]
-                    for bound in bindings.results(number, own.forward)
+                    [_describe(binding) for binding in bound if binding.kind is not BindingKind.ENQUEUED]
+                    for bound in bindings.results(number, stage_programs.forward)
                 ],
             }
         )
     return ExportedStages(
-        files, stages, [_describe_source(one) for one in pipeline.built.collecting.sources]
+        files, stages, [_describe_source(source) for source in pipeline.built.collecting.sources]
     )
 
 
@@ -73,10 +73,10 @@ def _with_key_numbers(function: Callable[..., Any], bindings: Sequence[Binding])
     """Makes the numbers that a function folds random keys with constants of it."""
 
     def wrapped(*arguments: Any) -> Any:
-        given = iter(arguments)
+        values = iter(arguments)
         return function(
             *(
-                np.uint32(binding.key) if binding.kind is BindingKind.KEY_NUMBER else next(given)
+                np.uint32(binding.key) if binding.kind is BindingKind.KEY_NUMBER else next(values)
                 for binding in bindings
             )
         )
@@ -103,14 +103,14 @@ def _with_key_data(
 def _aval(binding: Binding, traced: TracedPipeline, inputs: Sequence[Any], key: Any) -> Any:
     """Shape and dtype of an argument of a forward."""
     if binding.kind is BindingKind.VARIABLE:
-        found: Any = traced.variables[binding.key]
+        value: Any = traced.variables[binding.key]
     elif binding.kind is BindingKind.INPUT:
-        found = inputs[binding.key]
+        value = inputs[binding.key]
     elif binding.kind is BindingKind.VALUE:
-        found = traced.aval(binding.key)
+        value = traced.aval(binding.key)
     else:
-        found = key if binding.key is ValueKind.KEY else np.int32(0)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype)
+        value = key if binding.key is ValueKind.KEY else np.int32(0)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _describe(binding: Binding) -> dict[str, Any]:

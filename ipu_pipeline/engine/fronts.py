@@ -2,6 +2,8 @@
 
 A front has an interface of its own and passes what it is told on to pipelines and loops: it traces
 functions that call them, has layers that ask the function being traced, keeps state, and hands on results.
+It does not drive steps or trace with the engine's frames itself: `Pipeline.run`, `Loop.iterate`,
+`SegmentedFunction.trace` and `Loop.of_body` do.
 """
 
 from __future__ import annotations
@@ -23,12 +25,7 @@ from ipu_pipeline.engine.programs.accumulation import (
 )
 from ipu_pipeline.engine.progress import watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
-from ipu_pipeline.engine.segments import (
-    SegmentedFunction,
-    fit_replicas,
-    mark_call,
-    read_count,
-)
+from ipu_pipeline.engine.segments import SegmentedFunction, fit_replicas, mark_call, read_count
 from ipu_pipeline.engine.state import Collected, Progress, RunState, check_state
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.faults import find_calling_line
@@ -42,9 +39,7 @@ from ipu_pipeline.engine.tracing.frames import (
     tracing_again,
 )
 from ipu_pipeline.engine.tracing.initializers import find_initializer
-from ipu_pipeline.engine.tracing.scopes import (
-    absolute_scope,
-)
+from ipu_pipeline.engine.tracing.scopes import absolute_scope
 from ipu_pipeline.engine.tracing.side_outputs import NUMBERS, Reported, enqueue_to, find_leaves
 from ipu_pipeline.engine.tracing.specs import make_spec
 from ipu_pipeline.engine.tracing.stage_lists import as_level, join_layers

@@ -41,10 +41,7 @@ from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, as_argume
 from ipu_pipeline.engine.updates.update_programs import cut_updates
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# The body of a loop: a function that is traced once, and then cut into stages like a pipeline.
-#
-# Its outputs are what it returns for the next iteration, what it enqueues and what its optimizer reads. Its
-# micro-batch is what the previous iteration and the feed give it.
+# Tracing a body.
 
 BodyFunction: TypeAlias = "Callable[[list[Any], Any], list[Any]]"
 
@@ -82,16 +79,16 @@ def trace_body(
     element: Any,
     program_names: frames.ProgramNames,
     place: str,
-    given: str = "",
+    argument_text: str = "",
 ) -> TracedBody:
     """Traces a body. Does not start a JAX backend."""
     try:
         with frames.unchanged_on_error(program_names):
-            return _trace(function, carried, element, program_names, place, given, training=True)
+            return _trace(function, carried, element, program_names, place, argument_text, training=True)
     except _NoTrainingStepError:
         pass  # the second trace tells layers that there is none
     with frames.unchanged_on_error(program_names):
-        return _trace(function, carried, element, program_names, place, given, training=False)
+        return _trace(function, carried, element, program_names, place, argument_text, training=False)
 
 
 def _trace(
@@ -100,27 +97,29 @@ def _trace(
     element: Any,
     program_names: frames.ProgramNames,
     place: str,
-    given: str,
+    argument_text: str,
     training: bool,
 ) -> TracedBody:
     recorded: list[Enqueued] = []
-    frame = BodyFrame(program_names, training, place, is_stage=True, given=given, enqueued=recorded)
+    frame = BodyFrame(program_names, training, place, is_stage=True, given=argument_text, enqueued=recorded)
     recorder = frame.recorder
 
     def call(carried_values: list[Any], element_value: Any) -> list[Any]:
         with frames.frame(frame):
             return function(carried_values, element_value)
 
+    # The trace.
     try:
         with jax_compat.fresh_trace():
             closed_jaxpr = jax.make_jaxpr(call)(list(carried), element)
     except Exception as error:
-        faults.add_note(error, place, given)
+        faults.add_note(error, place, argument_text)
         raise
     if training and recorder.training_step is None and recorder.asks_for_training:
         raise _NoTrainingStepError
     _check_carried(carried, closed_jaxpr.out_avals, place)
 
+    # The markers, whose operands become outputs.
     marked: dict[Any, list[Any]] = {}  # (primitive, index) -> the atoms that the marker takes
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
@@ -145,6 +144,7 @@ def _trace(
 
     closed_jaxpr, captured = jaxprs.lift_captures(closed_jaxpr)
     hoisted = hoisting.hoist(closed_jaxpr, place, program_names, rule)
+    # The inputs: what changes from iteration to iteration is the micro-batch.
     input_vars = hoisted.flat.inputs[len(hoisted.variables) + hoisted.uses_key :]
     captured_vars = input_vars[: len(captured)]
     carried_vars = input_vars[len(captured) : len(captured) + len(carried)]
@@ -159,11 +159,11 @@ def _trace(
     changing_vars = [carried_vars[number] for number in changing]
     sources = {var: Source("input", n) for n, var in enumerate([*captured_vars, *constant_vars])}
     sources |= {var: Source("element", n) for n, var in enumerate([*changing_vars, *feed_vars])}
-    loss, read = None, []
+    # The loss: several calls of `minimize` are one step. The step recorded last has their joint optimizer.
+    loss, optimizer_inputs = None, []
     if recorder.minimized:
-        # The step recorded last has the joint optimizer of all calls.
         marks = [marked[minimize_p, number] for number in range(len(recorder.minimized))]
-        losses, read = [mark[0] for mark in marks], marks[-1][1:]
+        losses, optimizer_inputs = [mark[0] for mark in marks], marks[-1][1:]
         loss = losses[0]
         if len(losses) > 1:
             names = [spec.name for spec in hoisted.variables]
@@ -176,7 +176,8 @@ def _trace(
             ]
             flat, loss = jaxprs.join_losses(hoisted.flat, losses, frozen)
             hoisted = dataclasses.replace(hoisted, flat=flat)
-    outputs = [*read, *(results[number] for number in changing)]
+    # The outputs, and the stages.
+    outputs = [*optimizer_inputs, *(results[number] for number in changing)]
     enqueued = []
     for index, entry in enumerate(recorded):
         atoms = marked[enqueue_p, index]
@@ -243,10 +244,10 @@ def look_at_body(function: Callable[[], Any], names: frames.ProgramNames, place:
 
 
 def trace_condition(
-    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], what: str
+    cond: Callable[..., Any], tree: Any, avals: Sequence[jax.ShapeDtypeStruct], caller: str
 ) -> Callable[[list[Any]], Any]:
     """Traces the condition once. Returns it as a function of the carried values."""
-    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {what}", is_stage=False)
+    frame = frames.Frame(frames.ProgramNames(), False, f"the condition of {caller}", is_stage=False)
 
     def call(*values: Any) -> Any:
         with frames.frame(frame):
@@ -257,20 +258,20 @@ def trace_condition(
     if len(results) != 1 or results[0].shape != () or results[0].dtype != np.bool_:
         described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
         raise ValueError(
-            f"{what}: condition must return a boolean scalar; it returned {described or 'nothing'}."
+            f"{caller}: condition must return a boolean scalar; it returned {described or 'nothing'}."
         )
     Captures().check(closed_jaxpr.consts, frame.place)
-    used = [*frame.names.host_tables, *frame.names.variables]
-    if used:
+    names = [*frame.names.host_tables, *frame.names.variables]
+    if names:
         raise ValueError(
-            f"{what}: condition asks for variable {used[0]}, but may only use "
+            f"{caller}: condition asks for variable {names[0]}, but may only use "
             "the inputs. Let the body return what the condition needs."
         )
     evaluate = jax_core.jaxpr_as_fun(closed_jaxpr)
     return lambda carried: evaluate(*carried)[0]
 
 
-# Loops on devices: a body that runs again and again, with a training step after several iterations.
+# Running it.
 
 _NEVER = 2**31 - 1  # iterations per weight update of a loop that does not train
 
@@ -282,6 +283,9 @@ class Loop(Pipeline):
     several shards, it runs one iteration, shard after shard; with several replicas, one iteration of each.
     State that goes in is gone afterwards: its memory is reused.
     """
+
+    # Replicas run as a pipeline's do. One program under `jax.shard_map`, with the all-reduce inside, would
+    # save dispatches, but need conditions, assigned variables and ends of data of its own.
 
     def __init__(
         self,
@@ -332,8 +336,8 @@ class Loop(Pipeline):
             args, kwargs = as_arguments(fed)
             return returned(body(*jax.tree.unflatten(tree, carried), *args, **kwargs))
 
-        given = describe_arguments(body, arguments, fed_kwargs)
-        traced = trace_body(call, avals, element, names, place, given)
+        argument_text = describe_arguments(body, arguments, fed_kwargs)
+        traced = trace_body(call, avals, element, names, place, argument_text)
         return cls(traced, None if condition is None else trace_condition(condition, tree, avals, what))
 
     def _build(self) -> Built:
@@ -385,7 +389,7 @@ class Loop(Pipeline):
         return _NEVER if self.body.training is None else self.body.training.num_mini_batches
 
     def _agree(self, devices: Sequence[Any]) -> None:
-        """Sees that all processes of the run have the same loop."""
+        """Checks that all processes of the run have the same loop."""
         training = self.body.training
         if training is None:
             settings = "no training"
@@ -394,12 +398,12 @@ class Loop(Pipeline):
                 f"{training.num_mini_batches} mini-batches, {training.reduction.name}, offloaded: "
                 f"{training.offloads_state}, shared out: {training.shards_state}"
             )
-        told = {
+        texts = {
             "the number of replicas": str(self.num_replicas),
             "the shards": str(list(self.body.shards)),
             "the training step": settings,
         }
-        agree_on("loop", self.body.pipeline, self.built.updates, told, devices)
+        agree_on("loop", self.body.pipeline, self.built.updates, texts, devices)
 
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
@@ -416,9 +420,9 @@ class Loop(Pipeline):
 
     def join_carried(self, constant: Sequence[Any], changing: Sequence[Any]) -> list[Any]:
         """The inverse of `split_carried`."""
-        rest, changed = iter(constant), iter(changing)
+        unchanged, changed = iter(constant), iter(changing)
         numbers = range(self.body.num_carried)
-        return [next(changed if number in self.body.changing else rest) for number in numbers]
+        return [next(changed if number in self.body.changing else unchanged) for number in numbers]
 
     def absent_carried(self) -> list[Any]:
         """Stand-ins for the carried values after iterations, in a process without devices of the loop."""
@@ -460,17 +464,18 @@ class Loop(Pipeline):
         Returns:
           The carried values after the last iteration, readable in each process.
         """
-        runner, done, every = self.prepare(), agreement.Done(), self.updated_every()
+        runner, counter, num_per_update = self.prepare(), agreement.Done(), self.updated_every()
         constant, changing = self.split_carried(carried)
         inputs = [*captured, *constant]
         most = self.num_fetched_by(total) // self.num_replicas
         if (watcher := watching.current()) is not None:
             limit = most if count is None else min(most, count)
-            rehearse(watcher, runner, state, Request(inputs, every, limit, total, changing))
+            rehearse(watcher, runner, state, Request(inputs, num_per_update, limit, total, changing))
 
         def settle(state: RunState) -> RunState:
             """Joins what the replicas still have separately."""
-            if done.count:
+            # Not after each iteration: that would be an all-reduce where accumulation is to save it.
+            if counter.count:
                 with replacing():
                     state = runner.settle(state)
                     on_settled(state)
@@ -478,21 +483,21 @@ class Loop(Pipeline):
 
         if not self.has_part:
             try:
-                agreement.hear_end(runner, done)
+                agreement.hear_end(runner, counter)
             finally:
-                settle(agreement.skip_iterations(runner, state, done.count, every))
-            changing = self.absent_carried() if done.count else changing
+                settle(agreement.skip_iterations(runner, state, counter.count, num_per_update))
+            changing = self.absent_carried() if counter.count else changing
             return self.join_carried(constant, in_every_process(changing))
-        with agreement.telling_end(runner, done), naming_peers():
+        with agreement.telling_end(runner, counter), naming_peers():
             try:
-                while (count is None or done.count < count) and self.goes_on(inputs, changing):
-                    limit = most if count is None else min(most, count - done.count)
-                    request = Request(inputs, every, limit, total, changing, done.count)
+                while (count is None or counter.count < count) and self.goes_on(inputs, changing):
+                    limit = most if count is None else min(most, count - counter.count)
+                    request = Request(inputs, num_per_update, limit, total, changing, counter.count)
                     pending = runner.fetch(state, request, take or take_nothing)
                     with replacing():
                         progress = runner.run(state, pending)
                         state, changing = progress.state, progress.carried
-                        done.count += progress.count
+                        counter.count += progress.count
                         on_iterations(progress, pending.count - progress.count)
                     if pending.count > progress.count:
                         give_back()
@@ -511,21 +516,23 @@ class Loop(Pipeline):
         if self._goes_on is None:
             return True
         runner = self.prepare()
-        asked, groups = [], [home.groups[0] for home in runner.homes]
+        conditions, groups = [], [home.groups[0] for home in runner.homes]
         for replica, (placement, group) in enumerate(zip(runner.homes, groups, strict=True)):
             if placement.has_peers:
                 placement.begin_step()
             passed = ("inputs of the condition", inputs), ("carried values of the condition", changing)
             placed = [
-                put_host_copies([of_replica(one, replica) for one in own], group, tag=placement.tag(what))
-                for what, own in passed
+                put_host_copies(
+                    [of_replica(value, replica) for value in values], group, tag=placement.tag(name)
+                )
+                for name, values in passed
             ]
             if group.is_here:
-                asked.append(jax.device_put(self._goes_on(*placed), group.replicated))
+                conditions.append(jax.device_put(self._goes_on(*placed), group.replicated))
             else:
-                asked.append(absent((), np.dtype(bool), group.replicated))
+                conditions.append(absent((), np.dtype(bool), group.replicated))
         homes = [group.devices[0] for group in groups]
-        answers = answer_everywhere(runner.placement, asked, homes)
+        answers = answer_everywhere(runner.placement, conditions, homes)
         if len(set(answers)) > 1:
             going_on = [replica for replica, answer in enumerate(answers) if answer]
             raise ValueError(

@@ -29,10 +29,8 @@ from ipu_pipeline.engine.updates.optimizer_wrappers import LossScaled
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import is_integer
 
-# Records what a looped body does besides computing: it trains, and it enqueues.
-#
-# `record_training_step` leaves a marker in the jaxpr being traced, as variables and `enqueue` do, and notes
-# what it marks in the body's `Recorder`. What traces the body (`bodies`) turns the markers into outputs.
+# The training step: `record_training_step` leaves a marker in the jaxpr being traced, as variables and
+# `enqueue` do, and `loop.trace_body` turns the markers into outputs.
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +107,13 @@ def _minimize_abstract(*values: Any, index: int) -> Any:
     return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
 
 
-def current_body(what: str, advice_in_stage: str) -> BodyFrame:
+def current_body(caller: str, advice_in_stage: str) -> BodyFrame:
     """The body of a loop that is being traced."""
-    frame = frames.current_frame(what)
+    frame = frames.current_frame(caller)
     if not isinstance(frame, BodyFrame):
         advice = "Call it in the body of ipu.loops.repeat; repeat(1, ...) runs it once."
         raise frames.OutsideOfBodyError(
-            f"{what} was called in {frame.place}. {advice_in_stage if frame.is_stage else advice}"
+            f"{caller} was called in {frame.place}. {advice_in_stage if frame.is_stage else advice}"
         )
     return frame
 
@@ -145,19 +143,19 @@ def record_training_step(
     """
     recorder = body.recorder
     if var_list is not None and not isinstance(var_list, str):
-        var_list = [body.names.trained_name(one) for one in var_list]
+        var_list = [body.names.trained_name(variable) for variable in var_list]
     trained = _find_trained(recorder.variables, var_list)
     for gradient_map in gradient_maps:
         check_gradient_map(gradient_map, trained.values(), "gradient_mapping_function")
     dtypes = {
-        known: find_accumulator_dtype(spec, accumulator_dtype, "dtype") for known, spec in trained.items()
+        key: find_accumulator_dtype(spec, accumulator_dtype, "dtype") for key, spec in trained.items()
     }
     own_trained, number, first = trained, len(recorder.minimized), recorder.training_step
     own_transformation = transformation
     if first is not None:
         trained = {**first.optimizer.trained, **trained}
         dtypes = {**first.accumulator_dtypes, **dtypes}
-        parts = [(one.transformation, one.trained) for one in recorder.minimized]
+        parts = [(call.transformation, call.trained) for call in recorder.minimized]
         transformation = _join([*parts, (transformation, own_trained)])
     traced = trace_optimizer(transformation, trained, None, (), reduction, dtypes)
     captures = Captures()
@@ -175,33 +173,33 @@ def record_training_step(
         averages_replicas=averages_replicas,
     )
     minimized = Minimized(own_transformation, own_trained, step)
-    for other in recorder.minimized:
-        _check_together(other, minimized)
+    for earlier in recorder.minimized:
+        _check_together(earlier, minimized)
     recorder.minimized.append(minimized)
     recorder.training_step = step
     minimize_p.bind(loss, *captures.values, index=number)
     return name
 
 
-def _check_together(one: Minimized, other: Minimized) -> None:
+def _check_together(first: Minimized, second: Minimized) -> None:
     """Raises if a body cannot have two training steps."""
-    what = "minimize was called twice in the body of one loop, or in one compiled function without loops"
-    if shared := [name for name in one.trained if name in other.trained]:
+    fault = "minimize was called twice in the body of one loop, or in one compiled function without loops"
+    if shared := [name for name in first.trained if name in second.trained]:
         raise NotImplementedError(
-            f"{what}, and both train {', '.join(shared)}. Give each its own variables by var_list; or add "
+            f"{fault}, and both train {', '.join(shared)}. Give each its own variables by var_list; or add "
             "the losses, or train in two loops."
         )
     for name in _SETTINGS:
-        if getattr(one.step, name) != getattr(other.step, name):
+        if getattr(first.step, name) != getattr(second.step, name):
             raise NotImplementedError(
-                f"{what}, with optimizers that accumulate, average or place their state differently "
+                f"{fault}, with optimizers that accumulate, average or place their state differently "
                 f"({name}). Give both the same settings, or train in two loops."
             )
-    is_scaled = any(isinstance(own.transformation, LossScaled) for own in (one, other))
-    if is_scaled or one.step.gradient_map is not None or other.step.gradient_map is not None:
+    is_scaled = any(isinstance(call.transformation, LossScaled) for call in (first, second))
+    if is_scaled or first.step.gradient_map is not None or second.step.gradient_map is not None:
         raise NotImplementedError(
-            f"{what}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step alone "
-            "may have. Train in two loops, or change gradients in the optimizers, by optax.chain."
+            f"{fault}, with a LossScalingOptimizer or a MapGradientOptimizer, which one training step "
+            "alone may have. Train in two loops, or change gradients in the optimizers, by optax.chain."
         )
 
 
@@ -211,15 +209,18 @@ def _join(
     """One transformation of several, each with its own variables."""
 
     def init(params: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(own.init({name: params[name] for name in names}) for own, names in parts)
+        return tuple(
+            transformation.init({name: params[name] for name in names}) for transformation, names in parts
+        )
 
     def update(gradients: Mapping[str, Any], states: tuple[Any, ...], params: Any) -> Any:
         changes: dict[str, Any] = {}
         new_states = []
-        for (own, names), state in zip(parts, states, strict=True):
-            given = ({name: values[name] for name in names} for values in (gradients, params))
-            own_gradients, own_params = given
-            own_changes, new_state = own.update(own_gradients, state, own_params)
+        for (transformation, names), state in zip(parts, states, strict=True):
+            own_gradients, own_params = (
+                {name: values[name] for name in names} for values in (gradients, params)
+            )
+            own_changes, new_state = transformation.update(own_gradients, state, own_params)
             changes.update(own_changes)
             new_states.append(new_state)
         return changes, tuple(new_states)
@@ -228,16 +229,16 @@ def _join(
 
 
 def _find_trained(
-    known: Mapping[str, VariableSpec], var_list: Sequence[str] | None
+    variables: Mapping[str, VariableSpec], var_list: Sequence[str] | None
 ) -> dict[str, VariableSpec]:
-    trainable = {name: spec for name, spec in known.items() if spec.trainable}
+    trainable = {name: spec for name, spec in variables.items() if spec.trainable}
     if isinstance(var_list, str):
         raise ValueError(f"minimize: var_list must be a list of full names; got the string {var_list!r}.")
     if var_list is not None and not var_list:
         raise ValueError("No variables to optimize: var_list is empty; None trains all.")
     for name in var_list or ():
         if name not in trainable:
-            fault = "is not trainable" if name in known else "does not exist"
+            fault = "is not trainable" if name in variables else "does not exist"
             raise ValueError(
                 f"minimize: the variable {name!r} of var_list {fault}. Trainable are: "
                 f"{', '.join(trainable) or 'none'}."
@@ -248,16 +249,12 @@ def _find_trained(
     return trained
 
 
-# One function with shard scopes, cut into stages.
-#
-# `ipu_shard(i)` is a `jax.named_scope`: after tracing, the scope stands in each equation's name stack, also
-# within functions that `jax.jit` has cached. Equations outside of any scope stay with the shard before
-# them. A run of equations of one shard is a stage on that shard's IPU. A shard may come again (0, 1, 0),
-# and a value goes straight from the run that makes it to those that read it, however far apart they are.
+# Shards. `ipu_shard(i)` is a `jax.named_scope`: after tracing, the scope stands in each equation's name
+# stack, also within functions that `jax.jit` has cached. A run of equations of one shard is a stage on that
+# shard's IPU. A shard may come again (0, 1, 0); values go straight from the run that makes them to readers.
 #
 # A variable that is asked for within a scope lives on that shard. One that is asked for outside of all
-# scopes lives where it is first used. On other shards its value is like any other: it crosses, and its
-# gradient comes back.
+# scopes lives where it is first used. On other shards its value crosses, and its gradient comes back.
 
 _PREFIX = "ipu_shard:"
 _PUBLIC_NAMES = {
@@ -329,11 +326,12 @@ def read_shard(equation: Any) -> int | None:
 
 def refuse_inner_scopes(equation: Any, place: str) -> None:
     """Raises if a shard scope is opened within the body of an equation."""
-    found = _find_inner_scope(equation)
-    if found is not None:
+    # A derivative rule runs later, outside of the body: there `ipu_shard` itself raises.
+    shard = _find_inner_scope(equation)
+    if shard is not None:
         name = equation.primitive.name
         raise ValueError(
-            f"{place}: ipu_shard({found}) is opened inside the body of "
+            f"{place}: ipu_shard({shard}) is opened inside the body of "
             f"{_PUBLIC_NAMES.get(name, name)}, which runs on one IPU as a whole. Open the scope around the "
             "call, or cut the body into several calls."
         )
@@ -343,9 +341,9 @@ def _find_inner_scope(equation: Any) -> int | None:
     for jaxpr in jax_core.jaxprs_in_params(equation.params):
         for inner in jaxpr.eqns:
             shard = read_shard(inner)
-            found = _find_inner_scope(inner) if shard is None else shard
-            if found is not None:
-                return found
+            inner_shard = _find_inner_scope(inner) if shard is None else shard
+            if inner_shard is not None:
+                return inner_shard
     return None
 
 
@@ -370,13 +368,10 @@ class _Run:
 
 
 def split(
-    hoisted: hoisting.Hoisted,
-    outputs: Sequence[Any],
-    loss: Any,
-    sources: Mapping[Any, Source],
-    place: str,
+    hoisted: hoisting.Hoisted, outputs: Sequence[Any], loss: Any, sources: Mapping[Any, Source], place: str
 ) -> ShardedFunction:
     """Cuts a function into runs of equal shard."""
+    # The runs, and where values are made.
     flat = hoisted.flat
     runs = _make_runs(hoisted)
     last = len(runs) - 1
@@ -392,13 +387,14 @@ def split(
         runs[last].equations.append(copy.replace(invars=[loss]))
         (loss,) = copy.outvars
 
+    # What each run returns for others, takes and assigns.
     returned: list[dict[Any, int]] = [{} for _run in runs]  # value for other runs -> its position
 
     def source_of(var: Any) -> Source:
         if var in sources:
             return sources[var]
-        made = returned[made_in[var]]
-        return Source("output", made.setdefault(var, len(made)), made_in[var])
+        positions = returned[made_in[var]]
+        return Source("output", positions.setdefault(var, len(positions)), made_in[var])
 
     def is_elsewhere(atom: Any, index: int) -> bool:
         is_local = _is_literal(atom) or atom is key or atom in flat.constants
@@ -413,15 +409,17 @@ def split(
     }
     inputs: list[dict[Any, Source]] = []
     for index, run in enumerate(runs):
-        read = [atom for equation in run.equations for atom in equation.invars]
-        read += [value for spec, value in new_values.items() if assigned_in[spec] == index]
-        inputs.append({atom: source_of(atom) for atom in read if is_elsewhere(atom, index)})
+        operands = [atom for equation in run.equations for atom in equation.invars]
+        operands += [value for spec, value in new_values.items() if assigned_in[spec] == index]
+        inputs.append({atom: source_of(atom) for atom in operands if is_elsewhere(atom, index)})
     # The last stage returns its own values, and constants; the rest goes straight from its maker.
-    own = [atom for atom in outputs if not is_elsewhere(atom, last)]
+    own_outputs = [atom for atom in outputs if not is_elsewhere(atom, last)]
     output_sources = [source_of(atom) if is_elsewhere(atom, last) else None for atom in outputs]
     first_own = len(returned[last])
-    own_numbers = iter(range(first_own, first_own + len(own)))
-    found = tuple(source or Source("output", next(own_numbers), last) for source in output_sources)
+    own_numbers = iter(range(first_own, first_own + len(own_outputs)))
+    function_outputs = tuple(
+        source or Source("output", next(own_numbers), last) for source in output_sources
+    )
 
     stages = []
     for index, run in enumerate(runs):
@@ -434,7 +432,7 @@ def split(
         uses_key = key is not None and any(key in equation.invars for equation in run.equations)
         results = list(returned[index])
         if index == last:
-            results += own + ([] if loss is None else [loss])
+            results += own_outputs + ([] if loss is None else [loss])
         stages.append(
             TracedStage(
                 place=place if last == 0 else f"{place}, shard {run.shard}",
@@ -455,7 +453,7 @@ def split(
             )
         )
     loss_source = None if loss is None else stages[last].outputs[-1]
-    return ShardedFunction(tuple(stages), tuple(run.shard for run in runs), found, loss_source)
+    return ShardedFunction(tuple(stages), tuple(run.shard for run in runs), function_outputs, loss_source)
 
 
 def _is_literal(atom: Any) -> bool:

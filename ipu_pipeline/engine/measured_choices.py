@@ -47,7 +47,7 @@ from ipu_pipeline.engine.schedules import (
 from ipu_pipeline.engine.state import PipelineState, RunState
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Chooses a dispatch plan by steps on zeros, and keeps the choice for later processes.
+# Dispatch plans, by steps on zeros. The choice is kept for later processes.
 
 _IN_A_ROW = 2  # steps, the second of which begins while the first one ends
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 50, 0.25  # of plans that take turns
@@ -55,14 +55,14 @@ _MOST_SECONDS = 1.0  # after which there is no further round: the times of long 
 _ROUNDS_ALONE = 2  # of a plan by itself, which only corrects an estimate
 _MOST_BYTES = 1 << 28  # of a state of zeros; the steps of larger models do not depend on dispatches
 
-_known: dict[str, Chunking] = {}  # by key
+_plans: dict[str, Chunking] = {}  # by key
 
 
 def time_in_turns(
     steps: Mapping[int, Callable[[], Any]], num_rounds: int | None = None, most: int = _MOST_ROUNDS
 ) -> dict[int, float]:
     """Runs steps in turns, each first and last as often. Returns the medians of the seconds of each."""
-    taken: dict[int, list[float]] = {size: [] for size in steps}
+    times: dict[int, list[float]] = {size: [] for size in steps}
     begin = time.perf_counter()
 
     def goes_on(number: int) -> bool:
@@ -78,20 +78,20 @@ def time_in_turns(
             for _step in range(_IN_A_ROW):
                 arrays = steps[size]()
             jax.block_until_ready(arrays)
-            taken[size].append((time.perf_counter() - before) / _IN_A_ROW)
+            times[size].append((time.perf_counter() - before) / _IN_A_ROW)
         number += 1
-    return {size: statistics.median(seconds) for size, seconds in taken.items()}
+    return {size: statistics.median(seconds) for size, seconds in times.items()}
 
 
 class StepTimes:
     """Times steps of a pipeline on zeros with several plans. What they return is dropped."""
 
-    def __init__(self, make: Callable[[int], PlanRunner], built: Built, every: int, number: int) -> None:
+    def __init__(self, make: Callable[[int], PlanRunner], built: Built, count: int, number: int) -> None:
         """Compiles nothing yet."""
         self.compile_seconds = 0.0
         self._make, self._built, self._number = make, built, number
         zeros = list(map(_zeros, jax.tree.leaves(built.traced.inputs)))
-        self._request = Request(zeros, every, limit=every, total=every)
+        self._request = Request(zeros, count, limit=count, total=count)
         self._state: RunState | None = None
         self._steps: dict[int, Callable[[], Any]] = {}
 
@@ -161,28 +161,28 @@ def choose_by_steps(
     describe: Callable[[], Mapping[str, str]],
 ) -> Chunking:
     """Chooses a dispatch plan by steps on zeros where they may be run, else by estimates."""
-    every = step.num_micro_batches
-    if every is None or not _may_run(built):
+    num_micro_batches = step.num_micro_batches
+    if num_micro_batches is None or not _may_run(built):
         return choose_dispatch_plan(step, device.platform)
     key = digest("dispatch plan", str(describe()), str(step.max_live_bytes), describe_device(device))
-    directory, parse = find_directory(), functools.partial(_parse, every)
-    found = _known.get(key) or read_measurement(directory, key, parse)
-    if found is None:
-        times = StepTimes(make, built, every, number)
+    directory, parse = find_directory(), functools.partial(_parse, num_micro_batches)
+    plan = _plans.get(key) or read_measurement(directory, key, parse)
+    if plan is None:
+        times = StepTimes(make, built, num_micro_batches, number)
         try:
-            found = choose_dispatch_plan(step, device.platform, times)
+            plan = choose_dispatch_plan(step, device.platform, times)
         except jax.errors.JaxRuntimeError:  # there may be no room beside a state
             return choose_dispatch_plan(step, device.platform)
         if times.compile_seconds:  # it was not clear by the estimate
-            found = keep_measurement(directory, key, dataclasses.asdict(found), parse) or found
-    _known[key] = found
-    return found
+            plan = keep_measurement(directory, key, dataclasses.asdict(plan), parse) or plan
+    _plans[key] = plan
+    return plan
 
 
-def _parse(every: int, fields: Any) -> Chunking | None:
+def _parse(num_micro_batches: int, fields: Any) -> Chunking | None:
     """A plan from the fields of a file; None if it does not fit a step of so many micro-batches."""
-    found = Chunking(**fields)
-    return found if isinstance(found.reason, str) and every % found.chunk_size == 0 else None
+    plan = Chunking(**fields)
+    return plan if isinstance(plan.reason, str) and num_micro_batches % plan.chunk_size == 0 else None
 
 
 def _may_run(built: Built) -> bool:
@@ -203,7 +203,7 @@ def _may_run(built: Built) -> bool:
     return num_bytes(avals) <= _MOST_BYTES
 
 
-# Measures pipelines; makes the timetables of one whose schedule is searched by what the searches find.
+# Timetables, and the measured scenarios that they are searched for.
 
 _MOST_TIMETABLES = 64  # that are kept, of numbers of micro-batches
 
@@ -240,22 +240,22 @@ class SearchedTimetables:
     def __init__(self, scenario: Scenario) -> None:
         """Takes the pipeline as it was measured."""
         self._scenario = scenario
-        self._kept = functools.lru_cache(_MOST_TIMETABLES)(self._make)
+        self._searches = functools.lru_cache(_MOST_TIMETABLES)(self._make)
 
     def _make(self, num_chunks: int) -> tuple[Searched, Timetable]:
         number = num_chunks * self._scenario.chunk_size
         scenario = dataclasses.replace(self._scenario, num_micro_batches=number)
-        found = scenario.searched
-        assert found is not None
-        return found, scenario.timetable()
+        searched = scenario.searched
+        assert searched is not None
+        return searched, scenario.timetable()
 
     def find(self, num_micro_batches: int) -> Searched:
         """Returns what the search found."""
-        return self._kept(num_micro_batches // self._scenario.chunk_size)[0]
+        return self._searches(num_micro_batches // self._scenario.chunk_size)[0]
 
     def __call__(self, num_chunks: int) -> Timetable:
         """Returns the timetable."""
-        return self._kept(num_chunks)[1]
+        return self._searches(num_chunks)[1]
 
 
 def check_one_process(groups: Sequence[DeviceGroup]) -> None:
@@ -306,12 +306,12 @@ def make_scenario(
     mapping = tuple(group.ipu for group in placement.groups)
     constant = [0] * (1 + max(mapping))
     plans = runner.plan_memory(built.accumulator_dtypes, stages, num_micro_batches)
-    held = [stage.num_held_bytes for stage in stages]
+    held_bytes = [stage.num_held_bytes for stage in stages]
     for ipu in plans:
         constant[ipu.ipu] = ipu.num_device_bytes - ipu.num_activation_bytes
         if ipu.num_temporary_bytes is None and temporaries:
             constant[ipu.ipu] += max(
-                own for own, there in zip(temporaries, mapping, strict=True) if there == ipu.ipu
+                size for size, home in zip(temporaries, mapping, strict=True) if home == ipu.ipu
             )
     return Scenario(
         costs,
@@ -323,9 +323,7 @@ def make_scenario(
         chunk_size=runner.chunk_size,
         cores=cores,
         memory=Memory(
-            tuple(constant),
-            tuple(held),
-            tuple(stage.num_between_bytes for stage in stages),
+            tuple(constant), tuple(held_bytes), tuple(stage.num_between_bytes for stage in stages)
         ),
-        layers=find_layer_costs(layers, costs, held, mapping, plans),
+        layers=find_layer_costs(layers, costs, held_bytes, mapping, plans),
     )

@@ -54,8 +54,8 @@ def measure_dispatch_plan(
         )
     steps = {}
     for chunk_size in possible_chunk_sizes(len(micro_batches), least_chunks=1):
-        other = with_dispatch_plan(pipeline, Chunking(chunk_size))
-        steps[chunk_size] = _make_step(other, state, micro_batches, inputs)
+        variant = with_dispatch_plan(pipeline, Chunking(chunk_size))
+        steps[chunk_size] = _make_step(variant, state, micro_batches, inputs)
         jax.block_until_ready(steps[chunk_size]())
     medians = time_in_turns(steps, num_steps)
     listed = ", ".join(f"{size} {describe_seconds(seconds)}" for size, seconds in medians.items())

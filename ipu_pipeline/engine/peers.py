@@ -4,7 +4,7 @@ They use the key-value store of JAX's coordination service. A process that runs 
 `current()` is None, and nothing is told, noted or waited for.
 
 A thread that waits here waits for as long as the others live, since they may be compiling for minutes. The
-watcher (`ipu_pipeline.processes.watching_peers`) finds out that a process has ended or does not go on, and
+watcher (`ipu_pipeline.processes.peer_watch`) finds out that a process has ended or does not go on, and
 calls `fail`.
 """
 
@@ -113,17 +113,17 @@ class Peers:
     @contextlib.contextmanager
     def one_thread(self, what: str) -> Iterator[None]:
         """Admits one thread at a time to what all processes do, since the order of threads may differ."""
-        own = threading.current_thread().name
+        thread = threading.current_thread().name
         if not self._turn.acquire(blocking=False):
-            other, known = self._doing or ("another one", "its begin")
+            other, activity = self._doing or ("another one", "its begin")
             message = (
-                f"Process {self.index}: thread {own!r} began {what} while thread {other!r} was at {known}. "
-                "In a run of several processes all must do the same things in the same order, so one "
-                "thread at a time runs, saves, restores and reads."
+                f"Process {self.index}: thread {thread!r} began {what} while thread {other!r} was at "
+                f"{activity}. In a run of several processes all must do the same things in the same order, "
+                "so one thread at a time runs, saves, restores and reads."
             )
             self.fail(message)
             raise RuntimeError(message)
-        before, self._doing = self._doing, (own, what)
+        before, self._doing = self._doing, (thread, what)
         try:
             yield
         finally:
@@ -145,11 +145,11 @@ class Peers:
             self.store.key_value_set(f"{place}/{self.index}", text)
             if number >= 2:  # all have come here, so all have read the texts of the time before last
                 self.store.key_value_delete(f"{_PREFIX}/{what}/{number - 2}/{self.index}")
-        told = []
+        texts = []
         with self.waiting(f"{what}, time {number + 1}"):
             for peer in range(self.count):
-                told.append(text if peer == self.index else self._read(f"{place}/{peer}", deadline))
-        return told
+                texts.append(text if peer == self.index else self._read(f"{place}/{peer}", deadline))
+        return texts
 
     def tell(self, what: str, teller: int, text: str = "", is_read: bool = True) -> str:
         """Lets one process tell others a text, without waiting. Every process calls it, in the same order.
@@ -182,13 +182,13 @@ class Peers:
         Returns:
           What is `beside` in each process.
         """
-        own = json.dumps([dict(document), beside])
-        told, besides = zip(*map(json.loads, self.exchange(what, own, deadline)), strict=True)
-        names = dict.fromkeys(itertools.chain(*told))
+        text = json.dumps([dict(document), beside])
+        documents, besides = zip(*map(json.loads, self.exchange(what, text, deadline)), strict=True)
+        names = dict.fromkeys(itertools.chain(*documents))
         faults = [
             f"{name}: {_describe(values)}"
             for name in names
-            if len(set(values := [one.get(name, "(nothing)") for one in told])) > 1
+            if len(set(values := [texts.get(name, "(nothing)") for texts in documents])) > 1
         ]
         if faults:
             raise ValueError(
@@ -224,16 +224,16 @@ def _describe(values: Sequence[str]) -> str:
     processes: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes.setdefault(value, []).append(process)
-    alike = next(n for n, found in enumerate(itertools.zip_longest(*processes)) if len(set(found)) > 1)
-    begin = max(0, alike - _SHOWN // 2)
-    shown = []
-    for value, having in processes.items():
+    num_alike = next(n for n, chars in enumerate(itertools.zip_longest(*processes)) if len(set(chars)) > 1)
+    begin = max(0, num_alike - _SHOWN // 2)
+    parts = []
+    for value, holders in processes.items():
         if max(map(len, processes)) > _SHOWN:
             end = begin + _SHOWN
             value = f"{'...' * (begin > 0)}{value[begin:end]}{'...' * (end < len(value))}"
-        numbers = ", ".join(map(str, having))
-        shown.append(f"{value!r} in process{'es' * (len(having) > 1)} {numbers}")
-    return ", ".join(shown)
+        numbers = ", ".join(map(str, holders))
+        parts.append(f"{value!r} in process{'es' * (len(holders) > 1)} {numbers}")
+    return ", ".join(parts)
 
 
 _current: Peers | None = None
@@ -261,7 +261,7 @@ def set_current(peers: Peers | None) -> None:
 
 @contextlib.contextmanager
 def occupied(what: str) -> Iterator[None]:
-    """Wraps what takes long while other processes wait, such as compiling: they go on waiting."""
+    """Marks a block that takes long, such as compiling, so that other processes go on waiting for it."""
     peers, thread = _current, threading.get_ident()
     if peers is None or thread in peers.occupied:
         yield

@@ -138,11 +138,12 @@ def _with_options(
         def wrapped(self: Pipeline, stages: Any, *args: P.args, **options: P.kwargs) -> None:
             init(self, stages, make_options("Pipeline", *args, **options))
 
-        known = inspect.signature(init)
-        options = [one for name, one in inspect.signature(make).parameters.items() if name != "hooks"]
-        parameters = [*list(known.parameters.values())[:2], *options]
+        signature = inspect.signature(init)
+        options = inspect.signature(make).parameters
+        parameters = list(signature.parameters.values())[:2]
+        parameters += [parameter for name, parameter in options.items() if name != "hooks"]
         functools.update_wrapper(wrapped, init)
-        vars(wrapped)["__signature__"] = known.replace(parameters=parameters)
+        vars(wrapped)["__signature__"] = signature.replace(parameters=parameters)
         return wrapped  # type: ignore[return-value]  # it may be called with `stages=`, too
 
     return decorate
@@ -216,9 +217,9 @@ class Pipeline:
                 "Take a schedule with a name."
             )
         # One program needs no timetable, but a user's schedule is checked all the same.
-        known = 1 if count is None else count
+        number = 1 if count is None else count
         is_file = isinstance(schedule, schedules.FileSchedule)  # for one number of micro-batches only
-        self.timetable(min(known, 64) if self.is_one_program and not is_file else known)
+        self.timetable(min(number, 64) if self.is_one_program and not is_file else number)
         for sentence in find_unused(vars(options)):
             warnings.warn(sentence, stacklevel=3)
 
@@ -253,7 +254,7 @@ class Pipeline:
         self.runner: Runner[Any] | None = None
         self._shapes = MicroBatchShapes()
         self._surroundings: Surroundings | None = None  # of the first trace
-        self._kept = compilation.current_programs()
+        self._program_cache = compilation.current_programs()
         self._between = BetweenSteps()
         # A timetable does not hold the pipeline: an infeed holds the runner, which has the timetable, and
         # the pipeline's program holds the infeed.
@@ -327,12 +328,12 @@ class Pipeline:
     def copied(self, **changes: Any) -> Pipeline:
         """A copy without runner, with some options changed. Nothing is traced again."""
         options = dataclasses.replace(self.options, **changes)
-        other: Pipeline = copy.copy(self)
-        other._recipe = dataclasses.replace(self._recipe, options=options)
-        other.runner, other.measured_costs = None, None
-        other._shapes, other._between = MicroBatchShapes(), BetweenSteps()
-        other.timetable = dataclasses.replace(self.timetable, searches=None)
-        return other
+        new: Pipeline = copy.copy(self)
+        new._recipe = dataclasses.replace(self._recipe, options=options)
+        new.runner, new.measured_costs = None, None
+        new._shapes, new._between = MicroBatchShapes(), BetweenSteps()
+        new.timetable = dataclasses.replace(self.timetable, searches=None)
+        return new
 
     # Building.
 
@@ -352,13 +353,13 @@ class Pipeline:
           ValueError: there is a gradient map, and parallel stages on several devices share a trained
             variable.
           Others: those of `stages.trace`, together with errors of `trained`;
-            `optimizer_tracing.trace_optimizer` and `updates.cut_updates`.
+            `optimizer_tracing.trace_optimizer` and `update_programs.cut_updates`.
         """
         element = as_shapes(micro_batch, "The micro-batch")
         input_shapes: tuple[Any, ...] = as_shapes(inputs, "The inputs")
         with self._building:
             if self._built is None:
-                around = Surroundings.now(self.options.hooks.program_names)
+                surroundings = Surroundings.now(self.options.hooks.program_names)
                 # Else JAX writes loops out while it traces.
                 with jax.disable_jit(False), tracing():
                     halved: Collection[int] = ()
@@ -367,15 +368,15 @@ class Pipeline:
                         halved = self.timetable(number).halved
                         self.timetable = dataclasses.replace(self.timetable, halved=halved)
                     built = build(self._recipe, element, input_shapes, self.recompute, halved)
-                self._built, self.programs, self._surroundings = built, built.programs, around
-                for number, named in enumerate(self.options.shapes):
-                    check_like(named, element, f"shapes[{number}]", may_vary=True)
-                    self.for_shapes(named)
+                self._built, self.programs, self._surroundings = built, built.programs, surroundings
+                for number, shapes in enumerate(self.options.shapes):
+                    check_like(shapes, element, f"shapes[{number}]", may_vary=True)
+                    self.for_shapes(shapes)
                 return
-        known = self._built.traced
-        if known.inputs != input_shapes:
+        traced = self._built.traced
+        if traced.inputs != input_shapes:
             raise ValueError(
-                f"The pipeline was traced for the inputs {known.inputs}, and now got {input_shapes}."
+                f"The pipeline was traced for the inputs {traced.inputs}, and now got {input_shapes}."
             )
         _check_element(self, element, 0)
         self.for_shapes(element)
@@ -395,35 +396,35 @@ class Pipeline:
             `max_shapes` shapes; or something must not depend on the shapes, see `trace`.
         """
         element, built = as_shapes(micro_batch, "The micro-batch"), self.built
-        traced, around, others = built.traced, self._surroundings, self._shapes.others
+        traced, surroundings, pipelines = built.traced, self._surroundings, self._shapes.others
         check_like(element, traced.element, "The micro-batch", may_vary=True)
         key = find_key(element)
 
         def trace(captures: Captures) -> Pipeline:
-            assert around is not None
+            assert surroundings is not None
             hooks = dataclasses.replace(
-                self.options.hooks, program_names=around.names.copy(), captures=captures
+                self.options.hooks, program_names=surroundings.names.copy(), captures=captures
             )
-            other: Pipeline = self.copied(hooks=hooks, shapes=())
-            other._built, other.programs = None, ()
-            other.trace(element, *traced.given)
-            return other
+            new: Pipeline = self.copied(hooks=hooks, shapes=())
+            new._built, new.programs = None, ()
+            new.trace(element, *traced.given)
+            return new
 
         with self._building:
             if key == find_key(traced.element):
                 return self
-            if key not in others:
+            if key not in pipelines:
                 check_number(
-                    [traced.element, *(one.traced.element for one in others.values())],
+                    [traced.element, *(pipeline.traced.element for pipeline in pipelines.values())],
                     element,
                     self.options.max_shapes,
                 )
-                assert around is not None
-                other = trace_again(traced, element, around, self.options.hooks.captures, trace)
-                check_alike(built, other.built, (accumulator_plan(self), accumulator_plan(other)))
-                others[key] = other
-            found: Pipeline = others[key]
-            return found
+                assert surroundings is not None
+                new = trace_again(traced, element, surroundings, self.options.hooks.captures, trace)
+                check_alike(built, new.built, (accumulator_plan(self), accumulator_plan(new)))
+                pipelines[key] = new
+            pipeline: Pipeline = pipelines[key]
+            return pipeline
 
     def set_recomputation(self, recompute: Recomputation | None) -> None:
         """Sets what stages keep for their backward. A change compiles everything again."""
@@ -475,8 +476,8 @@ class Pipeline:
         with self._building:
             if self.runner is None or not (devices is None or _has_devices(self, self._devices, devices)):
                 runner = self._make_runner(devices)
-                for named in self.options.shapes:  # unless that has been done
-                    self.for_shapes(named)
+                for shapes in self.options.shapes:  # unless that has been done
+                    self.for_shapes(shapes)
                 self._shapes.set_runner(
                     self.traced.element, runner, self._make_other_runner, self._building
                 )
@@ -485,21 +486,21 @@ class Pipeline:
 
     @apart
     def _make_runner(self, devices: Sequence[Any] | None) -> Runner[Any]:
+        # The devices, checked before anything is dropped.
         if devices is None:
             devices = jax.devices() if self._devices is None else self._devices
             if self._shard and self._num_replicas == 1:  # who gives devices may give replicas, and warns
                 warnings.warn("shard has no effect: there is one replica, which has all.", stacklevel=4)
-        number, each = self._num_replicas, self.options.num_devices_per_ipu
-        needed = self.num_devices * number
-        if len(devices) < needed:
+        number, per_ipu = self._num_replicas, self.options.num_devices_per_ipu
+        num_needed = self.num_devices * number
+        if len(devices) < num_needed:
             of_replicas = f" of {number} replicas" if number > 1 else ""
             raise ValueError(
-                f"The pipeline needs {needed} devices, {each if each > 1 else 'one'} per number in "
-                f"device_mapping{of_replicas}, but "
-                f"there are {len(devices)}. On a CPU, before the first use of JAX, "
-                f"ipu_pipeline.set_num_devices({needed}) makes more."
+                f"The pipeline needs {num_needed} devices, {per_ipu if per_ipu > 1 else 'one'} per number "
+                f"in device_mapping{of_replicas}, but there are {len(devices)}. On a CPU, before the first "
+                f"use of JAX, ipu_pipeline.set_num_devices({num_needed}) makes more."
             )
-        groups, schedule = make_groups(devices, self.device_mapping, number, each), self.options.schedule
+        groups, schedule = make_groups(devices, self.device_mapping, number, per_ipu), self.options.schedule
         check_processes(groups)
         if self.options.check_nans and groups[0].processes[1:]:
             raise ValueError(
@@ -514,12 +515,14 @@ class Pipeline:
                 f"{list(groups[0].processes)}."
             )
         check_compiles(self._compiler_options, groups)
+        # Whatever depended on the former devices.
         if self._devices is None or [d.platform for d in self._devices] != [d.platform for d in devices]:
             self._chosen_plan = None
         self.runner, self._devices = None, list(devices)
         self._between = BetweenSteps()
         self.timetable = dataclasses.replace(self.timetable, searches=None)
-        self._agree(devices[:needed])
+        self._agree(devices[:num_needed])
+        # The runner, and for a searched schedule its timetables.
         placement = self._place_state(groups)
         if self.is_one_program:
             if isinstance(schedule, schedules.SearchedSchedule):
@@ -552,14 +555,14 @@ class Pipeline:
                 f"{describe_shapes(self.traced.element)}. In several processes all micro-batches must have "
                 "the same shapes, as not all processes read them: pad them."
             )
-        other: Pipeline = self.for_shapes(element)
-        placement = other._place_state(lead.placement.groups)
+        pipeline: Pipeline = self.for_shapes(element)
+        placement = pipeline._place_state(lead.placement.groups)
         if isinstance(lead, BlockRunner):
-            return other._make_block_runner(placement, lead, number)
+            return pipeline._make_block_runner(placement, lead, number)
         assert isinstance(lead, PlanRunner)
         assert self._devices is not None
-        other._devices, other._chosen_plan = self._devices, self.dispatch_plan
-        runner = other._make_column_runner(self._devices, placement, lead, number)
+        pipeline._devices, pipeline._chosen_plan = self._devices, self.dispatch_plan
+        runner = pipeline._make_column_runner(self._devices, placement, lead, number)
         lead.check_other(runner)
         if self.timetable.searches is not None:
             runner.follow(self.timetable.searches)
@@ -582,7 +585,7 @@ class Pipeline:
             lead=lead,
             shapes=number,
         )
-        runner.kept = self._kept
+        runner.kept = self._program_cache
         runner.note = "" if lead is None else _describe_number(self, number)
         make = _runner_maker(
             self, placement, [placement], number, self._compiler_options, self._has_identical_keys
@@ -604,13 +607,13 @@ class Pipeline:
         number_of_shapes: int = 0,
     ) -> PlanRunner:
         """Makes the runner for several devices, once the dispatch plan is known."""
-        size, number, each = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
+        size, number, per_ipu = self.num_devices, self._num_replicas, self.options.num_devices_per_ipu
         homes = [placement]
         if number > 1:
             starts = range(0, size * number, size)
-            own = [make_groups(devices[start:], self.device_mapping, 1, each) for start in starts]
+            new_groups = [make_groups(devices[start:], self.device_mapping, 1, per_ipu) for start in starts]
             # Groups tell where values are, so all runners of a pipeline have the same ones.
-            groups = own if lead is None else [home.groups for home in lead.homes]
+            groups = new_groups if lead is None else [home.groups for home in lead.homes]
             homes = list(map(self._place_state, groups))
 
         make_runner = _runner_maker(
@@ -620,14 +623,14 @@ class Pipeline:
 
         @functools.cache
         def make(chunk_size: int) -> PlanRunner:
-            other = first[0] if first else lead
-            made = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead, other=other)
-            first.append(made)
-            made.kept = self._kept
-            made.note = "" if lead is None else _describe_number(self, number_of_shapes)
+            other_runner = first[0] if first else lead
+            runner = make_runner(dispatch_plan=Chunking(chunk_size), lead=lead, other=other_runner)
+            first.append(runner)
+            runner.kept = self._program_cache
+            runner.note = "" if lead is None else _describe_number(self, number_of_shapes)
             if number > 1 and not self.options.hooks.gathers_outputs:
-                made.keep_outputs()
-            return made
+                runner.keep_outputs()
+            return runner
 
         may_measure = not (self.iterated is not None or placement.has_peers or why_not_timed(self.programs))
         if lead is None and self.options.dispatch_plan is None and may_measure:
@@ -653,7 +656,7 @@ class Pipeline:
         return runner
 
     def _agree(self, devices: Sequence[Any]) -> None:
-        """Sees that all processes of the run have the same pipeline."""
+        """Checks that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
         timetable = self.timetable(self.options.num_micro_batches or 1)
         building.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
@@ -783,9 +786,9 @@ class Pipeline:
         adoption = compare(state.variables, self.variables)
         runner = self.prepare()
         placement = runner.placement
-        taken = {name: state.variables[name] for name in adoption.taken}
+        old_variables = {name: state.variables[name] for name in adoption.taken}
         variables = {
-            **placement.place_variables(taken),
+            **placement.place_variables(old_variables),
             **make_variables(placement, adoption.new, state.key),
         }
         optimizer_state = None
@@ -840,11 +843,11 @@ class Pipeline:
             more micro-batches in a list than a step takes.
         """
         check_not_traced("Pipeline.step", inputs)
-        every = self.updated_every(num_micro_batches) * self._num_replicas
+        count = self.updated_every(num_micro_batches) * self._num_replicas
         check_state("Pipeline.step", state, is_known=self._between.is_placed(state))
         leaves = None
         if isinstance(micro_batches, PlacedMicroBatches):
-            take, leaves = micro_batches.taker(self.prepare(), every), micro_batches.leaves
+            take, leaves = micro_batches.taker(self.prepare(), count), micro_batches.leaves
             if leaves is None and (_looks_for_nans(self.options) or _is_op_by_op()):
                 raise ValueError(
                     "micro_batches: they were placed before jax_debug_nans or jax_disable_jit was set. "
@@ -855,13 +858,13 @@ class Pipeline:
             def has_peers() -> bool:
                 return self._built is not None and self.prepare().placement.has_peers
 
-            feed = StepFeed(micro_batches, every, has_peers)
+            feed = StepFeed(micro_batches, count, has_peers)
             if self._built is None:
                 self.trace(feed.peek(), *inputs)
             has_feed, place = bool(jax.tree.leaves(self.traced.element)), self.place_element
             take = take_nothing
             if has_feed:
-                take = feed.placing(lambda one, number: place(_check_element(self, one, number)))
+                take = feed.placing(lambda element, number: place(_check_element(self, element, number)))
         _check_targets(self.built)
         state = self.place(state)
         input_leaves = check_like(tuple(inputs), self.traced.inputs, "The inputs")
@@ -877,9 +880,9 @@ class Pipeline:
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reported = self.built.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reported.read(1))
-        given = self._between.hide_weights(progress.state.pipeline)
-        step.started(given, outputs)
-        return given, outputs
+        new_state = self._between.hide_weights(progress.state.pipeline)
+        step.started(new_state, outputs)
+        return new_state, outputs
 
     @apart
     def place_micro_batches(self, micro_batches: Sequence[Any]) -> PlacedMicroBatches:
@@ -897,10 +900,10 @@ class Pipeline:
         check_not_traced("Pipeline.place_micro_batches", micro_batches)
         runner, place = self.prepare(), self.place_element
         leaves = [_check_element(self, element, number) for number, element in enumerate(micro_batches)]
-        elements: list[Any] = [self._shapes.resolve(place(own)) for own in leaves]
+        elements: list[Any] = [self._shapes.resolve(place(element_leaves)) for element_leaves in leaves]
         keeps = _looks_for_nans(self.options) or _is_op_by_op()
-        kept = list(map(copy_leaves, leaves)) if keeps else None
-        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements), kept)
+        copies = list(map(copy_leaves, leaves)) if keeps else None
+        return PlacedMicroBatches(runner, len(elements), runner.place_ahead(elements), copies)
 
     def _progress(
         self,
@@ -917,44 +920,45 @@ class Pipeline:
         may_raise = has_nan_checks or hands_out_checks(self.traced.enqueued)
 
         def run(state: PipelineState) -> Progress:
-            found: list[Progress] = []
+            results: list[Progress] = []
             self.run(
                 state,
                 supply,
                 input_leaves,
-                lambda one, _count: found.append(one),
+                lambda progress, _count: results.append(progress),
                 num_micro_batches=num_micro_batches,
             )
-            return found[0]
+            return results[0]
 
         if not (may_raise or is_op_by_op) or runner.placement.has_peers:
             return run(state)
-        every = self.updated_every(num_micro_batches)
+        count = self.updated_every(num_micro_batches)
 
         def replay(elements: Sequence[Any], visit: Callable[[Visit], None] | None = None) -> Progress:
             """Computes the step op by op."""
             if leaves is not None:
-                elements = [self.place_element(own) for own in leaves]
+                elements = [self.place_element(element_leaves) for element_leaves in leaves]
             single: PlanRunner = runner.make_single()
             accumulators = single.make_accumulators(self.built.accumulator_dtypes)
             return op_by_op.compute(
                 runner,
                 RunState(state, accumulators),
-                Request(input_leaves, every, limit=every, total=every),
+                Request(input_leaves, count, limit=count, total=count),
                 list(map(self._shapes.resolve, elements)),
                 OpByOp(single.maker.layout, self.built.collecting.sources, has_nan_checks),
                 visit,
             )
 
         with jax.debug_nans(False), jax.disable_jit(False):
+            # jax_disable_jit: op by op, with no compiled step.
             if is_op_by_op:
                 if self.traced.uses_replicas:
                     raise RuntimeError(
                         "jax.disable_jit: stages compute with other replicas, which only run together. "
                         "Leave it out, or debug with num_replicas=1."
                     )
-                number = every * self._num_replicas
-                taken = gather(supply, number, number) if leaves is None else []
+                number = count * self._num_replicas
+                micro_batches = gather(supply, number, number) if leaves is None else []
                 assert self._surroundings is not None
                 call = StageCaller(
                     self._recipe.functions,
@@ -965,25 +969,26 @@ class Pipeline:
                     int(state.update_count),
                     runner.homes[0].groups[0],
                 )
-                progress = replay(taken, call)
+                progress = replay(micro_batches, call)
                 self._between = BetweenSteps()
                 error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
                 if error is not None:
                     raise error
                 return dataclasses.replace(progress, state=RunState(progress.state.pipeline, {}))
-            taken = supply.taken = []
-            own = copy_state(RunState(state, {})).pipeline if self.options.donate else state
-            progress = run(own)
+            # check_nans: compiled, and op by op only if there is a nan.
+            micro_batches = supply.taken = []
+            input_state = copy_state(RunState(state, {})).pipeline if self.options.donate else state
+            progress = run(input_state)
             supply.taken = None  # `StepOnItsWay` holds the supply, which is not to hold the micro-batches
-            found = find_nans(progress) if has_nan_checks else ""
-            if not found:
+            place = find_nans(progress) if has_nan_checks else ""
+            if not place:
                 return progress
             self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
             if not self.traced.uses_replicas:
-                replay(taken)
+                replay(micro_batches)
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
-            raise FloatingPointError(f"invalid value (nan) in {found} of the step: {why}.")
+            raise FloatingPointError(f"invalid value (nan) in {place} of the step: {why}.")
 
     @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:
@@ -999,13 +1004,13 @@ class Pipeline:
 
     def updated_every(self, num_micro_batches: int | None) -> int:
         """The number of a step's micro-batches in each replica; those of a group count one by one."""
-        known = self.options.num_micro_batches
-        if (known is None) == (num_micro_batches is None):
+        fixed_number = self.options.num_micro_batches
+        if (fixed_number is None) == (num_micro_batches is None):
             raise ValueError(
                 "num_micro_batches must be given once, to the pipeline or, if that got None, to each step; "
-                f"the pipeline got {known}, the step {num_micro_batches}."
+                f"the pipeline got {fixed_number}, the step {num_micro_batches}."
             )
-        count = num_micro_batches if known is None else known
+        count = num_micro_batches if fixed_number is None else fixed_number
         assert count is not None
         check_positive("num_micro_batches", count)
         return int(count) * self.options.num_serialized
@@ -1023,7 +1028,7 @@ class Pipeline:
             optimizer's state depends on the last stage's outputs: then the first step compiles.
         """
         check_state("Pipeline.compile", state)
-        every = self.updated_every(None)
+        count = self.updated_every(None)
         if self.built.updates is not None and state.optimizer_state is None:
             raise ValueError(
                 "compile() is not available here: the optimizer state is made from the first step's "
@@ -1035,9 +1040,9 @@ class Pipeline:
         if accumulators is None:
             accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
-        total = num_updates * every
+        total = num_updates * count
         run_state = RunState(state, accumulators)
-        request = Request(inputs, every, limit=total, total=total)
+        request = Request(inputs, count, limit=total, total=total)
         runner.compile(run_state, request)
         self._shapes.compile(run_state, request)
 
@@ -1077,17 +1082,17 @@ class Pipeline:
         Returns:
           The state after the last update, still being computed.
         """
-        done, total = 0, num_updates if num_total is None else num_total
+        count, total = 0, num_updates if num_total is None else num_total
         supply = take if isinstance(take, Supply) else Supply(take or take_nothing, self._shapes.resolve)
-        while done < num_updates:
-            wanted = (1, 1) if one_by_one else (num_updates - done, total)
-            pending = self.accumulate(state, supply, input_leaves, *wanted, num_micro_batches)
+        while count < num_updates:
+            limits = (1, 1) if one_by_one else (num_updates - count, total)
+            pending = self.accumulate(state, supply, input_leaves, *limits, num_micro_batches)
             with replacing():
                 before = int(state.execution_count)
                 progress = self.update(state, pending)
                 state = progress.state.pipeline
                 num_done = int(state.execution_count) - before
-                done += num_done
+                count += num_done
                 if hands_out_checks(self.traced.enqueued):  # else nothing is waited for
                     error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
                     if error is not None:
@@ -1122,10 +1127,10 @@ class Pipeline:
         Returns:
           The argument of `update`.
         """
-        every = self.updated_every(num_micro_batches)
+        count = self.updated_every(num_micro_batches)
         runner = self.prepare()
         accumulators = self._between.take_accumulators(runner, self.built.accumulator_dtypes)
-        request = Request(input_leaves, every, limit=num_updates * every, total=num_total * every)
+        request = Request(input_leaves, count, limit=num_updates * count, total=num_total * count)
         if self.options.shapes and not runner.has_run:
             self._shapes.compile(RunState(state, accumulators), request)
         if (watcher := watching.current()) is not None:
@@ -1193,11 +1198,11 @@ class Pipeline:
         Args:
           other: traced, and with the same options.
         """
-        found, other._between.accumulators = other._between.accumulators, None
-        own = _find_accumulators(self), self._devices, self._num_replicas, self._offload
-        others = _find_accumulators(other), other._devices, other._num_replicas, other._offload
-        if found is not None and own == others:
-            self._between.accumulators = found
+        accumulators, other._between.accumulators = other._between.accumulators, None
+        own_places = _find_accumulators(self), self._devices, self._num_replicas, self._offload
+        other_places = _find_accumulators(other), other._devices, other._num_replicas, other._offload
+        if accumulators is not None and own_places == other_places:
+            self._between.accumulators = accumulators
 
 
 def plan_in_flight(pipeline: Pipeline, count: int, chunk_size: int) -> tuple[StageMemory, ...]:
@@ -1210,8 +1215,8 @@ def plan_in_flight(pipeline: Pipeline, count: int, chunk_size: int) -> tuple[Sta
             tuple((chunk_size * before, chunk_size * between) for before, between in moments)
             for moments in find_moments(pipeline.programs, pipeline.timetable(count // chunk_size))
         ]
-    known = {} if pipeline.runner is None else pipeline.runner.residual_bytes
-    return plan_stages(pipeline.traced, pipeline.programs, pipeline.device_mapping, fullest, known)
+    residual_bytes = {} if pipeline.runner is None else pipeline.runner.residual_bytes
+    return plan_stages(pipeline.traced, pipeline.programs, pipeline.device_mapping, fullest, residual_bytes)
 
 
 def chunked_step(pipeline: Pipeline) -> ChunkedStep:
@@ -1241,11 +1246,11 @@ def _describe_for_choice(pipeline: Pipeline) -> Mapping[str, str]:
     """Describes everything that the choice of a dispatch plan depends on."""
     options, mapping = pipeline.options, pipeline.device_mapping
     timetable = pipeline.timetable(options.num_micro_batches or 1)
-    told = building.describe(pipeline.built, options, mapping, timetable, None)
-    programs = [program for own in pipeline.programs for program in (own.forward, *own.backwards)]
-    told |= {program.name: identify_operations(program.equations) for program in programs}
+    texts = building.describe(pipeline.built, options, mapping, timetable, None)
+    programs = [program for stage in pipeline.programs for program in (stage.forward, *stage.backwards)]
+    texts |= {program.name: identify_operations(program.equations) for program in programs}
     updates = () if pipeline.built.updates is None else pipeline.built.updates.updates
-    return told | {program.name: str(program.num_operations) for program in updates}
+    return texts | {program.name: str(program.num_operations) for program in updates}
 
 
 def _describe_number(pipeline: Pipeline, number: int) -> str:
@@ -1274,17 +1279,17 @@ def _plan_compiler_options(pipeline: Pipeline) -> CompilerOptions:
     )
 
 
-def _has_devices(pipeline: Pipeline, known: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
-    """Whether the pipeline's devices are those that it is `known` to have."""
-    assert known is not None
-    size, each = max(pipeline.device_mapping) + 1, pipeline.options.num_devices_per_ipu
-    needed = [
-        (ipu + size * replica) * each + part
+def _has_devices(pipeline: Pipeline, known_devices: Sequence[Any] | None, devices: Sequence[Any]) -> bool:
+    """Whether the pipeline would have the same devices of `devices` as of `known_devices`."""
+    assert known_devices is not None
+    size, per_ipu = max(pipeline.device_mapping) + 1, pipeline.options.num_devices_per_ipu
+    numbers = [
+        (ipu + size * replica) * per_ipu + part
         for ipu in pipeline.device_mapping
         for replica in range(pipeline.num_replicas)
-        for part in range(each)
+        for part in range(per_ipu)
     ]
-    return all(number < len(devices) and devices[number] == known[number] for number in needed)
+    return all(number < len(devices) and devices[number] == known_devices[number] for number in numbers)
 
 
 def _check_element(pipeline: Pipeline, element: Any, number: int) -> list[Any]:
@@ -1298,10 +1303,10 @@ def _check_optimizer_state(updates: Updates | None, state: PipelineState) -> Non
         return
     tree = jax.tree.structure(state.optimizer_state)
     if tree != updates.state_tree:
-        given, made = describe_structures(tree, updates.state_tree)
+        state_text, expected_text = describe_structures(tree, updates.state_tree)
         raise ValueError(
             "The state's optimizer_state is of another optimizer or of other variables: it is "
-            f"{given}, and the pipeline's optimizer makes {made}."
+            f"{state_text}, and the pipeline's optimizer makes {expected_text}."
         )
 
 

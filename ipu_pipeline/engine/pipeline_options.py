@@ -26,17 +26,17 @@ from ipu_pipeline.engine.updates import optimizer_tracing
 from ipu_pipeline.ground.checks import find_near, is_integer
 from ipu_pipeline.ground.pytrees import describe_structure
 
-# Checks of a pipeline's options: what each may be, and which of them have no effect.
+# Checks.
 
 Fields: TypeAlias = "Mapping[str, Any]"
 
 
 def check_fields(fields: Fields) -> None:
     """Checks what can be seen of each option alone."""
-    for names, is_usable, wanted in _RULES:
+    for names, is_usable, expected in _RULES:
         for name in names.split():
             if not is_usable(fields[name]):
-                raise ValueError(f"{name} must be {wanted}; got {fields[name]!r}.")
+                raise ValueError(f"{name} must be {expected}; got {fields[name]!r}.")
 
 
 def find_unused(fields: Fields) -> Iterator[str]:
@@ -63,11 +63,11 @@ def _find_only_for_training(fields: Fields) -> Iterator[str]:
             yield name
     if Reduction(fields["reduction"]) is not Reduction.MEAN:
         yield "reduction"
-    used = {Offload.WEIGHTS}
+    for_inference = {Offload.WEIGHTS}
     if fields["execution_phases"] is not None:
-        used.add(Offload.ACTIVATIONS)  # what goes from phase to phase
+        for_inference.add(Offload.ACTIVATIONS)  # what goes from phase to phase
     for offload in map(Offload, fields["offload"]):
-        if offload not in used:
+        if offload not in for_inference:
             yield f'"{offload.value}" in offload'
     if Shard.OPTIMIZER_STATE in map(Shard, fields["shard"]):
         yield f'"{Shard.OPTIMIZER_STATE.value}" in shard'
@@ -105,22 +105,14 @@ def _is_devices(value: Any) -> bool:
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "check_nans donate joins_assigned sum_collected",
-        _is_boolean,
-        "True or False",
-    ),
+    ("check_nans donate joins_assigned sum_collected", _is_boolean, "True or False"),
     (
         "collect_outputs",
         lambda value: _is_boolean(value) or callable(value),
         "True, False, or a function of the outputs' shapes and dtypes",
     ),
     ("loss", _is_function, "a function of what the last stage returns, or None"),
-    (
-        "trained",
-        _is_names,
-        "a collection of full names, a function from the variables to one, or None",
-    ),
+    ("trained", _is_names, "a collection of full names, a function from the variables to one, or None"),
     (
         "gradient_map",
         _is_late,
@@ -136,7 +128,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-# The options of a pipeline: its arguments besides the stages.
+# The options.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -407,7 +399,7 @@ class PipelineOptions:
 
 def make_options(caller: str, *arguments: Any, **options: Any) -> PipelineOptions:
     """Makes the options of a pipeline from what a function, `caller`, was given."""
-    names = [known.name for known in fields(PipelineOptions)]
+    names = [option.name for option in fields(PipelineOptions)]
     if arguments:
         raise TypeError(f"{caller}: options are given by their names; got {arguments[0]!r} without one.")
     for name in options:
@@ -418,11 +410,11 @@ def make_options(caller: str, *arguments: Any, **options: Any) -> PipelineOption
     return PipelineOptions(**options)
 
 
-def _last_stage_loss(*values: Any, **others: Any) -> Any:
-    if len(values) != 1 or others:
+def _last_stage_loss(*values: Any, **named: Any) -> Any:
+    if len(values) != 1 or named:
         raise TypeError(
             "loss is not given, so the last stage must return the loss alone, a scalar. It returns "
-            f"{describe_structure(jax.tree.structure(others or values))}. Give loss, a function of these."
+            f"{describe_structure(jax.tree.structure(named or values))}. Give loss, a function of these."
         )
     return values[0]
 

@@ -20,7 +20,7 @@ from ipu_pipeline.engine.updates.update_programs import Updates
 from ipu_pipeline.ground.pytrees import describe
 from ipu_pipeline.ground.tables import shorten
 
-# Makes the state that training begins with.
+# Initial states.
 
 
 def make_state(runner: Runner[Any], key: Any) -> PipelineState:
@@ -53,8 +53,8 @@ def make_variables(placement: StatePlacement, names: Iterable[str], key: Any) ->
     with initializing(len(names)) as progress:
         for name in names:  # one at a time: all of them may not fit one device
             spec = placement.traced.variables[name]
-            made = initial_value(spec, key) if placement.has_variable(name) else spec
-            variables |= placement.place_variables({name: made})
+            value = initial_value(spec, key) if placement.has_variable(name) else spec
+            variables |= placement.place_variables({name: value})
             progress.num_done += 1
     return variables
 
@@ -70,7 +70,8 @@ def make_optimizer_state(
     return runner.init_optimizer_state(placed, [dict(enumerate(outputs or ()))] * len(runner.homes))
 
 
-# Makes a state from another pipeline's: common variables are kept, others start from initial values.
+# States of other pipelines, by full names alone: an order means nothing where variables are missing, as a
+# layer put in between would shift all that follow. (`resplitting`, which uses the order, needs all.)
 
 _MAX_NAMES = 300  # characters
 
@@ -105,69 +106,69 @@ class Adoption:
         """Formats the names."""
         lists = {"taken": self.taken, "new": self.new, "left in the state": self.left}
         lines = [
-            f"{what}: {len(names)} variable{'s' * (len(names) != 1)}"
+            f"{title}: {len(names)} variable{'s' * (len(names) != 1)}"
             + (f", {shorten(', '.join(names), _MAX_NAMES)}" if names else "")
-            for what, names in lists.items()
+            for title, names in lists.items()
         ]
-        told = {True: "taken", False: "new", None: "none"}
-        return "\n".join([*lines, f"optimizer state: {told[self.takes_optimizer_state]}"])
+        descriptions = {True: "taken", False: "new", None: "none"}
+        return "\n".join([*lines, f"optimizer state: {descriptions[self.takes_optimizer_state]}"])
 
 
-def compare(known: Mapping[str, Any], wanted: Mapping[str, VariableSpec]) -> Adoption:
+def compare(variables: Mapping[str, Any], specs: Mapping[str, VariableSpec]) -> Adoption:
     """Compares a state's variables with a pipeline's by name; the pipeline takes those that both have."""
-    known = without_weights(known)
-    taken = [name for name in wanted if name in known]
-    other = [
-        f"{name} is {describe(known[name])} there, {describe(wanted[name])} here"
+    variables = without_weights(variables)
+    taken = [name for name in specs if name in variables]
+    faults = [
+        f"{name} is {describe(variables[name])} there, {describe(specs[name])} here"
         for name in taken
-        if (tuple(known[name].shape), known[name].dtype) != (wanted[name].shape, wanted[name].dtype)
+        if (tuple(variables[name].shape), variables[name].dtype) != (specs[name].shape, specs[name].dtype)
     ]
-    if other:
+    if faults:
         raise ValueError(
             "Pipeline.adopt: variables of the same names must have the same shapes and dtypes: "
-            f"{shorten('; '.join(other), _MAX_NAMES)}. To begin such a variable anew, give it another "
+            f"{shorten('; '.join(faults), _MAX_NAMES)}. To begin such a variable anew, give it another "
             "name, or leave it out of the state (dataclasses.replace(state, variables=...))."
         )
     if not taken:
-        listed = [shorten(", ".join(names), _MAX_NAMES) for names in (known, wanted)]
+        listed = [shorten(", ".join(names), _MAX_NAMES) for names in (variables, specs)]
         raise ValueError(
             f"Pipeline.adopt: the state has none of the pipeline's variables. It has {listed[0]}; the "
             f"pipeline has {listed[1]}. engine.resplit(state, pipeline) moves a state of another split."
         )
-    new, left = (name for name in wanted if name not in known), (n for n in known if n not in wanted)
-    return Adoption(tuple(taken), tuple(new), tuple(left))
+    new = tuple(name for name in specs if name not in variables)
+    return Adoption(tuple(taken), new, tuple(name for name in variables if name not in specs))
 
 
 def adopt_optimizer_state(
-    known: Any, updates: Updates, new: Collection[str], make: Callable[[], Any]
+    old_state: Any, updates: Updates, new: Collection[str], make: Callable[[], Any]
 ) -> tuple[Any, bool]:
     """Takes another optimizer state if it fits: all that belongs to no variable, or to one that was taken.
 
     Returns:
       The state, and whether it was taken.
     """
-    made = make()
-    if known is None or made is None:
-        return made, False
-    with_paths = jax.tree_util.tree_leaves_with_path(known)
+    new_state = make()
+    if old_state is None or new_state is None:
+        return new_state, False
+    with_paths = jax.tree_util.tree_leaves_with_path(old_state)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
-    found = list(jax.tree.leaves(made))
+    new_leaves = list(jax.tree.leaves(new_state))
     has_variables = takes_variables = False
     for number, leaf in enumerate(updates.state_leaves):
         has_variables |= leaf.variable is not None
         if leaf.variable in new:
             continue
-        own = leaves.get(leaf.path)
-        if own is None or (tuple(own.shape), own.dtype) != (leaf.aval.shape, leaf.aval.dtype):
-            return made, False
-        found[number] = own
+        value = leaves.get(leaf.path)
+        if value is None or (tuple(value.shape), value.dtype) != (leaf.aval.shape, leaf.aval.dtype):
+            return new_state, False
+        new_leaves[number] = value
         takes_variables |= leaf.variable is not None
     if has_variables and not takes_variables:  # counts of updates of other variables
-        return made, False
-    return updates.state_tree.unflatten(found), True
+        return new_state, False
+    return updates.state_tree.unflatten(new_leaves), True
 
 
-# What a pipeline has between two steps: accumulators, and the state that is in place.
+# Between two steps.
 
 
 class BetweenSteps:
@@ -194,9 +195,9 @@ class BetweenSteps:
         hidden = {name: value for name, value in state.variables.items() if is_loss_weight(name)}
         if not hidden:
             return state
-        given = dataclasses.replace(state, variables=without_weights(state.variables))
-        self._placed = weakref.ref(given), hidden
-        return given
+        visible = dataclasses.replace(state, variables=without_weights(state.variables))
+        self._placed = weakref.ref(visible), hidden
+        return visible
 
     def is_placed(self, state: Any) -> bool:
         """Whether a state is the last one that is known to be placed."""

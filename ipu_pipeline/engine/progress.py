@@ -183,7 +183,7 @@ def tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
-    """No line is shown in the block, because an observer shows what compiles."""
+    """Lets an observer show what is compiled inside the `with` block, in place of the line."""
     token = _observer.set(observer)
     try:
         yield
@@ -200,6 +200,7 @@ def _showing_alone(line: Callable[[], str]) -> contextlib.AbstractContextManager
 @contextlib.contextmanager
 def _showing(line: Callable[[], str]) -> Iterator[None]:
     """Shows the line while the block lasts, from a thread, as the block's own may be busy in XLA."""
+    # No bar of tqdm: a process's first one makes a lock of multiprocessing, which fixes its start method.
     ended = threading.Event()
     thread = threading.Thread(
         target=_show, args=(line, sys.stderr, ended), name="ipu-progress", daemon=True

@@ -144,8 +144,8 @@ def step(
             stateless = dataclasses.replace(
                 running, optimizer_state=None, update_count=0, execution_count=execution_count
             )
-            own = of_each[replica + index * num_replicas]
-            loss, grads, outputs, variables = _compile_gradients(own, differentiated)(
+            traced_stages = of_each[replica + index * num_replicas]
+            loss, grads, outputs, variables = _compile_gradients(traced_stages, differentiated)(
                 stateless, micro_batch, index, inputs, loss_scale
             )
             running = dataclasses.replace(running, variables=variables)
@@ -182,8 +182,8 @@ def step(
         outputs_of = zip(*(part.outputs for part in parts), strict=True)
         losses_of = zip(*(part.losses for part in parts), strict=True)
         together = [
-            ([jnp.stack(leaves) for leaves in zip(*some, strict=True)], jnp.stack(losses))
-            for some, losses in zip(outputs_of, losses_of, strict=True)
+            ([jnp.stack(leaves) for leaves in zip(*replica_leaves, strict=True)], jnp.stack(losses))
+            for replica_leaves, losses in zip(outputs_of, losses_of, strict=True)
         ]
     collected = [
         Collected(outputs, None if optimizer is None else loss, None) for outputs, loss in together
@@ -202,8 +202,8 @@ def step(
         if isinstance(optimizer, optax.GradientTransformation):
             return optax.with_extra_args_support(optimizer), {}
         args, kwargs = stages.as_arguments(unflatten(outputs))
-        made = optimizer(*args, **kwargs)
-        pair = (made, {}) if isinstance(made, optax.GradientTransformation) else made
+        result = optimizer(*args, **kwargs)
+        pair = (result, {}) if isinstance(result, optax.GradientTransformation) else result
         return optax.with_extra_args_support(pair[0]), pair[1]
 
     with jax.numpy_dtype_promotion("standard"):
@@ -213,9 +213,9 @@ def step(
     optimizer_state = state.optimizer_state
     if optimizer_state is None:
         optimizer_state = transformation(all_outputs[0])[0].init(parameters)
-    made, extra = transformation(all_outputs[-1])
+    update, extra = transformation(all_outputs[-1])
     with jax.numpy_dtype_promotion("standard"):
-        changes, optimizer_state = made.update(accumulated, optimizer_state, parameters, **extra)
+        changes, optimizer_state = update.update(accumulated, optimizer_state, parameters, **extra)
         parameters = optax.apply_updates(parameters, changes)
     parameters = {name: value.astype(specs[name].dtype) for name, value in parameters.items()}
     return (

@@ -44,7 +44,7 @@ Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a variable is in another state.
+    """The origin of a variable in another state.
 
     Attributes:
       parts: the names of variables, each with the row of its first axis; None: all of it.
@@ -94,10 +94,10 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
     """
     check_state("engine.resplit", state)
     check_pipeline("engine.resplit", pipeline)
-    known = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
+    with_paths = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
     leaves = None
     if state.optimizer_state is not None:
-        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in known}
+        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
     return move_state(state, leaves, pipeline)
 
 
@@ -109,9 +109,9 @@ def check_pipeline(caller: str, pipeline: Any) -> None:
 
 def move_state(state: PipelineState, leaves: Mapping[str, Any] | None, pipeline: Pipeline) -> PipelineState:
     """The same as `resplit`, with the leaves of the optimizer's state by their paths."""
-    wanted = {name: spec.shape for name, spec in pipeline.variables.items()}
+    new_shapes = {name: spec.shape for name, spec in pipeline.variables.items()}
     shapes = {name: tuple(value.shape) for name, value in without_weights(state.variables).items()}
-    origins = _match(shapes, wanted)
+    origins = _match(shapes, new_shapes)
     variables = {name: _read(state.variables, origin) for name, origin in origins.items()}
     updates, optimizer_state = pipeline.built.updates, None
     if updates is not None and leaves is not None:
@@ -135,91 +135,93 @@ class _Optimizer:
     ) -> None:
         self._leaves, self._origins, self._shapes = leaves, origins, shapes
         self._are_others = any(origin.whole != name for name, origin in origins.items())
-        self._left = set(leaves)
+        self._remaining = set(leaves)
 
-    def move(self, path: tuple[Any, ...], wanted: StateLeaf) -> Any:
-        """Finds a leaf."""
+    def move(self, path: tuple[Any, ...], state_leaf: StateLeaf) -> Any:
+        """The value of a leaf of the pipeline's optimizer state."""
         text = jax.tree_util.keystr(path)
         names = [str(entry.key) if isinstance(entry, jax.tree_util.DictKey) else "" for entry in path]
         place = next((place for place, name in enumerate(names) if name in self._origins), None)
         if place is None:
             leaf = self._take(text)
-            if self._are_others and leaf is not None and wanted.grows:
+            if self._are_others and leaf is not None and state_leaf.grows:
                 raise ValueError(
                     f"The optimizer's state at {text} has the shape {tuple(leaf.shape)} and belongs to no "
                     "single variable, as that of optax.flatten. It cannot be moved between splits."
                 )
         else:
             leaf = self._of_variable(path, place, self._origins[names[place]])
-        aval = wanted.aval
+        aval = state_leaf.aval
         if leaf is None or tuple(leaf.shape) != aval.shape or leaf.dtype != aval.dtype:
-            got = "is missing there" if leaf is None else f"is {describe(leaf)} there, not {describe(aval)}"
-            raise ValueError(f"{_OTHER_OPTIMIZER}: {text} {got}.")
+            fault = "missing there" if leaf is None else f"{describe(leaf)} there, not {describe(aval)}"
+            raise ValueError(f"{_OTHER_OPTIMIZER}: {text} is {fault}.")
         return leaf
 
     def _of_variable(self, path: tuple[Any, ...], place: int, origin: _Origin) -> Any:
-        found: dict[str, Any] = {}
+        leaves: dict[str, Any] = {}
         for name in dict.fromkeys(name for name, _row in origin.parts):
-            own = (*path[:place], jax.tree_util.DictKey(name), *path[place + 1 :])
-            leaf = self._take(jax.tree_util.keystr(own))
+            leaf_path = (*path[:place], jax.tree_util.DictKey(name), *path[place + 1 :])
+            leaf = self._take(jax.tree_util.keystr(leaf_path))
             if leaf is None or (origin.whole is None and tuple(leaf.shape) != self._shapes[name]):
                 return None
-            found[name] = leaf
-        return _read(found, origin)
+            leaves[name] = leaf
+        return _read(leaves, origin)
 
     def _take(self, text: str) -> Any:
-        self._left.discard(text)
+        self._remaining.discard(text)
         return self._leaves.get(text)
 
     def check_all_taken(self) -> None:
-        """Raises a ValueError if there is more than was asked for."""
-        if self._left:
-            left = shorten(", ".join(sorted(self._left)), _MAX_NAMES)
-            raise ValueError(f"{_OTHER_OPTIMIZER}: it has no {left}.")
+        """Raises a ValueError if leaves of the state remain."""
+        if self._remaining:
+            names = shorten(", ".join(sorted(self._remaining)), _MAX_NAMES)
+            raise ValueError(f"{_OTHER_OPTIMIZER}: it has no {names}.")
 
 
 def _read(values: Mapping[str, Any], origin: _Origin) -> Any:
-    """The value of what is made of others; the very array if it is one of them."""
+    """The value of a variable; the same array if its origin is a single variable."""
     if origin.whole is not None:
         return values[origin.whole]
     peers.check_joined("Moving stacked layers")
     names = list(dict.fromkeys(name for name, _row in origin.parts))
-    known = dict(zip(names, map(np.asarray, read_gathered([values[name] for name in names])), strict=True))
-    rows = [known[name] if row is None else known[name][row] for name, row in origin.parts]
+    arrays = dict(zip(names, map(np.asarray, read_gathered([values[name] for name in names])), strict=True))
+    rows = [arrays[name] if row is None else arrays[name][row] for name, row in origin.parts]
     return np.stack(rows) if origin.is_stacked else rows[0]
 
 
-def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
-    """For each variable that is wanted, what it is of those that are known."""
-    if dict(known) == dict(wanted):
-        return {name: _Origin(((name, None),)) for name in wanted}
-    found = {
+def _match(old: Shapes, new: Shapes) -> dict[str, _Origin]:
+    """The origin of each new variable among the old ones."""
+    if dict(old) == dict(new):
+        return {name: _Origin(((name, None),)) for name in new}
+    origins = {
         name: _Origin(((name, None),))
-        for name in wanted
-        if known.get(name) == wanted[name] and _stage(name) is None
+        for name in new
+        if old.get(name) == new[name] and _stage(name) is None
     }
-    ours = {name: shape for name, shape in known.items() if name not in found}
-    theirs = {name: shape for name, shape in wanted.items() if name not in found}
-    tails = _find_tails([ours, theirs])
+    old_unmatched = {name: shape for name, shape in old.items() if name not in origins}
+    new_unmatched = {name: shape for name, shape in new.items() if name not in origins}
+    tails = _find_tails([old_unmatched, new_unmatched])
     groups: dict[str, dict[str, _Origin] | None] = {}
     for tail in sorted({*tails[0].values(), *tails[1].values()}):
-        before = {name: shape for name, shape in ours.items() if tails[0][name] == tail}
-        after = {name: shape for name, shape in theirs.items() if tails[1][name] == tail}
+        before = {name: shape for name, shape in old_unmatched.items() if tails[0][name] == tail}
+        after = {name: shape for name, shape in new_unmatched.items() if tails[1][name] == tail}
         groups[tail] = _match_group(before, after)
-    certain = {_rows(own) for own in groups.values() if own is not None and _is_certain(own, known, wanted)}
-    beside: dict[str, set[tuple[int, ...]]] = {}  # kind without its last word -> numbers of rows
-    for tail, own in groups.items():
-        if own is not None and (len(own) > 1 or _rows(own)):
-            beside.setdefault(_parent(tail), set()).add(_rows(own))
+    certain = {
+        _rows(group) for group in groups.values() if group is not None and _is_certain(group, old, new)
+    }
+    siblings: dict[str, set[tuple[int, ...]]] = {}  # kind without its last word -> numbers of rows
+    for tail, group in groups.items():
+        if group is not None and (len(group) > 1 or _rows(group)):
+            siblings.setdefault(_parent(tail), set()).add(_rows(group))
     wrong: tuple[list[str], list[str]] = ([], [])
-    for tail, own in groups.items():
+    for tail, group in groups.items():
         # Rows of matrices that only happen to add up are no layers; what is beside them tells.
-        is_known = own is not None and len(beside.get(_parent(tail), ())) <= 1
-        if own is None or not is_known or (_rows(own) and _rows(own) not in certain):
-            wrong[0].extend(name for name in ours if tails[0][name] == tail)
-            wrong[1].extend(name for name in theirs if tails[1][name] == tail)
+        is_known = group is not None and len(siblings.get(_parent(tail), ())) <= 1
+        if group is None or not is_known or (_rows(group) and _rows(group) not in certain):
+            wrong[0].extend(name for name in old_unmatched if tails[0][name] == tail)
+            wrong[1].extend(name for name in new_unmatched if tails[1][name] == tail)
         else:
-            found |= own
+            origins |= group
     if wrong[0] or wrong[1]:
         listed = [shorten(", ".join(names), _MAX_NAMES) or "none" for names in wrong]
         raise ValueError(
@@ -229,23 +231,23 @@ def _match(known: Shapes, wanted: Shapes) -> dict[str, _Origin]:
             "names must be equal. Pipeline.adopt(state) takes the variables of the same names only, and "
             "begins others anew."
         )
-    return {name: found[name] for name in wanted}
+    return {name: origins[name] for name in new}
 
 
-def _match_group(known: Shapes, wanted: Shapes) -> dict[str, _Origin] | None:
+def _match_group(old: Shapes, new: Shapes) -> dict[str, _Origin] | None:
     """Matches variables of one kind in their order; None if they do not belong together."""
-    ours, theirs = (sorted(names, key=lambda name: (_order(name), name)) for names in (known, wanted))
-    if [known[name] for name in ours] == [wanted[name] for name in theirs]:
-        pairs = list(zip(ours, theirs, strict=True))
-        of_stages = any(_stage(name) is not None for name in (*ours, *theirs))
-        if not of_stages and any(own != other for own, other in pairs):
+    old_names, new_names = (sorted(names, key=lambda name: (_order(name), name)) for names in (old, new))
+    if [old[name] for name in old_names] == [new[name] for name in new_names]:
+        pairs = list(zip(old_names, new_names, strict=True))
+        of_stages = any(_stage(name) is not None for name in (*old_names, *new_names))
+        if not of_stages and any(before != after for before, after in pairs):
             return None
         if not _agree_with_names(pairs):
             return None
-        return {name: _Origin(((own, None),)) for own, name in pairs}
-    shapes = [*known.values(), *wanted.values()]
+        return {name: _Origin(((before, None),)) for before, name in pairs}
+    shapes = [*old.values(), *new.values()]
     ranks = {len(shape) for shape in shapes}
-    if not ours or not theirs or max(ranks) == 0 or max(ranks) - min(ranks) > 1:
+    if not old_names or not new_names or max(ranks) == 0 or max(ranks) - min(ranks) > 1:
         return None
     stacked = max(ranks)
     if len({shape[1:] if len(shape) == stacked else shape for shape in shapes}) > 1:
@@ -254,28 +256,28 @@ def _match_group(known: Shapes, wanted: Shapes) -> dict[str, _Origin] | None:
     def rows(name: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
         return [(name, row) for row in range(shape[0])] if len(shape) == stacked else [(name, None)]
 
-    left = [part for name in ours for part in rows(name, known[name])]
-    found = {}
-    for name in theirs:
-        number = len(rows(name, wanted[name]))
-        found[name] = _Origin(tuple(left[:number]), len(wanted[name]) == stacked)
-        left = left[number:]
-        if len(found[name].parts) < number:
+    remaining = [part for name in old_names for part in rows(name, old[name])]
+    origins = {}
+    for name in new_names:
+        number = len(rows(name, new[name]))
+        origins[name] = _Origin(tuple(remaining[:number]), len(new[name]) == stacked)
+        remaining = remaining[number:]
+        if len(origins[name].parts) < number:
             return None
-    return None if left else found
+    return None if remaining else origins
 
 
 def _rows(origins: Mapping[str, _Origin]) -> tuple[int, ...]:
-    """How many rows each variable has, if layers are stacked otherwise; else nothing."""
+    """The number of rows of each variable if layers are stacked differently; otherwise ()."""
     if all(origin.whole is not None for origin in origins.values()):
         return ()
     return tuple(len(origin.parts) for origin in origins.values())
 
 
-def _is_certain(origins: Mapping[str, _Origin], known: Shapes, wanted: Shapes) -> bool:
+def _is_certain(origins: Mapping[str, _Origin], old: Shapes, new: Shapes) -> bool:
     """Whether rows are layers: single ones are variables on one side, or they are matrices and more."""
     parts = [part for origin in origins.values() for part in origin.parts]
-    ranks = {len(known[name]) for name, _row in parts} | {len(wanted[name]) for name in origins}
+    ranks = {len(old[name]) for name, _row in parts} | {len(new[name]) for name in origins}
     return len(ranks) > 1 or min(ranks) >= _LEAST_RANK
 
 
@@ -284,9 +286,9 @@ def _agree_with_names(pairs: Sequence[tuple[str, str]]) -> bool:
     words = [tuple("/".join(_parts(name)) for name in pair) for pair in pairs]
     if any(part.isdecimal() for pair in pairs for name in pair for part in _parts(name)):
         return True  # numbers of places in a list, which are others in other stages
-    ours, theirs = ([pair[side] for pair in words] for side in (0, 1))
-    are_names = len(set(ours)) == len(ours) and set(ours) == set(theirs)
-    return not are_names or ours == theirs
+    old_words, new_words = ([pair[side] for pair in words] for side in (0, 1))
+    are_names = len(set(old_words)) == len(old_words) and set(old_words) == set(new_words)
+    return not are_names or old_words == new_words
 
 
 def _find_tails(sides: Sequence[Shapes]) -> list[dict[str, str]]:
@@ -296,15 +298,16 @@ def _find_tails(sides: Sequence[Shapes]) -> list[dict[str, str]]:
     for side, names in enumerate(sides):
         for name in names:
             for place, number in enumerate(_numbers(name)):
-                own = values.setdefault((_plain(name), place), {})
-                own.setdefault((side, _stage(name)), set()).add(number)
+                by_stage = values.setdefault((_plain(name), place), {})
+                by_stage.setdefault((side, _stage(name)), set()).add(number)
     stages = [{_stage(name) for name in names} for names in sides]
     tells = {
-        key: len({frozenset(found) for found in own.values()}) > 1 or len(next(iter(own.values()))) == 1
-        for key, own in values.items()
+        key: len({frozenset(number_set) for number_set in by_stage.values()}) > 1
+        or len(next(iter(by_stage.values()))) == 1
+        for key, by_stage in values.items()
     }
     # With one stage on both sides nothing is known of numbers; then all tell a layer.
-    has_several = any(len(own) > 1 for own in stages)
+    has_several = any(len(side_stages) > 1 for side_stages in stages)
 
     def tail(name: str) -> str:
         plain, numbers = _plain(name), _numbers(name)
@@ -324,8 +327,8 @@ def _parts(name: str) -> list[str]:
 
 def _stage(name: str) -> int | None:
     """The stage in a name; None if there is none."""
-    found = re.fullmatch(r"stage(\d+)", name.split("/")[0])
-    return None if found is None or "/" not in name else int(found[1])
+    match = re.fullmatch(r"stage(\d+)", name.split("/")[0])
+    return None if match is None or "/" not in name else int(match[1])
 
 
 def _plain(name: str) -> str:
@@ -343,11 +346,11 @@ def _parent(tail: str) -> str:
 def _numbers(name: str) -> list[int]:
     """The numbers in a name after that of its stage; a word beside numbered ones counts as -1."""
     endings = (_ENDING.search(part) for part in _parts(name))
-    return [int(found[1]) for found in endings if found is not None]
+    return [int(match[1]) for match in endings if match is not None]
 
 
 def _order(name: str) -> list[int]:
-    """That by which the layers of variables of one kind are ordered: the stage, then the numbers."""
+    """The sort key of variables of one kind: the stage, then the numbers."""
     prefix = _PREFIX.fullmatch(name.split("/")[0]) if "/" in name else None
     first = [int(prefix[2])] if prefix is not None and prefix[2] else []
     return first + _numbers(name)

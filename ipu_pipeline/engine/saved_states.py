@@ -26,7 +26,7 @@ from ipu_pipeline.ground.errors import CheckpointError
 # For the fronts; `engine` has the other names.
 __all__ = ["first_rows", "place_state", "take_parts"]
 
-# States of the engine's pipelines as snapshots, and back.
+# Snapshots.
 
 _NAME = "Pipeline"
 # In `Snapshot.extra`: the data of the state's random key, and the variables with a row for each replica.
@@ -39,11 +39,11 @@ def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) 
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     prepared = prepare([*state.variables.values(), *named.values()])
     variables = dict(zip(state.variables, prepared, strict=False))
-    kept = None
+    optimizer = None
     if state.optimizer_state is not None:
         shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named.items()}
-        kept = KeptOptimizer(shapes, prepared[len(variables) :])
-    record = Record(kept, int(state.update_count), int(state.execution_count))
+        optimizer = KeptOptimizer(shapes, prepared[len(variables) :])
+    record = Record(optimizer, int(state.update_count), int(state.execution_count))
     data = np.asarray(jax.random.key_data(state.key)).tolist()
     implementation = str(jax.random.key_impl(state.key))
     return Snapshot(SessionState(variables, {_NAME: record}), 0, implementation, extra={_KEY: data})
@@ -51,11 +51,11 @@ def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) 
 
 def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> Snapshot:
     """A snapshot of this process's parts of a state."""
-    own = {name: value for name, value in state.variables.items() if name in separate}
-    others = {name: value for name, value in state.variables.items() if name not in separate}
-    snapshot = take_state(dataclasses.replace(state, variables=others), parts_of)
-    snapshot.state.variables.update(zip(own, rows_of(list(own.values())), strict=True))
-    snapshot.extra.update({_ROWS: list(own), **extra})
+    own_values = {name: value for name, value in state.variables.items() if name in separate}
+    common_values = {name: value for name, value in state.variables.items() if name not in separate}
+    snapshot = take_state(dataclasses.replace(state, variables=common_values), parts_of)
+    snapshot.state.variables.update(zip(own_values, rows_of(list(own_values.values())), strict=True))
+    snapshot.extra.update({_ROWS: list(own_values), **extra})
     return snapshot
 
 
@@ -92,7 +92,7 @@ def first_rows(snapshot: Snapshot) -> dict[str, Any]:
     return {name: value[0] if name in rows else value for name, value in snapshot.state.variables.items()}
 
 
-# States of the engine's pipelines on disk: `engine.save` and `engine.restore`.
+# On disk.
 
 
 @one_thread("saving a state")
@@ -162,7 +162,7 @@ def _check_path(caller: str, path: object) -> None:
         raise TypeError(f"{caller}: path must be a string or a path; got {path!r}.")
 
 
-# States of the engine's pipelines in the machines' memory.
+# In the machines' memory.
 
 _EXTRA = "engine_extra"  # in `Snapshot.extra`: what a program adds
 
@@ -232,12 +232,12 @@ class InMemoryCheckpoints:
         snapshot = None if series is None else series.find()
         if series is not None and snapshot is not None:
             try:
-                found = place_state(snapshot, "What is in memory", self._pipeline)
+                restored = place_state(snapshot, "What is in memory", self._pipeline)
             except BaseException:
                 series.leave()  # for a call that comes with the right pipeline
                 raise
-            if found.execution_count >= state.execution_count:
-                state, self.extra = found, snapshot.extra[_EXTRA]
+            if restored.execution_count >= state.execution_count:
+                state, self.extra = restored, snapshot.extra[_EXTRA]
                 series.say_resumed()
         self._series, self._has_restored = series, True
         return state
@@ -265,7 +265,7 @@ class InMemoryCheckpoints:
             raise RuntimeError(
                 "InMemoryCheckpoints.save: call restore before the first step, which reads what is there."
             )
-        kept = {_EXTRA: _check_extra(extra)}
+        saved_extra = {_EXTRA: _check_extra(extra)}
         series = self._series
         if series is None:
             return
@@ -273,14 +273,15 @@ class InMemoryCheckpoints:
             series.note_run(state.update_count)
         self._has_saved = True
         # Arrays of NumPy, which only the user can have put there, may be written to.
-        own = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
-        state, separate = dataclasses.replace(state, variables=own), find_separate_variables(self._pipeline)
+        copies = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in state.variables.items()}
+        state = dataclasses.replace(state, variables=copies)
+        separate = find_separate_variables(self._pipeline)
         series.meet()
-        series.take(lambda: take_parts(state, separate, kept))
+        series.take(lambda: take_parts(state, separate, saved_extra))
 
 
 def _check_extra(extra: Any) -> dict[str, Any]:
-    """A copy of what belongs to a state, as it will be read."""
+    """A copy of the extra data, as it will be read back."""
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):

@@ -87,10 +87,7 @@ class SegmentedFunction:
 
     @classmethod
     def trace(
-        cls,
-        function: Callable[..., Any],
-        avals: Sequence[jax.ShapeDtypeStruct],
-        names: frames.ProgramNames,
+        cls, function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], names: frames.ProgramNames
     ) -> SegmentedFunction:
         """Traces a function that calls `mark_call`. Does not start JAX's backend."""
 
@@ -161,13 +158,13 @@ def _make_steps(flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]
             runs[-1].append(equation)
     steps: list[Step] = []
     for index, run in enumerate(runs):
-        later = [*markers[index:], *(equation for rest in runs[index + 1 :] for equation in rest)]
-        wanted = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
-        used = {atom for atom in wanted if not isinstance(atom, jax_core.Literal)}
-        results = [var for equation in run for var in equation.outvars if var in used]
+        later = [*markers[index:], *(equation for later_run in runs[index + 1 :] for equation in later_run)]
+        atoms = [atom for equation in later for atom in equation.invars] + list(flat.outputs)
+        read_atoms = {atom for atom in atoms if not isinstance(atom, jax_core.Literal)}
+        results = [var for equation in run for var in equation.outvars if var in read_atoms]
         # A variable that is returned or given to a pipeline unchanged still has to be read.
         read_here = {var: spec for spec, var in reads[index].items()}
-        results += [var for var in read_here if var in used]
+        results += [var for var in read_here if var in read_atoms]
         if results or any(equation.effects for equation in run):
             steps.append(_make_segment(flat, run, results, read_here))
         if index < len(markers):
@@ -179,14 +176,14 @@ def _make_steps(flat: jaxprs.FlatJaxpr, reads: Sequence[dict[VariableSpec, Any]]
 def _make_segment(
     flat: jaxprs.FlatJaxpr, run: list[Any], results: list[Any], read_here: dict[Any, VariableSpec]
 ) -> Segment:
-    made = {var for equation in run for var in equation.outvars}
+    computed = {var for equation in run for var in equation.outvars}
     atoms = [atom for equation in run for atom in equation.invars] + results
-    taken = dict.fromkeys(
+    arguments = dict.fromkeys(
         atom
         for atom in atoms
-        if not isinstance(atom, jax_core.Literal) and atom not in made and atom not in flat.constants
+        if not isinstance(atom, jax_core.Literal) and atom not in computed and atom not in flat.constants
     )
-    part = jaxprs.FlatJaxpr(list(taken), run, results, flat.constants)
+    part = jaxprs.FlatJaxpr(list(arguments), run, results, flat.constants)
     program = jaxprs.extract(part, results, (), jaxprs.any_equation)
 
     def compute(*arguments: Any) -> list[Any]:
@@ -205,11 +202,11 @@ class Values:
 
     def __init__(self, function: SegmentedFunction, inputs: Sequence[Any]) -> None:
         self._function = function
-        self._known = {**function.constants, **dict(zip(function.inputs, inputs, strict=True))}
+        self._values = {**function.constants, **dict(zip(function.inputs, inputs, strict=True))}
 
     def find(self, atom: Any) -> Any:
         """The value of an atom; None if it has not been made yet."""
-        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._known.get(atom)
+        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._values.get(atom)
 
     def operands(self, step: CallStep) -> list[Any]:
         """The operands of a call, once the steps before it have run."""
@@ -217,11 +214,11 @@ class Values:
 
     def arguments(self, step: Segment) -> list[Any]:
         """The arguments of a segment, with None for variables."""
-        return [None if var in step.reads else self._known[var] for var in step.arguments]
+        return [None if var in step.reads else self._values[var] for var in step.arguments]
 
     def set_results(self, step: Step, results: Sequence[Any]) -> None:
         """Sets the results of a step."""
-        self._known.update(zip(step.results, results, strict=True))
+        self._values.update(zip(step.results, results, strict=True))
 
     def compute(
         self, step: Segment, variables: Sequence[Any], devices: Sequence[Any], waits: bool = False
@@ -230,42 +227,42 @@ class Values:
 
         Where its values differ between replicas, it computes each replica's own.
         """
-        self._known.update(zip(step.reads, read_gathered(variables), strict=True))
+        self._values.update(zip(step.reads, read_gathered(variables), strict=True))
         device = next(filter(is_here, devices), None) or jax.local_devices()[0]
         group = make_groups([device], (0,))[0]
-        arguments = [self._known[var] for var in step.arguments]
+        arguments = [self._values[var] for var in step.arguments]
         sizes = {len(value.values) for value in arguments if isinstance(value, OfReplicas)}
         if len(sizes) > 1:
             raise ValueError(
                 "A computation between loops takes values of loops with different numbers of replicas: "
                 f"{', '.join(map(str, sorted(sizes)))}. {_MEND_REPLICAS}"
             )
-        made: list[Any]
+        results: list[Any]
         if not sizes:
-            made = step.function(*put_host_copies(arguments, group))
+            results = step.function(*put_host_copies(arguments, group))
         else:
-            each = [
+            of_replicas = [
                 step.function(*put_host_copies([of_replica(value, replica) for value in arguments], group))
                 for replica in range(sizes.pop())
             ]
-            made = [OfReplicas(values) for values in zip(*each, strict=True)]
+            results = [OfReplicas(values) for values in zip(*of_replicas, strict=True)]
         if waits:
-            jax.block_until_ready(made)
-        self.set_results(step, in_every_process(made))
+            jax.block_until_ready(results)
+        self.set_results(step, in_every_process(results))
 
     def compute_on_host(self, step: Segment, variables: Sequence[Any]) -> None:
         """Runs a segment on JAX's default device, from arrays of the host."""
-        self._known.update(zip(step.reads, variables, strict=True))
-        arguments = [np.asarray(self._known[var]) for var in step.arguments]
+        self._values.update(zip(step.reads, variables, strict=True))
+        arguments = [np.asarray(self._values[var]) for var in step.arguments]
         self.set_results(step, step.function(*arguments))
 
     def outputs(self) -> list[Any]:
         """The function's results, the first replica's if they differ: arrays of NumPy, and random keys."""
         returned = [of_replica(self._read(atom), 0) for atom in self._function.outputs]
-        return [one if _is_key(one) else np.array(one) for one in returned]
+        return [value if _is_key(value) else np.array(value) for value in returned]
 
     def _read(self, atom: Any) -> Any:
-        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._known[atom]
+        return np.asarray(atom.val) if isinstance(atom, jax_core.Literal) else self._values[atom]
 
 
 def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[Any]:
@@ -283,8 +280,8 @@ def fit_replicas(name: str, operands: Sequence[Any], num_replicas: int) -> list[
 
 def read_count(name: str, value: Any) -> int:
     """The count of a call, which is one of its operands."""
-    given = value.values if isinstance(value, OfReplicas) else (value,)
-    counts = list(map(int, given))
+    values = value.values if isinstance(value, OfReplicas) else (value,)
+    counts = list(map(int, values))
     if len(set(counts)) > 1:
         raise ValueError(
             f"The count of {name!r} must be the same in all replicas, which compute together; a loop "
@@ -302,8 +299,8 @@ def in_every_process(values: Sequence[Any]) -> list[Any]:
     if peers.current() is None:
         return list(values)
     leaves, tree = jax.tree.flatten(list(values))
-    read: list[Any] = jax.tree.unflatten(tree, list(map(_as_numpy, read_gathered(leaves))))
-    return read
+    readable: list[Any] = jax.tree.unflatten(tree, list(map(_as_numpy, read_gathered(leaves))))
+    return readable
 
 
 def _as_numpy(array: Any) -> Any:

@@ -16,8 +16,6 @@ from ipu_pipeline.engine.mesh_isolation import apart
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import as_plain, is_readable
 
-# The state and the outputs of a step.
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -105,14 +103,14 @@ class StepOutputs:
         """
         if self.unflatten is None or not self.is_here:
             return []
-        found: list[Any] = []
+        results: list[Any] = []
         for part in self.collected:
             if part.size is None:
-                found.append(self.unflatten(part.outputs))
+                results.append(self.unflatten(part.outputs))
                 continue
             leaves = [_unstack(leaf, part.size) for leaf in part.outputs]
-            found += [self.unflatten([leaf[number] for leaf in leaves]) for number in range(part.size)]
-        return found
+            results += [self.unflatten([leaf[number] for leaf in leaves]) for number in range(part.size)]
+        return results
 
     @functools.cached_property
     def losses(self) -> list[Any]:
@@ -120,13 +118,13 @@ class StepOutputs:
 
         With several replicas, an entry is a vector of their losses.
         """
-        found: list[Any] = []
+        losses: list[Any] = []
         if not self.is_here:
-            return found
+            return losses
         for part in self.collected:
             if part.loss is not None:
-                found += [part.loss] if part.size is None else _unstack(part.loss, part.size)
-        return found
+                losses += [part.loss] if part.size is None else _unstack(part.loss, part.size)
+        return losses
 
     @functools.cached_property
     def metrics(self) -> dict[str, Any]:
@@ -152,7 +150,7 @@ class Collected:
 
 @dataclass(frozen=True, eq=False)
 class Handed:
-    """What was enqueued at once, for one micro-batch or weight update or for several in a row.
+    """Values that were enqueued together, for one micro-batch or weight update or for several in a row.
 
     Attributes:
       leaves: the values, by the number of the leaf.
@@ -180,7 +178,7 @@ class RunState:
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """What some micro-batches leave, still being computed.
+    """The results of some micro-batches, still being computed.
 
     Attributes:
       state: the new state.
@@ -207,7 +205,7 @@ def _unstack(stack: Any, size: int) -> list[Any]:
     return list(stack)[:size]
 
 
-# What a state must be to be used: whole, and not in the middle of a trace.
+# Checks.
 
 # What errors say of states that lack variables.
 MOVES = (
@@ -241,8 +239,8 @@ def as_plain_state(state: PipelineState) -> PipelineState:
     """The state with NumPy arrays as JAX takes them, in the byte order of this machine."""
 
     def plain(path: Any, value: Any) -> Any:
-        what = f"The state's optimizer_state{jax.tree_util.keystr(path)}"
-        return as_plain(value, what) if isinstance(value, np.ndarray) else value
+        label = f"The state's optimizer_state{jax.tree_util.keystr(path)}"
+        return as_plain(value, label) if isinstance(value, np.ndarray) else value
 
     variables = {}
     for name, value in state.variables.items():
@@ -254,39 +252,39 @@ def as_plain_state(state: PipelineState) -> PipelineState:
 
 
 def without_aliases(state: PipelineState) -> PipelineState:
-    """The placed state with copies of what it has in a second place: a step gives memory away once."""
-    seen: set[int] = set()
+    """The placed state, with a copy of each array that occurs twice: a step donates a buffer once."""
+    pointers: set[int] = set()
 
-    def own(value: Any) -> Any:
+    def unshared(value: Any) -> Any:
         if not isinstance(value, jax.Array) or value.size == 0:
             return value
-        found = {shard.data.unsafe_buffer_pointer() for shard in value.addressable_shards}
-        if found & seen:
+        value_pointers = {shard.data.unsafe_buffer_pointer() for shard in value.addressable_shards}
+        if value_pointers & pointers:
             return jax.device_put(value, value.sharding, may_alias=False)
-        seen.update(found)
+        pointers.update(value_pointers)
         return value
 
-    variables = {name: own(value) for name, value in state.variables.items()}
+    variables = {name: unshared(value) for name, value in state.variables.items()}
     return dataclasses.replace(
-        state, variables=variables, optimizer_state=jax.tree.map(own, state.optimizer_state)
+        state, variables=variables, optimizer_state=jax.tree.map(unshared, state.optimizer_state)
     )
 
 
-def check_exists(what: str, tree: Any) -> None:
+def check_exists(name: str, tree: Any) -> None:
     """Raises a ValueError if an array of a pytree has been deleted."""
     if any(map(_is_deleted, jax.tree.leaves(tree))):
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         path = next(path for path, leaf in leaves if _is_deleted(leaf))
-        raise _make_deleted_error(what + jax.tree_util.keystr(path))
+        raise _make_deleted_error(name + jax.tree_util.keystr(path))
 
 
 def _is_deleted(value: Any) -> bool:
     return isinstance(value, jax.Array) and not jax_compat.is_traced(value) and value.is_deleted()
 
 
-def _make_deleted_error(what: str) -> ValueError:
+def _make_deleted_error(name: str) -> ValueError:
     return ValueError(
-        f"{what} has been deleted. With donate=True a step destroys the state that it is given, as the new "
+        f"{name} has been deleted. With donate=True a step destroys the state that it is given, as the new "
         "one takes its memory. Go on with the state that the step returned, "
         "`state, outputs = pipeline.step(state, micro_batches)`, or make the pipeline without donate."
     )

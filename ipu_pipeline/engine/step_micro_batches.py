@@ -1,4 +1,4 @@
-"""The micro-batches of a step: taken from what `Pipeline.step` was given, of shapes that have numbers."""
+"""The micro-batches of a step: how they are taken, and the shapes that they may have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ipu_pipeline.engine.updates.update_programs import AccumulatorPlan, find_re
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.pytrees import describe, describe_structures
 
-# Takes the micro-batches of a step from what `Pipeline.step` was given.
+# Taking micro-batches.
 
 Place: TypeAlias = "Callable[[Any, int], Any]"  # of a micro-batch and its number
 
@@ -31,11 +31,11 @@ Place: TypeAlias = "Callable[[Any, int], Any]"  # of a micro-batch and its numbe
 class StepFeed:
     """Takes micro-batches one by one."""
 
-    def __init__(self, micro_batches: Iterable[Any], every: int, has_peers: Callable[[], bool]) -> None:
+    def __init__(self, micro_batches: Iterable[Any], count: int, has_peers: Callable[[], bool]) -> None:
         """Takes nothing yet."""
-        self._numbers, self._every, self._has_peers = iter(range(every)), every, has_peers
+        self._numbers, self._count, self._has_peers = iter(range(count)), count, has_peers
         try:
-            self._iterator = _iterate(micro_batches, every)
+            self._iterator = _iterate(micro_batches, count)
         except Exception as error:
             if not has_peers():
                 raise
@@ -48,11 +48,11 @@ class StepFeed:
         return first
 
     def placing(self, place: Place) -> Take:
-        """A take of micro-batches that `place` puts on the devices."""
+        """Returns a function that takes micro-batches, which `place` puts on the devices."""
         return functools.partial(self._take, place)
 
-    def _take(self, place: Place, wanted: int) -> list[Any]:
-        del wanted
+    def _take(self, place: Place, limit: int) -> list[Any]:
+        del limit
         number = next(self._numbers)
         try:
             return [place(self._next(number), number)]
@@ -68,14 +68,14 @@ class StepFeed:
             return next(self._iterator)
         except StopIteration:
             raise OutOfRangeError(
-                f"The data ended after {number} of the {self._every} micro-batches of a step."
+                f"The data ended after {number} of the {self._count} micro-batches of a step."
             ) from None
 
 
-def _iterate(micro_batches: Iterable[Any], every: int) -> Iterator[Any]:
-    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > every:
+def _iterate(micro_batches: Iterable[Any], count: int) -> Iterator[Any]:
+    if isinstance(micro_batches, (list, tuple)) and len(micro_batches) > count:
         raise ValueError(
-            f"micro_batches: a step takes {every}; the {type(micro_batches).__name__} has "
+            f"micro_batches: a step takes {count}; the {type(micro_batches).__name__} has "
             f"{len(micro_batches)}. Give each step its own, or all steps one iterator."
         )
     return iter(check_elements("Pipeline.step", micro_batches))
@@ -87,11 +87,8 @@ def _raise(error: Exception) -> Iterator[Any]:
     raise error
 
 
-# The shapes that a pipeline's micro-batches have: each has a number, and a runner with programs for them.
-#
-# The shapes of the first micro-batch have the number 0, and their runner leads. Others come as they are
-# met, or were named beforehand. All have the same structure and dtypes, and the same variables, so there is
-# one state.
+# Shapes: those of the first micro-batch have the number 0, and their runner leads. Others come as they are
+# met, or were named beforehand. All have the same variables, so there is one state.
 
 ShapesKey: TypeAlias = "tuple[tuple[int, ...], ...]"  # the shapes of a micro-batch's leaves
 MakeRunner: TypeAlias = "Callable[[Runner[Any], Any, int], Runner[Any]]"
@@ -112,15 +109,15 @@ def describe_number(element: Any, number: int, max_shapes: int) -> str:
     return f"for micro-batches of {describe_shapes(element)} ({number + 1} of at most {max_shapes} shapes)"
 
 
-def check_number(known: Sequence[Any], element: Any, max_shapes: int) -> None:
+def check_number(known_elements: Sequence[Any], element: Any, max_shapes: int) -> None:
     """Raises if a pipeline takes no more shapes of micro-batches."""
-    if len(known) < max_shapes:
+    if len(known_elements) < max_shapes:
         return
     raise ValueError(
         f"max_shapes is {max_shapes}, and a micro-batch of {describe_shapes(element)} has shapes number "
-        f"{len(known) + 1}. There are programs for {'; '.join(map(describe_shapes, known))}. Each of the "
-        "shapes takes time to compile: pad micro-batches to a few lengths (datasets.Buckets does), or "
-        "give the pipeline a larger max_shapes."
+        f"{len(known_elements) + 1}. There are programs for "
+        f"{'; '.join(map(describe_shapes, known_elements))}. Each of the shapes takes time to compile: pad "
+        "micro-batches to a few lengths (datasets.Buckets does), or give the pipeline a larger max_shapes."
     )
 
 
@@ -134,15 +131,15 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
             f"{where} the stages or the optimizer capture other placeholders. Pass these as `inputs`."
         )
     if first.traced.output_tree != other.traced.output_tree:
-        known, made = describe_structures(first.traced.output_tree, other.traced.output_tree)
-        raise ValueError(f"{where} the last stage returns {made}, in place of {known}. Return the same.")
+        before, after = describe_structures(first.traced.output_tree, other.traced.output_tree)
+        raise ValueError(f"{where} the last stage returns {after}, in place of {before}. Return the same.")
     if first.collecting.is_summed and _differ(first.collecting.avals, other.collecting.avals):
         raise ValueError(
-            f"{where} what is summed over the micro-batches is {_list(other.collecting.avals)}, in place "
-            f"of {_list(first.collecting.avals)}. Sum values whose shapes do not depend on the "
-            "micro-batch's, such as the loss."
+            f"{where} what is summed over the micro-batches is {_describe_avals(other.collecting.avals)}, "
+            f"in place of {_describe_avals(first.collecting.avals)}. Sum values whose shapes do not depend "
+            "on the micro-batch's, such as the loss."
         )
-    if _enqueued(first) != _enqueued(other):
+    if _find_enqueued(first) != _find_enqueued(other):
         raise ValueError(f"{where} the stages enqueue or report other values. They must be the same.")
     for argument, of_first, of_other in zip(
         ("init", "update"), _read_outputs(first), _read_outputs(other), strict=True
@@ -161,18 +158,18 @@ def check_alike(first: Built, other: Built, plans: tuple[AccumulatorPlan, Accumu
 
 
 def _check_variables(first: Built, other: Built, where: str) -> None:
-    known, made = first.traced.variables, other.traced.variables
-    missing, new = known.keys() - made.keys(), made.keys() - known.keys()
+    specs, actual = first.traced.variables, other.traced.variables
+    missing, new = specs.keys() - actual.keys(), actual.keys() - specs.keys()
     if missing or new:
         parts = [f"missing are {', '.join(sorted(missing))}"] if missing else []
         parts += [f"new are {', '.join(sorted(new))}"] if new else []
         raise ValueError(
             f"{where} the stages have other variables: {'; '.join(parts)}. All shapes share one state."
         )
-    for name, spec in known.items():
-        if (spec.shape, spec.dtype) != (made[name].shape, made[name].dtype):
+    for name, spec in specs.items():
+        if (spec.shape, spec.dtype) != (actual[name].shape, actual[name].dtype):
             raise ValueError(
-                f"{where} variable {name} is {describe(made[name])}, in place of {describe(spec)}. Its "
+                f"{where} variable {name} is {describe(actual[name])}, in place of {describe(spec)}. Its "
                 "shape must not depend on the micro-batch's: make it for the longest, and use a part of it."
             )
     if first.traced.owners != other.traced.owners:
@@ -180,7 +177,7 @@ def _check_variables(first: Built, other: Built, where: str) -> None:
 
 
 def _read_outputs(built: Built) -> tuple[Any, Any]:
-    """What is read of the last stage's outputs to make the optimizer's state, and in updates."""
+    """The last stage's outputs that the optimizer's init and update read."""
     if built.updates is None:
         return (), ()
     avals = built.traced.output_avals
@@ -191,26 +188,30 @@ def _read_outputs(built: Built) -> tuple[Any, Any]:
     return read(built.updates.inits), read(built.updates.updates)
 
 
-def _enqueued(built: Built) -> tuple[Any, Any]:
+def _find_enqueued(built: Built) -> tuple[Any, Any]:
     """What the stages enqueue, and the names of what they report."""
     entries = built.traced.enqueued
     return [entry.tree for entry in entries], metric_names(entries)
 
 
 def _differ(first: Sequence[Any], other: Sequence[Any]) -> bool:
-    return [(one.shape, one.dtype) for one in first] != [(one.shape, one.dtype) for one in other]
+    return [(aval.shape, aval.dtype) for aval in first] != [(aval.shape, aval.dtype) for aval in other]
 
 
-def _list(avals: Sequence[Any]) -> str:
+def _describe_avals(avals: Sequence[Any]) -> str:
     return ", ".join(map(describe, avals))
 
 
 def trace_again(
-    first: TracedPipeline, element: Any, around: Surroundings, captures: Captures, trace: Callable[..., Any]
+    first: TracedPipeline,
+    element: Any,
+    surroundings: Surroundings,
+    captures: Captures,
+    trace: Callable[..., Any],
 ) -> Any:
     """Traces a pipeline for other shapes than the first ones, in the surroundings of the first trace."""
     try:
-        return around.run(captures.trace_again, first.captured, trace)
+        return surroundings.run(captures.trace_again, first.captured, trace)
     except Exception as error:
         error.add_note(
             f"The micro-batch, {describe_shapes(element)}, has other shapes than the first one, "
@@ -220,7 +221,7 @@ def trace_again(
 
 
 class MicroBatchShapes:
-    """What a pipeline has for each of the shapes of its micro-batches.
+    """The pipelines and runners for the shapes of a pipeline's micro-batches.
 
     Attributes:
       others: the same pipeline for other shapes than the first ones.
@@ -235,8 +236,8 @@ class MicroBatchShapes:
     def set_runner(self, element: Any, runner: Runner[Any], make: MakeRunner, lock: Any) -> None:
         """Sets the runner for the first shapes, and makes one for each of the others."""
         runners = RunnersOfShapes(element, runner, make, lock)
-        for other in self.others.values():
-            runners.add(other.traced.element)
+        for pipeline in self.others.values():
+            runners.add(pipeline.traced.element)
         self.runners = runners
 
     def resolve(self, element: Any) -> Any:
@@ -280,8 +281,8 @@ class RunnersOfShapes:
     def resolve(self, element: Any) -> Any:
         """A micro-batch with new shapes, once there is a runner for them, on its devices."""
         structs = [
-            jax.ShapeDtypeStruct(leaf.shape, known.dtype)
-            for leaf, known in zip(element.leaves, self._leaves, strict=True)
+            jax.ShapeDtypeStruct(leaf.shape, first_leaf.dtype)
+            for leaf, first_leaf in zip(element.leaves, self._leaves, strict=True)
         ]
         self.add(jax.tree.unflatten(self._tree, structs))
         return self.place_element(element.leaves)

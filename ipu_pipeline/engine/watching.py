@@ -136,7 +136,7 @@ def read_outfeed(read: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def spanning(name: str) -> Iterator[None]:
-    """Wraps something that has a name; see `Watcher.spanned`."""
+    """Notes the time of a block that has a name; see `Watcher.spanned`."""
     begin = time.time_ns()
     try:
         yield

@@ -17,22 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The table of names: `names.json`, whose rows docs/api/names.md shows, and `sdk_names.json`.
+# The table of names, `names.json`, and the SDK's public names by module, `sdk_names.json`.
 #
-# A row of `names.json` has a name of Graphcore's, or one of TensorFlow 1's that begins with "tf.", and says
-# what it is here:
-#
-#   same: it stands under that name;
-#   renamed: it stands under the name `here`;
-#   no effect: it can be used, and does nothing;
-#   not there: `why` says what it was for and what to use.
-#
-# A `*` in a name stands for any characters, so that one row may be about several names, or all of a module.
-# A row for a single one of them takes precedence.
-#
-# `sdk_names.json` lists the public names of `tensorflow.python.ipu` by module, a line for each. Graphcore's
-# package also has every module of `ops` and `optimizers` as an attribute of its own (`ipu.ops.rand_ops` is
-# `ipu.rand_ops`), and `optimizers` has the classes of its modules; rows use the shortest of such names.
+# A `*` in a row's name stands for any characters, so that one row may be about several names, or all of a
+# module. A row for a single one of them takes precedence. Graphcore's package also has every module of
+# `ops` and `optimizers` as an attribute of its own (`ipu.ops.rand_ops` is `ipu.rand_ops`), and `optimizers`
+# has the classes of its modules; rows use the shortest of such names.
 
 _FOLDER = Path(__file__).parent
 _SDK = "of Graphcore's TensorFlow"
@@ -43,10 +33,10 @@ class Row:
     """A row of the table: what a name stands for here.
 
     Attributes:
-      name: Graphcore's, or TensorFlow's.
-      status: "same", "renamed", "no effect" or "not there".
+      name: Graphcore's, or one of TensorFlow 1's that begins with "tf.".
+      status: "same", "renamed" (to `here`), "no effect" (it can be used, and does nothing) or "not there".
       here: the name here, if it is the same or renamed.
-      why: sentences for a user.
+      why: sentences for a user; of a name that is not there, what it was for and what to use.
     """
 
     name: str
@@ -76,9 +66,9 @@ def read_sdk_names() -> Mapping[str, Sequence[str]]:
 
 def shorten(path: str) -> str:
     """The shortest path of a module: `ops.rand_ops` is `rand_ops`."""
-    first, _dot, rest = path.partition(".")
-    if first in ("ops", "optimizers") and rest:
-        return rest.rpartition(".")[2] if path in read_sdk_names() else rest
+    first, _dot, tail = path.partition(".")
+    if first in ("ops", "optimizers") and tail:
+        return tail.rpartition(".")[2] if path in read_sdk_names() else tail
     return path
 
 
@@ -114,10 +104,10 @@ def find_names(path: str) -> Mapping[str, str] | None:
     if not module:
         return None
     rows = {name: find_row(module, name) for name in read_sdk_names()[module]}
-    found = {name: row.here for name, row in rows.items() if row is not None and row.status == "same"}
+    names_here = {name: row.here for name, row in rows.items() if row is not None and row.status == "same"}
     if not rows and (row := find_row(module, "")) is not None and row.is_here:
         return {}
-    return found or None
+    return names_here or None
 
 
 def describe_missing(path: str) -> str | None:
@@ -126,13 +116,13 @@ def describe_missing(path: str) -> str | None:
     if module:
         return _describe_several(path, _rows_of(module))
     parent, _dot, name = path.rpartition(".")
-    known = find_module(parent)
-    if known is not None and name in read_sdk_names()[known]:
-        row = find_row(known, name)
+    parent_module = find_module(parent)
+    if parent_module is not None and name in read_sdk_names()[parent_module]:
+        row = find_row(parent_module, name)
         return None if row is None or row.is_here else _describe(_SDK, f"ipu.{_short_name(row, path)}", row)
-    below = [module for module in read_sdk_names() if module.startswith(f"{path}.")]
-    if below:
-        return _describe_several(path, [row for module in below for row in _rows_of(module)])
+    submodules = [module for module in read_sdk_names() if module.startswith(f"{path}.")]
+    if submodules:
+        return _describe_several(path, [row for module in submodules for row in _rows_of(module)])
     return _describe_tensorflow(path)
 
 
@@ -146,8 +136,8 @@ def _short_name(row: Row, path: str) -> str:
 
 def _rows_of(module: str) -> list[Row]:
     """The rows of a module's names that are not here; names with a row of their own come first."""
-    found = (find_row(module, name) for name in read_sdk_names()[module])
-    rows = [row for row in dict.fromkeys(found) if row is not None and not row.is_here]
+    candidates = (find_row(module, name) for name in read_sdk_names()[module])
+    rows = [row for row in dict.fromkeys(candidates) if row is not None and not row.is_here]
     return sorted(rows, key=lambda row: "*" in row.name)
 
 
@@ -172,7 +162,7 @@ def _describe_several(path: str, rows: Sequence[Row], whose: str = _SDK) -> str 
 
 
 def _describe_tensorflow(path: str) -> str | None:
-    """Same as `describe_missing`, for TensorFlow's own names, which are under `tf.` or a module of it."""
+    """The error text for a name of TensorFlow's own, which is under `tf.` or a module of it."""
     rows = [row for row in read_rows().values() if row.name.startswith("tf.")]
     name = path.rpartition(".")[2]
     for row in sorted(rows, key=lambda row: "*" in row.name):  # a row for one name comes first
@@ -189,10 +179,10 @@ def _describe_tensorflow(path: str) -> str | None:
     return _describe_several(path, within, f"as tf.{path} of TensorFlow") if within else None
 
 
-# Imports modules by paths other than their files', with errors that say what to use instead.
+# The finders of modules.
 #
 # `install` adds a finder before Python's own finders and one behind them. The first one gives modules under
-# other paths than their own:
+# other paths than their own, each the same object under all of its paths, whichever was imported first:
 #
 # 1. Users import the TF1 front without its folders: `ipu_pipeline.pipelining_ops` is
 #    `ipu_pipeline.tf1.ops.pipelining_ops`. `PATHS` is the table.
@@ -207,7 +197,8 @@ def _describe_tensorflow(path: str) -> str | None:
 #
 # `from m import x` replaces an AttributeError of `m` by an ImportError with Python's own text. But if `m`
 # has a `__path__`, Python first looks for a module `m.x`. So each module that Graphcore also has calls
-# `explain_missing`: it gets an empty `__path__`, and the finder raises the error.
+# `explain_missing`: it gets an empty `__path__`, and the finder raises the error. (An ImportError from
+# `__getattr__` would make `hasattr` raise, and files for all of Graphcore's modules would be sixty.)
 
 _ROOT = "ipu_pipeline"
 _FRONT = "tf1"
@@ -274,24 +265,24 @@ def _path_of(module_name: str) -> str:
 
 def _suggest(module_name: str, name: str) -> str:
     """Says where one of Graphcore's names is, or which similar name the module has here or in the SDK."""
-    own = _path_of(module_name)
-    known_names = read_sdk_names().items()
-    places = sorted({shorten(path) for path, names in known_names if name in names})
-    if places and own not in places:
+    module_path = _path_of(module_name)
+    sdk_modules = read_sdk_names().items()
+    places = sorted({shorten(path) for path, names in sdk_modules if name in names})
+    if places and module_path not in places:
         texts = {
             path: describe_missing(path)
             for path in (f"{place}.{name}".removeprefix(".") for place in places)
         }
-        here = next((f"It is ipu.{path}." for path, text in texts.items() if text is None), None)
-        return f". {here or next(iter(texts.values()))}"
-    known = find_module(own)
+        location = next((f"It is ipu.{path}." for path, text in texts.items() if text is None), None)
+        return f". {location or next(iter(texts.values()))}"
+    sdk_module = find_module(module_path)
     names = set(dir(sys.modules[module_name]))
-    if known is not None:
-        names |= set(read_sdk_names()[known])
-        if not known:
+    if sdk_module is not None:
+        names |= set(read_sdk_names()[sdk_module])
+        if not sdk_module:
             names |= {shorten(module).partition(".")[0] for module in read_sdk_names()}
-    near = difflib.get_close_matches(name, sorted(one for one in names if not one.startswith("_")), n=1)
-    return f". Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, sorted(n for n in names if not n.startswith("_")), n=1)
+    return f". Did you mean {matches[0]!r}?" if matches else ""
 
 
 class _PathFinder(importlib.abc.MetaPathFinder):
@@ -305,58 +296,58 @@ class _PathFinder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(f"{_ROOT}."):
             return None
         parent, _dot, child = fullname.rpartition(".")
-        wanted, known = fullname.removeprefix(f"{_ROOT}."), sys.modules.get(parent)
-        if wanted in PATHS:
-            real = f"{_ROOT}.{PATHS[wanted]}"
-        elif known is not None and known.__name__ != parent:
-            real = f"{known.__name__}.{child}"
+        name, parent_module = fullname.removeprefix(f"{_ROOT}."), sys.modules.get(parent)
+        if name in PATHS:
+            real = f"{_ROOT}.{PATHS[name]}"
+        elif parent_module is not None and parent_module.__name__ != parent:
+            real = f"{parent_module.__name__}.{child}"
             if importlib.machinery.PathFinder.find_spec(real, path) is None:
                 return None
         else:
             return None
-        own = importlib.util.find_spec(real)
-        assert own is not None
-        spec = importlib.machinery.ModuleSpec(fullname, _RealLoader(own), origin=own.origin)
-        spec.submodule_search_locations = own.submodule_search_locations
-        spec.has_location = own.has_location
+        real_spec = importlib.util.find_spec(real)
+        assert real_spec is not None
+        spec = importlib.machinery.ModuleSpec(fullname, _RealLoader(real_spec), origin=real_spec.origin)
+        spec.submodule_search_locations = real_spec.submodule_search_locations
+        spec.has_location = real_spec.has_location
         return spec
 
 
 class _RealLoader(importlib.abc.InspectLoader):
     """Gives the module of another path, which is whole before another thread can see it under this one."""
 
-    def __init__(self, own: importlib.machinery.ModuleSpec) -> None:
-        self._own = own  # of the module by its own path
+    def __init__(self, real_spec: importlib.machinery.ModuleSpec) -> None:
+        self._real_spec = real_spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Imports the module by its own path."""
         del spec
-        module = importlib.import_module(self._own.name)
-        self._own = module.__spec__ or self._own
+        module = importlib.import_module(self._real_spec.name)
+        self._real_spec = module.__spec__ or self._real_spec
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Gives the module its own specification again."""
-        module.__spec__ = self._own
+        module.__spec__ = self._real_spec
 
     def get_code(self, fullname: str) -> Any:
         """The code that `python -m` runs."""
         del fullname
-        return self._loader.get_code(self._own.name)
+        return self._loader.get_code(self._real_spec.name)
 
     def get_source(self, fullname: str) -> str | None:
         """The text of the file."""
         del fullname
-        return self._loader.get_source(self._own.name)
+        return self._loader.get_source(self._real_spec.name)
 
     def is_package(self, fullname: str) -> bool:
         """Whether the module is a folder."""
         del fullname
-        return self._own.submodule_search_locations is not None
+        return self._real_spec.submodule_search_locations is not None
 
     @property
     def _loader(self) -> importlib.abc.InspectLoader:
-        loader = self._own.loader
+        loader = self._real_spec.loader
         assert isinstance(loader, importlib.abc.InspectLoader)
         return loader
 
@@ -372,18 +363,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         parent, _dot, child = fullname.rpartition(".")
         if not fullname.startswith(f"{_ROOT}.") or child.startswith("_"):
             return None
-        wanted = _join(parent, child)
-        names = find_names(wanted)
+        name = _join(parent, child)
+        names = find_names(name)
         if names is not None:
-            return importlib.machinery.ModuleSpec(fullname, _Loader(wanted, names))
-        text = describe_missing(wanted)
+            return importlib.machinery.ModuleSpec(fullname, _Loader(name, names))
+        text = describe_missing(name)
         if text is None and hasattr(sys.modules.get(parent), "__getattr__"):
             near = _suggest(parent, child)
             text = f"cannot import name {child!r} from {parent!r}{near}" if near else None
         if text is None:
             return None
         # With the module's own name, `from m import x` would replace the error by Python's.
-        raise ModuleNotFoundError(text, name=f"ipu.{wanted}")
+        raise ModuleNotFoundError(text, name=f"ipu.{name}")
 
 
 class _Loader(importlib.abc.Loader):

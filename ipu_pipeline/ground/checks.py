@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
-# Checks of a user's values. Booleans, which Python counts as integers, are not integers here.
+# Numbers. Booleans, which Python counts as integers, are not integers here.
 
 
 def is_int(value: Any, least: int | None = None) -> TypeGuard[int]:
@@ -20,8 +20,8 @@ def is_int(value: Any, least: int | None = None) -> TypeGuard[int]:
 
 def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
     """Whether a value is an integer of Python or NumPy, and not less than `least`."""
-    is_one = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_one and (least is None or bool(value >= least))
+    is_integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integral and (least is None or bool(value >= least))
 
 
 def is_real(value: Any) -> TypeGuard[int | float]:
@@ -34,7 +34,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-# Members of enumerations that users name, and errors that list the members.
+# Members of enumerations.
 
 Member = TypeVar("Member", bound=enum.Enum)
 
@@ -50,17 +50,17 @@ def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
         return kind(value)
     except ValueError:
         are_texts = all(isinstance(member.value, str) for member in kind)
-        known = ", ".join(repr(member.value) for member in kind) if are_texts else list_members(kind)
-        raise ValueError(f"{argument} must be one of {known}; got {value!r}.") from None
+        members = ", ".join(repr(member.value) for member in kind) if are_texts else list_members(kind)
+        raise ValueError(f"{argument} must be one of {members}; got {value!r}.") from None
 
 
-# Joins and hashes names, and finds near ones.
+# Names.
 
 
-def find_near(name: str, known: list[str], prefix: str = "") -> str:
+def find_near(name: str, names: list[str], prefix: str = "") -> str:
     """A hint at a name that may have been meant; an empty text if none is near."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {prefix + matches[0]!r}?" if matches else ""
 
 
 def hash_name(name: str) -> int:
@@ -74,7 +74,7 @@ def join(scope: str, name: str) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What errors call a function; a `functools.partial` has the name of the function that it wraps."""
+    """The name of a function in errors; a `functools.partial` has that of the function that it wraps."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

@@ -9,8 +9,6 @@ import pwd
 import stat
 from pathlib import Path
 
-# The processor's cores.
-
 
 def count_cores() -> int:
     """The number of cores that this process may use."""
@@ -26,19 +24,19 @@ def count_cores() -> int:
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def others_can_write(found: os.stat_result, path: Path | None = None) -> bool:
+def others_can_write(status: os.stat_result, path: Path | None = None) -> bool:
     """Whether a user other than its owner can write to a file or directory."""
-    if not found.st_mode & _OTHERS_WRITE:
+    if not status.st_mode & _OTHERS_WRITE:
         return False
-    return path is None or bool(found.st_mode & stat.S_IWOTH) or not _is_private_group(found, path)
+    return path is None or bool(status.st_mode & stat.S_IWOTH) or not _is_private_group(status, path)
 
 
-def _is_private_group(found: os.stat_result, path: Path) -> bool:
+def _is_private_group(status: os.stat_result, path: Path) -> bool:
     with contextlib.suppress(OSError, AttributeError):
         os.getxattr(path, "system.posix_acl_access")
         return False  # the mode's bits of the group are then those of an access list, which may name others
     try:
-        user, group = pwd.getpwuid(found.st_uid).pw_name, grp.getgrgid(found.st_gid)
+        user, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid)
     except KeyError:
         return False
     return group.gr_name == user and set(group.gr_mem) <= {user}
@@ -51,13 +49,13 @@ def make_own(path: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             if not folder.exists():
                 folder.mkdir(0o700)
-        found = folder.stat()
-        if not stat.S_ISDIR(found.st_mode):
+        status = folder.stat()
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(f"Not a directory: {folder}")
         is_above = folder != path
-        if found.st_uid != os.geteuid() and not (is_above and found.st_uid == 0):
+        if status.st_uid != os.geteuid() and not (is_above and status.st_uid == 0):
             raise PermissionError(f"{folder} belongs to another user")
-        if others_can_write(found, folder) and not (is_above and found.st_mode & stat.S_ISVTX):
+        if others_can_write(status, folder) and not (is_above and status.st_mode & stat.S_ISVTX):
             raise PermissionError(f"others can write to {folder} (chmod go-w {folder})")
     return path
 
@@ -67,8 +65,8 @@ def check_files(path: Path) -> None:
     with os.scandir(path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # another process has just renamed or removed it
-                found = entry.stat(follow_symlinks=False)
-                if found.st_uid != os.geteuid() or others_can_write(found, Path(entry.path)):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid != os.geteuid() or others_can_write(status, Path(entry.path)):
                     raise PermissionError(
                         f"{entry.path} belongs to another user, or others can write to it (delete it)"
                     )

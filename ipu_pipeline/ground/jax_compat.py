@@ -33,12 +33,12 @@ from ipu_pipeline.ground.user_warnings import warn_of_untested
 
 NAMES: list[str] = []  # each as "module:name"; `find` adds them
 
-
+# Nothing replaces the names and parameters of primitives: an untested JAX is tried.
 warn_of_untested("jax", jax.__version__)
 
 
 def explain_compilation(error: Exception) -> str | None:
-    """What an error of XLA means that is due to a version of JAX, with the mend; None of other errors."""
+    """Explains an error of XLA that is due to a version of JAX, with the mend; None for other errors."""
     if "annotate_device_placement" in str(error):
         return (
             f"Offloading: on CPUs, XLA of JAX {jax.__version__} cannot place arrays in host memory within "
@@ -53,12 +53,12 @@ def find(path: str) -> Any:
     NAMES.append(path)
     module, _, names = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for name in names.split("."):
-            found = getattr(found, name)
+            value = getattr(value, name)
     except (ImportError, AttributeError):
         return None
-    return found
+    return value
 
 
 # The persistent compilation cache. Without the name, programs found in it count as compiled.
@@ -119,14 +119,14 @@ def make_copy(devices: Sequence[Any], sharding: Any) -> Callable[[Sequence[Any]]
     if _batched_copy is None or _DeviceList is None or _ArrayCopySemantics is None:
         return put
 
-    listed, reuse = _DeviceList(tuple(devices)), _ArrayCopySemantics.REUSE_INPUT
+    targets, reuse = _DeviceList(tuple(devices)), _ArrayCopySemantics.REUSE_INPUT
 
     def copy(arrays: Sequence[Any]) -> list[Any]:
         # Random keys are arrays of arrays, which only the public function knows.
         if not all(map(is_device_array, arrays)):
             return put(arrays)
         number = len(arrays)
-        copies: list[Any] = _batched_copy(arrays, [listed] * number, [sharding] * number, [reuse] * number)
+        copies: list[Any] = _batched_copy(arrays, [targets] * number, [sharding] * number, [reuse] * number)
         return copies
 
     return copy
@@ -145,10 +145,10 @@ def make_send(device: Any, sharding: Any) -> Callable[[np.ndarray[Any, Any] | np
 
     def send(array: np.ndarray[Any, Any] | np.generic, is_copied: bool) -> Any:
         aval = _cached_shaped_array(array.shape, array.dtype)
-        given = (aval, sharding, [np.asarray(array)], [device], True)
+        arguments = (aval, sharding, [np.asarray(array)], [device], True)
         if not is_copied:
-            return _batched_put(*given)
-        return _batched_put(*given, force_copy=True, host_buffer_semantics=during_call)
+            return _batched_put(*arguments)
+        return _batched_put(*arguments, force_copy=True, host_buffer_semantics=during_call)
 
     return send
 
@@ -160,6 +160,16 @@ def make_array(shape: Sequence[int], sharding: Any, parts: Sequence[Any]) -> Any
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
     aval = _cached_shaped_array(tuple(shape), first.dtype)
     return _ArrayImpl(aval, sharding, list(parts), committed=True, _skip_checks=True)
+
+
+_convert_element_type = find("jax._src.lax.lax:_convert_element_type")
+
+
+def as_weak(value: Any) -> Any:
+    """The value with a weak type, as that of a Python number, where JAX has a way to make one."""
+    if _convert_element_type is None:
+        return value
+    return _convert_element_type(value, value.dtype, weak_type=True)
 
 
 # Tracing.
@@ -211,12 +221,12 @@ def array_without_mesh(value: Any) -> Any:
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(value)
-        own = array_without_mesh(data)
-        return value if own is data else jax.random.wrap_key_data(own, impl=jax.random.key_impl(value))
-    known: Any = jax.typeof(value)
-    aval = without_mesh(known)
+        bare = array_without_mesh(data)
+        return value if bare is data else jax.random.wrap_key_data(bare, impl=jax.random.key_impl(value))
+    old_aval: Any = jax.typeof(value)
+    aval = without_mesh(old_aval)
     # A mesh with devices has their kind: such arrays come from elsewhere.
-    if aval is known or known.sharding.mesh.abstract_device is not None or _ArrayImpl is None:
+    if aval is old_aval or old_aval.sharding.mesh.abstract_device is not None or _ArrayImpl is None:
         return value
     parts = [shard.data for shard in value.addressable_shards]
     return _ArrayImpl(aval, value.sharding, parts, committed=value.committed, _skip_checks=True)
@@ -372,13 +382,13 @@ def _count_parameters(function: Callable[..., Any]) -> int:
     return len(inspect.signature(function).parameters)
 
 
-def reduce(equation: Any, used: list[bool]) -> Any | None:
+def reduce(equation: Any, used_outputs: list[bool]) -> Any | None:
     """An equation without some of its outputs; None if none is left. As it is, if it cannot be reduced."""
     rule = dce_rules.get(equation.primitive)
     if rule is None:
         return equation
     more = [[True] * len(equation.invars)] if _count_parameters(rule) > 2 else []
-    _used_inputs, reduced = rule(used, *more, equation)
+    _used_inputs, reduced = rule(used_outputs, *more, equation)
     return reduced
 
 
@@ -399,10 +409,7 @@ def discharge(closed_jaxpr: Any) -> Any:
     return _discharge(closed_jaxpr)
 
 
-# Primitives without derivatives.
-
-_derivatives = find("jax.interpreters.ad:primitive_jvps")
-
+# Checks (`checkify.check`) that become results.
 
 _checkify = find("jax.experimental.checkify:checkify")
 _user_checks = find("jax.experimental.checkify:user_checks")
@@ -418,8 +425,8 @@ def has_checks(closed_jaxpr: Any) -> bool:
 def with_errors_of_checks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function return the error of its checks, a pytree, and what it returned."""
     assert _checkify is not None
-    checked: Callable[..., Any] = _checkify(function, errors=_user_checks)
-    return checked
+    checked_function: Callable[..., Any] = _checkify(function, errors=_user_checks)
+    return checked_function
 
 
 def make_check_error(message: str) -> Exception:
@@ -427,6 +434,15 @@ def make_check_error(message: str) -> Exception:
     assert _check_error is not None
     error: Exception = _check_error(message)
     return error
+
+
+# Primitives of our own: their derivatives, and what they mean for XLA.
+
+_derivatives = find("jax.interpreters.ad:primitive_jvps")
+_register_lowering = find("jax.interpreters.mlir:register_lowering")
+_lower_function = find("jax.interpreters.mlir:lower_fun")
+_make_linear = find("jax.interpreters.ad:deflinear2")
+_batching_rules = find("jax.interpreters.batching:primitive_batchers")
 
 
 def end_derivatives(primitive: Any) -> None:
@@ -438,12 +454,6 @@ def end_derivatives(primitive: Any) -> None:
 
     if _derivatives is not None:
         _derivatives[primitive] = derivative
-
-
-_register_lowering = find("jax.interpreters.mlir:register_lowering")
-_lower_function = find("jax.interpreters.mlir:lower_fun")
-_make_linear = find("jax.interpreters.ad:deflinear2")
-_batching_rules = find("jax.interpreters.batching:primitive_batchers")
 
 
 def lower_by_axis(
@@ -494,16 +504,6 @@ _CompileOptions = find("jaxlib.xla_client:CompileOptions")
 _DeviceAssignment = find("jaxlib.xla_client:DeviceAssignment")
 
 
-_convert_element_type = find("jax._src.lax.lax:_convert_element_type")
-
-
-def as_weak(value: Any) -> Any:
-    """The value with a weak type, as that of a Python number, where JAX has a way to make one."""
-    if _convert_element_type is None:
-        return value
-    return _convert_element_type(value, value.dtype, weak_type=True)
-
-
 def reset_persistent_cache() -> None:
     """Makes JAX read the settings of its persistent cache again; by itself it reads them only once."""
     if _reset_cache is not None:
@@ -524,8 +524,8 @@ def can_move_executables(client: Any) -> bool:
     It cannot with JAX's persistent compilation cache: a program that XLA's CPU client loaded from there and
     that is written out again fails when it is called (jax 0.10.2).
     """
-    needed = (_find_cache, _serialize, _deserialize, _CompileOptions, _DeviceAssignment)
-    return None not in needed and _find_cache(client) is None
+    functions = (_find_cache, _serialize, _deserialize, _CompileOptions, _DeviceAssignment)
+    return None not in functions and _find_cache(client) is None
 
 
 class WrittenExecutable(NamedTuple):
@@ -555,9 +555,9 @@ class _Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(written))
         self._device = device
 
-    def persistent_load(self, known: tuple[Any, ...]) -> Any:
+    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
         """Finds what JAX does not write as an object: the device, its client, and XLA's executable."""
-        kind, *rest = known
+        kind, *contents = pid
         if kind == "device":
             return self._device
         if kind == "client":
@@ -567,4 +567,4 @@ class _Reader(pickle.Unpickler):
         options = _CompileOptions()
         options.num_replicas = options.num_partitions = 1
         options.device_assignment = _DeviceAssignment.create(np.array([[self._device.id]]))
-        return _deserialize(self._device.client, rest[0], [self._device], options)
+        return _deserialize(self._device.client, contents[0], [self._device], options)

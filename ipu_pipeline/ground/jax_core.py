@@ -52,8 +52,8 @@ def map_jaxprs(change: Callable[[Any], Any], value: Any) -> Any:
         return change(value)
     if not isinstance(value, ClosedJaxpr):
         return value
-    changed = change(value.jaxpr)
-    return value if changed is value.jaxpr else value.replace(jaxpr=changed)
+    new_jaxpr = change(value.jaxpr)
+    return value if new_jaxpr is value.jaxpr else value.replace(jaxpr=new_jaxpr)
 
 
 def close(jaxpr: Any) -> Any:
@@ -62,7 +62,7 @@ def close(jaxpr: Any) -> Any:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of the first inputs of a scan are constants, and how many of the next ones are carried."""
+    """The number of a scan's first inputs that are constants, and of the next ones that are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _stacked = params["ft_in"].unpack()

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Packages that import the module of a name when somebody first asks for the name.
-
 
 def import_later(
     package: str, homes: Mapping[str, str]
@@ -30,15 +28,13 @@ def import_later(
     return find, lambda: sorted({*module.__all__, *vars(module)})
 
 
-# What is to happen before a program runs its first pipeline or loop, whichever way it runs them.
-#
-# The engine tells when that is; what happens then may be in rooms above it.
+# Calls before the first run: the engine tells when that is, and what is called may be in rooms above it.
 
 _waiting: list[Callable[[], None]] = []
 
 
 def before_first_run(call: Callable[[], None]) -> None:
-    """Has something called once, before the first pipeline or loop of the process is prepared."""
+    """Registers a call, made once before the first pipeline or loop of the process is prepared."""
     _waiting.append(call)
 
 

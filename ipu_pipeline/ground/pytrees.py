@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Makes users' values NumPy arrays of dtypes that JAX has; if that would change them, it is an error.
+# Values as arrays of dtypes that JAX has; if that would change them, it is an error.
 
 
 def as_objects(arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -23,13 +23,13 @@ def as_objects(arrays: Sequence[Any]) -> np.ndarray[Any, Any]:
     return objects
 
 
-def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
+def as_plain(value: Any, name: str) -> np.ndarray[Any, Any]:
     """Makes a value an array without a mask, in the byte order of this machine."""
     if isinstance(value, np.ma.MaskedArray):
         if np.ma.is_masked(value):
             number = np.ma.getmaskarray(value).sum()
             raise ValueError(
-                f"{what} is a masked array: {number} of its {value.size} elements are masked, and "
+                f"{name} is a masked array: {number} of its {value.size} elements are masked, and "
                 "arrays on devices have no masks. Fill them, array.filled(0), or pass the mask as an array "
                 "of its own."
             )
@@ -38,19 +38,19 @@ def as_plain(value: Any, what: str) -> np.ndarray[Any, Any]:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def as_own(value: Any, what: str) -> Any:
+def as_own(value: Any, name: str) -> Any:
     """Makes a value an array of the dtype that it has in JAX. A JAX array is returned as it is.
 
     An array that has this dtype already is neither copied nor looked at.
     """
     if isinstance(value, jax.Array):
         return value
-    array = value if type(value) is np.ndarray and value.dtype.isnative else as_plain(value, what)
+    array = value if type(value) is np.ndarray and value.dtype.isnative else as_plain(value, name)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    return array if dtype == array.dtype else cast_exactly(array, dtype, what)
+    return array if dtype == array.dtype else cast_exactly(array, dtype, name)
 
 
-def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarray[Any, Any]:
+def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, name: str) -> np.ndarray[Any, Any]:
     """Casts an array to another dtype, if that holds its values."""
     dtype = np.dtype(dtype)
     is_numeric = array.dtype.kind in "biufcV" and array.dtype.names is None
@@ -69,7 +69,7 @@ def cast_exactly(array: np.ndarray[Any, Any], dtype: Any, what: str) -> np.ndarr
         if not overflows.any():
             return cast
         reason = f": it has {array[overflows][0]}"
-    raise ValueError(f"{what}, of dtype {array.dtype}, does not fit {dtype.name}{reason}.")
+    raise ValueError(f"{name}, of dtype {array.dtype}, does not fit {dtype.name}{reason}.")
 
 
 def is_key(value: Any) -> bool:
@@ -90,16 +90,16 @@ def is_readable(array: Any) -> bool:
     return bool(array.is_fully_replicated and array.addressable_shards)
 
 
-# Shapes and dtypes of pytrees of arrays, and checks against them.
+# Shapes and dtypes.
 
 _BESIDE_LOSS = "Return other values from the last stage, or report them by engine.metric."
 
 
-def as_loss(loss: Any, what: str, others: str = _BESIDE_LOSS) -> jax.Array:
+def as_loss(loss: Any, name: str, advice: str = _BESIDE_LOSS) -> jax.Array:
     """A loss as an array, of any shape and dtype."""
     if not hasattr(loss, "__jax_array__") and not jax.tree_util.all_leaves([loss]):
         structure = describe_structure(jax.tree.structure(loss))
-        raise TypeError(f"{what} must be a scalar by itself; got {structure}. {others}")
+        raise TypeError(f"{name} must be a scalar by itself; got {structure}. {advice}")
     return jnp.asarray(loss)
 
 
@@ -115,17 +115,17 @@ def as_shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
-def as_shapes(tree: Any, what: str) -> Any:
+def as_shapes(tree: Any, name: str) -> Any:
     """The shapes and dtypes of a pytree's leaves as JAX arrays."""
 
     def find(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         try:
             shape = as_shape(leaf)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{_place(what, path)} cannot be made an array: {error}") from error
+            raise ValueError(f"{_place(name, path)} cannot be made an array: {error}") from error
         if not is_key(shape) and not is_of_numbers(shape.dtype):
             raise ValueError(
-                f"{_place(what, path)} must hold numbers, booleans or random keys; got "
+                f"{_place(name, path)} must hold numbers, booleans or random keys; got "
                 f"{type(leaf).__name__} {leaf!r:.60}. Leave out what no stage reads. Bind a constant to "
                 "the stages that read it (functools.partial)."
             )
@@ -134,27 +134,27 @@ def as_shapes(tree: Any, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def _place(what: str, path: Any) -> str:
-    return f"{what}, at {jax.tree_util.keystr(path)}," if path else what
+def _place(name: str, path: Any) -> str:
+    return f"{name}, at {jax.tree_util.keystr(path)}," if path else name
 
 
 def check_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
     """Checks a dtype that was given for an argument, and returns it."""
     try:
-        checked: np.dtype[Any] = np.dtype(dtype)
+        numpy_dtype: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"{argument} must be a dtype; got {dtype!r}.") from error
-    if jax.dtypes.canonicalize_dtype(checked) != checked:
-        raise ValueError(f"{argument} {checked.name} needs JAX's 64-bit mode; give another one.")
-    return checked
+    if jax.dtypes.canonicalize_dtype(numpy_dtype) != numpy_dtype:
+        raise ValueError(f"{argument} {numpy_dtype.name} needs JAX's 64-bit mode; give another one.")
+    return numpy_dtype
 
 
 def check_float_dtype(dtype: Any, argument: str) -> np.dtype[Any]:
-    """Does the same as `check_dtype` for a floating-point dtype."""
-    checked = check_dtype(dtype, argument)
-    if not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(f"{argument} must be a floating-point dtype; got {checked.name}.")
-    return checked
+    """Checks a floating-point dtype that was given for an argument, and returns it."""
+    numpy_dtype = check_dtype(dtype, argument)
+    if not jnp.issubdtype(numpy_dtype, jnp.floating):
+        raise ValueError(f"{argument} must be a floating-point dtype; got {numpy_dtype.name}.")
+    return numpy_dtype
 
 
 class _Bare(str):
@@ -167,11 +167,11 @@ class _Bare(str):
 def describe(value: Any) -> str:
     """Describes shapes and dtypes of a pytree for errors, for example `{'x': float32[4, 12]}`."""
     leaves, tree = jax.tree.flatten(value)
-    described = [_Bare(f"{leaf.dtype.name}{list(leaf.shape)}") for leaf in leaves]
+    texts = [_Bare(f"{leaf.dtype.name}{list(leaf.shape)}") for leaf in leaves]
     try:
-        return str(jax.tree.unflatten(tree, described))
+        return str(jax.tree.unflatten(tree, texts))
     except Exception:  # a class that computes with its leaves, as the error of `checkify.checkify`
-        return f"{type(value).__name__}({', '.join(described)})"
+        return f"{type(value).__name__}({', '.join(texts)})"
 
 
 def describe_structure(tree: Any) -> str:
@@ -201,8 +201,8 @@ def describe_structure(tree: Any) -> str:
 
 def describe_structures(*trees: Any) -> list[str]:
     """Describes several structures that differ, such that the difference shows."""
-    described = [describe_structure(tree) for tree in trees]
-    return described if len(set(described)) > 1 else [str(tree) for tree in trees]
+    texts = [describe_structure(tree) for tree in trees]
+    return texts if len(set(texts)) > 1 else [str(tree) for tree in trees]
 
 
 def num_bytes(shapes: Iterable[Any]) -> int:
@@ -215,38 +215,37 @@ def trees_equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def check_like(value: Any, expected: Any, what: str, *, may_vary: bool = False) -> list[Any]:
+def check_like(value: Any, expected: Any, name: str, *, may_vary: bool = False) -> list[Any]:
     """Checks that a value is like another one. Returns its leaves, NumPy arrays with JAX's dtypes."""
     leaves, tree = jax.tree.flatten(value)
     expected_tree = jax.tree.structure(expected)
-    found, wanted = _shapes_by_path(value), _shapes_by_path(expected)
+    actual, expected_shapes = _shapes_by_path(value), _shapes_by_path(expected)
     different = [
-        (f"at {path}, " if path else "", describe(known), describe(found[path]))
-        for path, known in wanted.items()
-        if path in found
-        and (found[path].dtype != known.dtype or (not may_vary and found[path].shape != known.shape))
+        (f"at {path}, " if path else "", describe(shape), describe(actual[path]))
+        for path, shape in expected_shapes.items()
+        if path in actual
+        and (actual[path].dtype != shape.dtype or (not may_vary and actual[path].shape != shape.shape))
     ]
     if not trees_equal(tree, expected_tree):
         right, wrong = describe_structures(expected_tree, tree)
-        parts = [f"{what} must be {right}, as the first one; got {wrong}."]
-        is_one = (
-            "" in wanted or "" in found
-        )  # one array, whose path is empty: all leaves of the other would be named
-        missing = [path for path in wanted if path not in found and not is_one]
-        unexpected = [path for path in found if path not in wanted and not is_one]
+        parts = [f"{name} must be {right}, as the first one; got {wrong}."]
+        # One array, whose path is empty: all leaves of the other would be named.
+        is_one = "" in expected_shapes or "" in actual
+        missing = [path for path in expected_shapes if path not in actual and not is_one]
+        unexpected = [path for path in actual if path not in expected_shapes and not is_one]
         parts += [f"Missing: {', '.join(missing)}."] if missing else []
         parts += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
         parts += [f"It must have, {path}{old}; got {new}." for path, old, new in different]
         raise ValueError(" ".join(parts))
     if different:
-        described = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
+        differences = "; ".join(f"{path}{old}; got {new}" for path, old, new in different)
         if may_vary:
-            raise ValueError(f"{what} must have the dtype of the first one, {described}.")
+            raise ValueError(f"{name} must have the dtype of the first one, {differences}.")
         raise ValueError(
-            f"{what} must have the shape and dtype of the first one, {described}. Sizes are fixed: drop "
+            f"{name} must have the shape and dtype of the first one, {differences}. Sizes are fixed: drop "
             "the remainder of a data set that does not fill its last batch (drop_remainder)."
         )
-    paths = [f"{what}, at {path}" if path else what for path in found]
+    paths = [f"{name}, at {path}" if path else name for path in actual]
     return [as_own(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
 
 
@@ -255,7 +254,7 @@ def _shapes_by_path(value: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {jax.tree_util.keystr(path): as_shape(leaf) for path, leaf in paths_and_leaves}
 
 
-# Trees of lists, tuples and dicts as JSON, and what lies in them.
+# Trees of lists, tuples and dicts as JSON.
 
 # A value that JSON lacks becomes a dict with one of these keys.
 _BYTES, _ARRAY, _TUPLE, _DICT = "bytes in base64", "array as npy in base64", "tuple", "items"
@@ -288,7 +287,7 @@ def encode_tree(tree: Any, encode_leaf: Callable[[Any], Any] = encode_plain) -> 
 
 
 def decode_tree(encoded: Any, decode_leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """The inverse of `encode`."""
+    """The inverse of `encode_tree`."""
     if isinstance(encoded, list):
         return [decode_tree(part, decode_leaf) for part in encoded]
     if not isinstance(encoded, dict):

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Plain tables for terminals: columns, sizes and names.
-
 
 def align(rows: Sequence[Sequence[str]], numbers: Sequence[int] = (), indent: str = "  ") -> list[str]:
     """Makes the lines of a table; the columns `numbers` are aligned to the right."""
@@ -26,23 +24,18 @@ def describe_bytes(number: float) -> str:
     """Describes a size in bytes, in three digits: `1.25 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 999.5:
-            return _three_digits(number, unit)
+            return _with_unit(number, unit)
         number /= 1024
-    return _three_digits(number, "TiB")
+    return _with_unit(number, "TiB")
 
 
 def describe_flop(number: float) -> str:
     """Describes a number of floating-point operations, in three digits: `1.25 Gflop`."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < 999.5:
-            return _three_digits(number, f"{prefix}flop")
+            return _with_unit(number, f"{prefix}flop")
         number /= 1000
-    return _three_digits(number, "Pflop")
-
-
-def _three_digits(number: float, unit: str) -> str:
-    num_decimals = 0 if number == int(number) or number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:,.{num_decimals}f} {unit}"
+    return _with_unit(number, "Pflop")
 
 
 def printable(text: str) -> str:
@@ -54,11 +47,8 @@ def shorten(text: str, width: int) -> str:
     """Shortens a text to at most `width` characters: its beginning and its end."""
     if len(text) <= width:
         return text
-    left = width - 3
-    return f"{text[: left - left // 2]}...{text[len(text) - left // 2 :]}"
-
-
-# Times, speeds and shares as people read them.
+    room = width - 3
+    return f"{text[: room - room // 2]}...{text[len(text) - room // 2 :]}"
 
 
 def describe_time(microseconds: float | None) -> str:
@@ -67,13 +57,13 @@ def describe_time(microseconds: float | None) -> str:
         return "not seen"
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if microseconds >= 0.9995 * size:
-            return f"{_format_three_digits(microseconds / size)} {unit}"
-    return f"{_format_three_digits(microseconds)} µs"
+            return f"{_three_digits(microseconds / size)} {unit}"
+    return f"{_three_digits(microseconds)} µs"
 
 
 def describe_speed(per_second: float) -> str:
     """A number per second, in three digits, or in all digits before the point: `1,250`."""
-    return _format_three_digits(per_second)
+    return _three_digits(per_second)
 
 
 def describe_share(share: float) -> str:
@@ -90,12 +80,16 @@ def say_device(text: str, word: str) -> str:
     return re.sub(r"\bIPU(?=s?\b)", word, text)
 
 
-def _format_three_digits(number: float) -> str:
+def _with_unit(number: float, unit: str) -> str:
+    return f"{number:,.0f} {unit}" if number == int(number) else f"{_three_digits(number)} {unit}"
+
+
+def _three_digits(number: float) -> str:
     num_decimals = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
     return f"{number:,.{num_decimals}f}"
 
 
-# Bars of progress: where they are shown, and what is printed beside them.
+# Bars of progress.
 
 
 def is_shown_on(stream: Any) -> bool:

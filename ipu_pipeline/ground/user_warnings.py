@@ -7,8 +7,6 @@ import sys
 import warnings
 from typing import NamedTuple
 
-# Warnings that are given only once.
-
 _warned: set[str] = set()
 
 
@@ -37,7 +35,7 @@ def _is_skipped(file: str) -> bool:
 
 
 class Deprecated(NamedTuple):
-    """What takes a name's place, and the first version that is without it."""
+    """The name to use instead, and the first version without the deprecated one."""
 
     instead: str
     until: str
@@ -50,7 +48,7 @@ DEPRECATED_NAMES = {
 
 
 def warn_deprecated(name: str) -> None:
-    """Warns once, with a DeprecationWarning, that a name of `NAMES` is to go."""
+    """Warns once, with a DeprecationWarning, that a name of `DEPRECATED_NAMES` is to go."""
     instead, until = DEPRECATED_NAMES[name]
     warn_once(
         f"deprecated: {name}",
@@ -59,9 +57,8 @@ def warn_deprecated(name: str) -> None:
     )
 
 
-# The versions of other packages that the tests ran with. Newer ones are tried, with a warning.
-
-# The oldest and the newest. docs/versions.md has them, too.
+# The oldest and the newest versions that the tests ran with; docs/versions.md has them, too. Others are
+# tried, with a warning.
 TESTED = {
     "flatbuffers": ("24.3", "25.12.19"),
     "jax": ("0.9.0", "0.10.2"),
@@ -90,5 +87,5 @@ def warn_of_untested(package: str, version: str) -> None:
 
 def _version_numbers(version: str) -> list[int]:
     """The numbers that a version begins with."""
-    found = re.match(r"[\d.]*\d", version)
-    return [int(part) for part in found[0].split(".")] if found else []
+    match = re.match(r"[\d.]*\d", version)
+    return [int(part) for part in match[0].split(".")] if match else []

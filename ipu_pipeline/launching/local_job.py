@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.processes.launcher import (
     LAUNCHER_VARIABLE,
     Failure,
@@ -30,7 +31,7 @@ from ipu_pipeline.processes.launcher import (
     hold_port,
 )
 
-# Why a process has ended, and whether the job is started again then.
+# Why a process has ended, and whether another start follows.
 
 _VMSTAT = Path("/proc/vmstat")
 _HEALTHY_SECONDS = 600.0  # a run that lasted as long was no failure of the start
@@ -39,7 +40,7 @@ _MOST_DELAY = 60.0
 
 @dataclass(frozen=True)
 class Cause:
-    """How a process ended that was the first to fail.
+    """The end of the process that was the first to fail.
 
     Attributes:
       process: its number.
@@ -61,12 +62,12 @@ class Cause:
 
     @property
     def kind(self) -> str:
-        """What it has in common with other ends of the same cause: not the process, and no numbers."""
+        """The text that other ends of the same cause share: without the process, and without numbers."""
         return f"{self._how()} {re.sub(r'[0-9]+', '#', self._why())}"
 
     @property
     def what(self) -> str:
-        """What happened to the process, without its number."""
+        """The description of the end, without the process's number."""
         return f"{self._how()}{self._why()}"
 
     def __str__(self) -> str:
@@ -90,12 +91,12 @@ class Cause:
 
 
 def count_memory_kills() -> int:
-    """How many processes the kernel has ended for lack of memory since it started; 0 if it does not say."""
+    """The number of processes that the kernel has ended for lack of memory; 0 if it does not say."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", _VMSTAT.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 class Restarts:
@@ -133,19 +134,19 @@ class Restarts:
         return min(_MOST_DELAY, 2.0 ** (self._idle[cause.kind] - 1))
 
     def describe(self, cause: Cause) -> str:
-        """Which start the next one is, in words."""
+        """Describes the next start."""
         return f"restart {self._of_kinds[cause.kind]} of at most {self.most} for this cause"
 
 
-# What processes that run a program together print, and which of it is shown.
+# What the processes print.
 
-_MOST_HELD = 16 * 2**20  # bytes
+_MOST_PENDING_BYTES = 16 * 2**20
 _LONGEST = 200  # characters of a last error
 _NOISE = re.compile(rb"\[Gloo\] Rank |.*connected peer ranks is")  # of a library, on the standard output
 
 
 class Output:
-    """What the processes print, and which of it is shown.
+    """Shows what the processes print.
 
     What they write on the standard output is shown of the process that has the results, and held back until
     that is known; what they write on the standard error is shown at once, with the number of the process.
@@ -158,10 +159,10 @@ class Output:
     def __init__(self, num_processes: int, shows_all: bool) -> None:
         self.last_errors: dict[int, str] = {}
         self._num_processes = num_processes
-        self._shown: int | None = None  # the process that has the results
+        self._results_process: int | None = None  # the process that has the results
         self._shows_all = shows_all
-        self._held: list[tuple[int, bytes]] = []
-        self._num_held = 0  # bytes
+        self._pending_lines: list[tuple[int, bytes]] = []
+        self._num_pending_bytes = 0
         self._started: dict[tuple[int, bool], bytes] = {}  # lines without an end as yet
 
     def take(self, process: int, is_error: bool, text: bytes) -> None:
@@ -181,45 +182,46 @@ class Output:
     def _add(self, process: int, line: bytes) -> None:
         if self._shows_all:
             _write(1, _number(process, line))
-        elif self._shown is None:
-            self._held.append((process, line))
-            self._num_held += len(line)
-            if self._num_held > _MOST_HELD:
+        elif self._results_process is None:
+            self._pending_lines.append((process, line))
+            self._num_pending_bytes += len(line)
+            if self._num_pending_bytes > _MOST_PENDING_BYTES:
                 self._shows_all = True
                 self.end()
-        elif self._shown == process:
+        elif self._results_process == process:
             _write(1, line)
 
     def know_results(self, process: int) -> None:
         """Notes that a process has the results of a pipeline."""
-        if self._shows_all or self._shown == process:
+        if self._shows_all or self._results_process == process:
             return
-        if self._shown is not None:
+        if self._results_process is not None:
             say(f"process {process} has results too; what it prints is shown with --all only.")
             return
-        self._shown = process
-        for held, line in self._held:
-            if held == process:
+        self._results_process = process
+        for source, line in self._pending_lines:
+            if source == process:
                 _write(1, line)
-        self._held = []
+        self._pending_lines = []
 
     def end(self) -> None:
         """Shows the lines that are still held back, since no process can be chosen any more."""
-        alike = {
-            b"".join(line for held, line in self._held if held == p) for p in range(self._num_processes)
+        outputs = {
+            b"".join(line for source, line in self._pending_lines if source == p)
+            for p in range(self._num_processes)
         }
-        if len(alike) == 1:
-            _write(1, alike.pop())
+        if len(outputs) == 1:
+            _write(1, outputs.pop())
         else:
-            for process, line in self._held:
+            for process, line in self._pending_lines:
                 _write(1, _number(process, line))
-        self._held = []
+        self._pending_lines = []
 
 
-def say(what: str) -> None:
+def say(message: str) -> None:
     """Writes a line of the launcher's own on the standard error."""
     with contextlib.suppress(OSError):
-        _write(2, f"ipu-pipeline launch: {what}\n".encode())
+        _write(2, f"ipu-pipeline launch: {message}\n".encode())
 
 
 def _number(process: int, line: bytes) -> bytes:
@@ -231,7 +233,7 @@ def _write(file: int, text: bytes) -> None:
         text = text[os.write(file, text) :]
 
 
-# The processes of one start of a job, from their start to the end of the last one.
+# The processes of one start.
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -242,7 +244,7 @@ _MOST_READS = 100
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is run.
+    """Settings of a job.
 
     Attributes:
       command: what each process runs.
@@ -250,7 +252,7 @@ class Settings:
       shows_all: whether all that they print is shown.
       death_timeout: within how many seconds of a death the others end by themselves.
       grace: how many seconds they have to end after a signal that was sent on to them.
-      memory: a directory for in-memory checkpoints; None if they are not started again.
+      memory: a directory for in-memory checkpoints; None if the processes are not started again.
       memory_every: how many runs of a training there are from one to the next.
     """
 
@@ -278,7 +280,7 @@ class Group:
         restart: int,
         on_progress: Callable[[int, int, int | None], None],
     ) -> None:
-        """Starts them."""
+        """Starts the processes."""
         self.cause: Cause | None = None
         self.failed_at = 0.0
         self.progress = Progress(on_progress)
@@ -286,13 +288,14 @@ class Group:
         self._output = Output(settings.count, settings.shows_all)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._sockets: dict[int, socket.socket] = {}
-        self._told: dict[int, bytes] = {}  # what has not come to the end of its line
+        self._partial: dict[int, bytes] = {}  # what has not come to the end of its line
         self._failed: set[int] = set()
         self._deadline = float("inf")
         self._next_signal = signal.SIGTERM
         self._memory_kills = count_memory_kills()
         self._selector = selectors.DefaultSelector()
-        self._held = hold_port()  # another one for each start: the last coordinator may still have its own
+        # Another port for each start: the last coordinator may still have its own.
+        self._port_socket = hold_port()
         try:
             self._start(restart)
         except BaseException:
@@ -301,46 +304,36 @@ class Group:
 
     def _start(self, restart: int) -> None:
         count = self._settings.count
-        coordinator = f"127.0.0.1:{self._held.getsockname()[1]}"
-        num_cores = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        coordinator = f"127.0.0.1:{self._port_socket.getsockname()[1]}"
         environment = {
-            "PJRT_NPROC": str(max(1, num_cores // count)),  # else each takes all cores
+            "PJRT_NPROC": str(max(1, count_cores() // count)),  # else each takes all cores
             **os.environ,
             "PYTHONUNBUFFERED": "1",
         }
-        settings = self._settings
-        start = Start(
-            restart,
-            count,
-            coordinator,
-            settings.death_timeout,
-            settings.memory_every,
-            secrets.token_hex(),
-        )
+        settings, secret = self._settings, secrets.token_hex()
+        start = Start(restart, count, coordinator, settings.death_timeout, settings.memory_every, secret)
         memory = None if settings.memory is None else str(settings.memory)
         prepare = _make_preparation(os.getpid())
         for process in range(count):
-            own, other = socket.socketpair()
-            own.setblocking(False)
-            self._sockets[process] = own
-            self._selector.register(own, selectors.EVENT_READ, self._listener(process, own))
+            channel, process_channel = socket.socketpair()
+            channel.setblocking(False)
+            self._sockets[process] = channel
+            self._selector.register(channel, selectors.EVENT_READ, self._listener(process, channel))
             start.describe_to(environment, process, memory)
-            environment[LAUNCHER_VARIABLE] = describe_socket(other)
-            started = subprocess.Popen(  # noqa: S603  # the user's own program
-                self._settings.command,
+            environment[LAUNCHER_VARIABLE] = describe_socket(process_channel)
+            child = subprocess.Popen(  # noqa: S603  # the user's own program
+                settings.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
-                pass_fds=[other.fileno()],
+                pass_fds=[process_channel.fileno()],
                 process_group=0,  # a terminal's Ctrl-C comes here only, and is sent on once
                 preexec_fn=prepare,
             )
-            other.close()
-            self._processes[process] = started
-            for stream, is_error in ((started.stdout, False), (started.stderr, True)):
+            process_channel.close()
+            self._processes[process] = child
+            for stream, is_error in ((child.stdout, False), (child.stderr, True)):
                 assert stream is not None
                 self._selector.register(stream, selectors.EVENT_READ, self._reader(process, is_error))
 
@@ -353,28 +346,28 @@ class Group:
 
         return read
 
-    def _listener(self, process: int, own: socket.socket) -> Callable[[int], None]:
+    def _listener(self, process: int, channel: socket.socket) -> Callable[[int], None]:
         def listen(_file: int) -> None:
             text = b""
             with contextlib.suppress(OSError):  # it has ended, with something that it had not read
-                text = own.recv(4096)
+                text = channel.recv(4096)
             if not text:
-                self._selector.unregister(own)
-            *lines, self._told[process] = (self._told.get(process, b"") + text).split(b"\n")
+                self._selector.unregister(channel)
+            *lines, self._partial[process] = (self._partial.get(process, b"") + text).split(b"\n")
             for line in lines:
                 self._hear(line.decode())
 
         return listen
 
     def _hear(self, line: str) -> None:
-        """Takes what the library tells in a process."""
+        """Takes a line that the library has sent from a process."""
         if line.startswith("results "):
             self._output.know_results(int(line.split()[1]))
         else:
             self.progress.hear(line)
 
     def follow(self) -> None:
-        """Waits until all have ended."""
+        """Waits until all processes have ended."""
         while self._alive():
             self._read(0.02)
             self._note_failures()
@@ -385,14 +378,14 @@ class Group:
         self._output.end()
 
     def _read(self, seconds: float) -> bool:
-        """Takes what they have written, or waits for it; whether there was something."""
+        """Takes what the processes have written, or waits for it. Returns whether there was something."""
         ready = self._selector.select(seconds)
         for key, _events in ready:
             key.data(key.fd)
         return bool(ready)
 
     def _note_failures(self) -> None:
-        """Says which have failed, and ends those that do not end by themselves then."""
+        """Says which processes have failed, and ends those that do not end by themselves then."""
         for number, process in self._processes.items():
             if process.poll() and number not in self._failed:
                 for _again in range(_MOST_READS):  # why it ended; others may go on writing
@@ -421,14 +414,14 @@ class Group:
     def _tell_failure(self, cause: Cause) -> None:
         """Tells the processes which one has failed, and begins the time in which they end by themselves."""
         self.failed_at = time.time()
-        for own in self._sockets.values():
+        for channel in self._sockets.values():
             with contextlib.suppress(OSError):  # that process has ended, or does not listen
-                own.send(f"failed {cause.process} {cause.what}\n".encode())
+                channel.send(f"failed {cause.process} {cause.what}\n".encode())
         patience = self._settings.death_timeout + _TO_END_BY_THEMSELVES
         self._deadline = min(self._deadline, time.monotonic() + patience)
 
     def ask_to_end(self, number: int) -> None:
-        """Sends a signal on to all. Those that do not end in time are killed."""
+        """Sends a signal on to all processes. Those that do not end in time are killed."""
         self._send(number)
         self._next_signal = signal.SIGKILL
         self._deadline = min(self._deadline, time.monotonic() + self._settings.grace)
@@ -438,7 +431,7 @@ class Group:
             self._processes[process].send_signal(number)
 
     def kill(self) -> None:
-        """Kills all that is left, and what they started and left behind."""
+        """Kills the processes that are left, and those that they started and left behind."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -446,14 +439,14 @@ class Group:
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
-        for own in self._sockets.values():
-            own.close()
+        for channel in self._sockets.values():
+            channel.close()
         self._selector.close()
-        self._held.close()
+        self._port_socket.close()
 
 
 def _make_preparation(parent: int) -> Callable[[], None]:
-    """What a process does before it runs the program: on Linux, see to it that it ends with this one."""
+    """Makes what a process does before it runs the program: on Linux, it asks to end with this one."""
     prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
     def prepare() -> None:
@@ -466,7 +459,7 @@ def _make_preparation(parent: int) -> Callable[[], None]:
     return prepare
 
 
-# A job: its processes are started, and all of them again after a failure, until it is over.
+# The job: all of its processes are started again after a failure, until it is over.
 
 _LOOK = 0.05  # seconds between two looks whether a signal has come
 _LONGEST_CAUSE = 100  # characters
@@ -494,13 +487,13 @@ class Job:
         status = None
         while status is None:
             status = self._run_once()
-        if told := self._history.describe_goodput(self._useful):
-            say(told)
+        if goodput := self._history.describe_goodput(self._useful):
+            say(goodput)
         return status
 
     def _run_once(self) -> int | None:
         """Runs the processes until all have ended. Returns the job's status; None: all start again."""
-        begun = time.monotonic()
+        start_time = time.monotonic()
         with _blocked_signals():  # one that comes while processes are being started is for them too
             if self._signal:
                 return 128 + self._signal
@@ -513,7 +506,7 @@ class Job:
             self._group = None
             group.kill()
         self._useful = max(self._useful, group.progress.useful)
-        return 0 if group.cause is None else self._decide(group, group.cause, time.monotonic() - begun)
+        return 0 if group.cause is None else self._decide(group, group.cause, time.monotonic() - start_time)
 
     def _decide(self, group: Group, cause: Cause, seconds: float) -> int | None:
         """Returns the job's status after a failure, or waits until it is time for another start."""
@@ -539,8 +532,8 @@ class Job:
     def _note_progress(self, run: int, step: int, num_redone: int | None) -> None:
         """Says and writes that training has gone on after a failure."""
         if self._failure is not None:
-            (at, what), self._failure = self._failure, None
-            failure = Failure(what, at, run, step, num_redone, time.time() - at)
+            (at, event), self._failure = self._failure, None
+            failure = Failure(event, at, run, step, num_redone, time.time() - at)
             self._history = self._history.after(failure)
             self._write_history()
             say(f"{failure}.")

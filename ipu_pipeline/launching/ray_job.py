@@ -109,22 +109,22 @@ def run(
         try:
             value, number, useful = trainer.run(is_own)
         finally:
-            if job.has_memory:
+            if job.has_memory:  # Ray ends actors without asking them, so _NodeMemory cannot do it
                 _on_all_nodes(_remove_memory, job.label)
-    if job.has_memory and (told := JobHistory(job.begun, number).describe_goodput(useful)):
-        _logger.warning(told)
+    if job.has_memory and (goodput := JobHistory(job.begun, number).describe_goodput(useful)):
+        _logger.warning(goodput)
     return value
 
 
 @contextlib.contextmanager
 def _settings(values: Mapping[str, str]) -> Iterator[None]:
     """Sets what Ray reads from the environment while it starts a cluster or a job."""
-    own = {variable: value for variable, value in values.items() if variable not in os.environ}
-    os.environ.update(own)
+    new_values = {variable: value for variable, value in values.items() if variable not in os.environ}
+    os.environ.update(new_values)
     try:
         yield
     finally:
-        for variable in own:
+        for variable in new_values:
             os.environ.pop(variable, None)
 
 
@@ -143,7 +143,7 @@ def _kept_signals() -> Iterator[None]:
 def _cluster(num_cpus: int) -> Iterator[bool]:
     """Connects to a cluster, if the program has not; or starts one here, with so many CPUs at least.
 
-    Gives whether it has started one.
+    Yields whether it has started one.
     """
     if ray.is_initialized():
         yield False
@@ -170,9 +170,10 @@ def _await_resources(least: int, resources: Mapping[str, float], seconds: float)
     """Waits until there is room for the least number of processes; an autoscaler is asked for it."""
 
     def count_room() -> int:
-        has = [node["Resources"] for node in _nodes()]
+        totals = [node["Resources"] for node in _nodes()]
         return sum(
-            min(int(own.get(what, 0) / value + 1e-6) for what, value in resources.items()) for own in has
+            min(int(total.get(resource, 0) / value + 1e-6) for resource, value in resources.items())
+            for total in totals
         )
 
     def describe() -> str:
@@ -215,7 +216,10 @@ def _on_all_nodes(function: Callable[..., None], *arguments: Any) -> None:
 
 
 class _Trainer(DataParallelTrainer):
-    """Ray's, which ends with KeyboardInterrupt after Ctrl-C, and with SystemExit after SIGTERM."""
+    """Ray's trainer, which ends with KeyboardInterrupt after Ctrl-C, and with SystemExit after SIGTERM.
+
+    Not JaxTrainer, which joins processes by JAX alone: this ends all of them where one dies.
+    """
 
     _interrupted_by = 0
 
@@ -233,10 +237,10 @@ class _Trainer(DataParallelTrainer):
             raise
 
     def _create_default_callbacks(self) -> list[Any]:
-        found = super()._create_default_callbacks()
+        callbacks = super()._create_default_callbacks()
         if self._is_own_cluster:  # what looks after a cluster that outlives the job; it needs a dashboard
-            found = [one for one in found if type(one).__name__ != "PlacementGroupCleanerCallback"]
-        return found
+            callbacks = [c for c in callbacks if type(c).__name__ != "PlacementGroupCleanerCallback"]
+        return callbacks
 
     def _register_sigint_handler(self, controller: Any) -> None:
         super()._register_sigint_handler(controller)
@@ -281,11 +285,12 @@ class _Failures(UserCallback):
         global _last_failure
         if _last_failure is not None:  # which others follow from
             return
-        told = {process: _describe_error(error) for process, error in worker_exceptions.items()}
-        process = next((one for one, what in told.items() if "ProcessError" not in what), min(told))
-        what = f"process {process} {told[process]}"
-        _last_failure = (time.time(), textwrap.shorten(what, _LONGEST_CAUSE, placeholder=" ..."))
-        _logger.warning("%s.", what)
+        descriptions = {process: _describe_error(error) for process, error in worker_exceptions.items()}
+        causes = [process for process, text in descriptions.items() if "ProcessError" not in text]
+        process = causes[0] if causes else min(descriptions)
+        text = f"process {process} {descriptions[process]}"
+        _last_failure = (time.time(), textwrap.shorten(text, _LONGEST_CAUSE, placeholder=" ..."))
+        _logger.warning("%s.", text)
 
 
 def _describe_error(error: BaseException) -> str:
@@ -319,17 +324,18 @@ class _Processes(Backend):
         )
         prepared = []
         for index, node in enumerate(nodes):
-            given = _Given(job, start, index, paths.get(node), failure, nodes.index(node) == index)
-            prepared.append(worker_group.execute_single_async(index, _prepare, given))
+            is_first = nodes.index(node) == index
+            assignment = _Assignment(job, start, index, paths.get(node), failure, is_first)
+            prepared.append(worker_group.execute_single_async(index, _prepare, assignment))
         ray.get(prepared)
 
     def _make_memories(self, nodes: set[str], label: str) -> dict[str, str]:
-        """A directory in memory of each node; none if one has none."""
+        """Makes a directory in memory of each node. Returns no paths if that fails on any node."""
         # Where it is killed, the node gets another one; the nodes beside have copies of what it had.
         remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_NodeMemory)
         for node in nodes - self._memories.keys():
-            here = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._memories[node] = remote.options(scheduling_strategy=here).remote(label)
+            placement = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._memories[node] = remote.options(scheduling_strategy=placement).remote(label)
         paths = ray.get([self._memories[node].path.remote() for node in nodes])
         if None in paths:
             _logger.warning(
@@ -365,25 +371,25 @@ def _remove_memory(label: str) -> None:
 
 
 def _describe_node() -> str:
-    found: str = ray.get_runtime_context().get_node_id()
-    return found
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id
 
 
-_held: socket.socket | None = None
+_port_socket: socket.socket | None = None
 
 
 def _find_address(is_alone: bool) -> str:
     """An address of this process at which the others reach its coordinator."""
-    global _held
+    global _port_socket
     host = "127.0.0.1" if is_alone else ray.util.get_node_ip_address()
-    _held = hold_port(host)
-    port = _held.getsockname()[1]
+    _port_socket = hold_port(host)
+    port = _port_socket.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What a process is given before the function is called."""
+class _Assignment:
+    """The facts that a process gets before the function is called."""
 
     job: _Job
     start: Start
@@ -393,53 +399,53 @@ class _Given:
     is_first: bool  # of its node
 
 
-_given: _Given | None = None
+_assignment: _Assignment | None = None
 
 
-def _prepare(given: _Given) -> None:
-    global _given
-    _given = given
-    given.start.describe_to(os.environ, given.index, given.memory)
+def _prepare(assignment: _Assignment) -> None:
+    global _assignment
+    _assignment = assignment
+    assignment.start.describe_to(os.environ, assignment.index, assignment.memory)
     logging.getLogger("jax").setLevel(logging.WARNING)  # Ray shows what JAX says of its service
     with contextlib.suppress(OSError):  # it is not on this node
-        os.chdir(given.job.folder)
+        os.chdir(assignment.job.folder)
 
 
 def _run(function: Callable[[int, int, int, Path], Any], directory: Path) -> tuple[Any, int, float]:
     """Calls the function. Returns what it returned, the attempt, and the seconds of runs that counted."""
     import ipu_pipeline as ipu
 
-    assert _given is not None
-    if _given.memory is not None and _given.is_first:
-        _keep_history(_given, Path(_given.memory))
+    assert _assignment is not None
+    if _assignment.memory is not None and _assignment.is_first:
+        _keep_history(_assignment, Path(_assignment.memory))
     ipu.distributed.initialize()
-    if _given.job.num_devices:
-        ipu.set_num_devices(_given.job.num_devices)
+    if _assignment.job.num_devices:
+        ipu.set_num_devices(_assignment.job.num_devices)
     directory.mkdir(parents=True, exist_ok=True)
-    start, index = _given.start, _given.index
+    start, index = _assignment.start, _assignment.index
     value = function(start.restart, index, start.count, directory)
     return None if index else value, start.restart, useful_seconds()
 
 
-def _keep_history(given: _Given, memory: Path) -> None:
+def _keep_history(assignment: _Assignment, memory: Path) -> None:
     """Writes what becomes of the job for the processes of this node, as a launcher does."""
-    known = JobHistory.of_environment() or JobHistory(given.job.begun)
-    history = dataclasses.replace(known, num_restarts=given.start.restart)
+    previous = JobHistory.of_environment() or JobHistory(assignment.job.begun)
+    history = dataclasses.replace(previous, num_restarts=assignment.start.restart)
     history.write(memory)
-    if given.failure is None:
+    if assignment.failure is None:
         return
-    at, what = given.failure
+    at, event = assignment.failure
 
     def note(run: int, step: int, num_redone: int | None) -> None:
-        history.after(Failure(what, at, run, step, num_redone, time.time() - at)).write(memory)
+        history.after(Failure(event, at, run, step, num_redone, time.time() - at)).write(memory)
 
-    own, other = socket.socketpair()
-    os.environ[LAUNCHER_VARIABLE] = describe_socket(other)
-    other.detach()  # the library opens it by its number
+    channel, process_channel = socket.socketpair()
+    os.environ[LAUNCHER_VARIABLE] = describe_socket(process_channel)
+    process_channel.detach()  # the library opens it by its number
     progress = Progress(note)
 
     def listen() -> None:
-        with own.makefile() as lines:
+        with channel.makefile() as lines:
             for line in lines:
                 progress.hear(line)
 

@@ -1,9 +1,9 @@
 """Says what this process is running, for `ipu-pipeline monitor`.
 
 Code that runs a pipeline or loop counts what is done, which takes a microsecond and writes nothing. A
-thread looks at the counts once a second, and writes them if they have changed. None of this raises: if the
-disk is full or the directory cannot be written, it tries again a minute later. IPU_PIPELINE_ANNOUNCE=0
-turns it off.
+thread looks at the counts once a second, and writes them if they have changed; no other thread touches a
+disk, so that a slow one delays no run. None of this raises: if the disk is full or the directory cannot be
+written, it tries again a minute later. IPU_PIPELINE_ANNOUNCE=0 turns it off.
 
 Signals may interrupt counting at any place, so counting holds no lock.
 """
@@ -46,7 +46,7 @@ class Run:
     """A pipeline or loop that has been run, and may run again; a context manager around its runs."""
 
     def __init__(self, name: str, model: Pipeline, devices: Sequence[Any], count: int) -> None:
-        """Made by `running`."""
+        """Takes what does not change; see `running`."""
         self._size = 1 + max(model.device_mapping)  # devices of each replica
         starts = range(0, self._size * model.num_replicas, self._size)
         ipus = {start + ipu for start in starts for ipu in model.device_mapping}
@@ -99,7 +99,7 @@ class Run:
         self._ended, self.is_running = now, False
 
     def done(self, handled: int, count: int | None = None) -> None:
-        """Counts."""
+        """Counts what was handled since the last call; `count` is the sum that is announced."""
         self.handled += handled
         self.count = self.handled if count is None else count
         now = time.monotonic()
@@ -140,7 +140,7 @@ class Run:
         }
 
     def _find_rate(self, now: float) -> float | None:
-        """How much is handled per second; None if too little is known, or if nothing was done for long."""
+        """The number handled per second; None if too little is known, or if nothing was done for long."""
         points = self._points
         if len(points) < 2 or points[-1][1] == points[0][1]:
             return None
@@ -150,13 +150,13 @@ class Run:
         return (points[-1][1] - points[0][1]) / seconds
 
     def _find_planned(self) -> dict[int, int]:
-        """Finds what the devices take, once the programs' memory is known."""
+        """Finds how many bytes each IPU takes, once the programs' memory is known."""
         if self._planned is None and self.handled and self.runner is not None:
             runner = self.runner()
             self._planned = {}
             if runner is not None:
                 try:
-                    self._planned = {one.ipu: one.num_device_bytes for one in self._plan(runner)}
+                    self._planned = {memory.ipu: memory.num_device_bytes for memory in self._plan(runner)}
                 except Exception:  # while it is read, another thread may be about to change the pipeline
                     _logger.debug("What a pipeline takes is not announced.", exc_info=True)
         return self._planned or {}
@@ -215,7 +215,7 @@ class _Announcer:
         self._thread.join(timeout=1)
 
     def _work(self) -> None:
-        process, written, started = board.this_process(), None, time.time()
+        process, last_content, started = board.this_process(), None, time.time()
         if process is None:
             return
         with contextlib.suppress(OSError):
@@ -224,12 +224,12 @@ class _Announcer:
         while not self._has_ended.wait(delay):
             delay = _INTERVAL
             try:
-                known = [run for run in list(self.runs.values()) if run.is_known()]
-                runs = [run.describe() for run in known]
-                told = {"program": _program(), "started": started, "runs": runs, "job": _describe_job()}
-                if told != written:
-                    board.write(process, {**told, "written": time.time()})
-                    written = told
+                live_runs = [run for run in list(self.runs.values()) if run.is_known()]
+                runs = [run.describe() for run in live_runs]
+                content = {"program": _program(), "started": started, "runs": runs, "job": _describe_job()}
+                if content != last_content:
+                    board.write(process, {**content, "written": time.time()})
+                    last_content = content
             except Exception:
                 _logger.debug("What runs is not announced.", exc_info=True)
                 delay = _AFTER_ERROR
@@ -269,15 +269,16 @@ def running(
         run.runner = weakref.ref(runner)
         if before is not None:  # compiled anew, for other devices or with recomputation
             run.count, run.handled = before.count, before.handled
-        for old in [key for key, known in announcer.runs.items() if not known.is_running][: 1 - _MAX_RUNS]:
-            announcer.runs.pop(old, None)
+        waiting = [key for key, waiting_run in announcer.runs.items() if not waiting_run.is_running]
+        for old_key in waiting[: 1 - _MAX_RUNS]:
+            announcer.runs.pop(old_key, None)
         announcer.runs[key] = run
     announcer.start()
     return run
 
 
 def _describe_job() -> dict[str, Any] | None:
-    """What has become of the job of this process; None without a launcher that starts it again."""
+    """Describes the job of this process; None without a launcher that starts it again."""
     history = JobHistory.of_environment()
     if history is None:
         return None

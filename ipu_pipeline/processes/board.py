@@ -89,8 +89,8 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found in the directories."""
+class Announcements:
+    """The contents of the directories."""
 
     announced: tuple[dict[str, Any], ...]  # what processes that are alive have announced, by pid
     refused: tuple[str, ...]  # directories that are not used, each with the reason
@@ -129,16 +129,16 @@ def resident_bytes(pid: int) -> int | None:
 
 def directories() -> list[Path]:
     """The directories to use, the best one first."""
-    given = os.environ.get(DIRECTORY_VARIABLE)
-    if given:
-        return [Path(given)]
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if directory:
+        return [Path(directory)]
     uid = os.geteuid()
     # Services and jobs often lack a login's variables, but a monitor in a login must find them, too.
     runtime = [os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{uid}"]
     temporary = ["/tmp", os.environ.get("TMPDIR")]  # noqa: S108  # `opened` checks it
-    found = [Path(parent) / "ipu_pipeline" for parent in runtime if parent]
-    found += [Path(parent) / f"ipu_pipeline-{uid}" for parent in temporary if parent]
-    return list(dict.fromkeys(path for path in found if path.is_absolute()))
+    candidates = [Path(parent) / "ipu_pipeline" for parent in runtime if parent]
+    candidates += [Path(parent) / f"ipu_pipeline-{uid}" for parent in temporary if parent]
+    return list(dict.fromkeys(path for path in candidates if path.is_absolute()))
 
 
 @contextlib.contextmanager
@@ -147,24 +147,24 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     parent = os.open(path.parent, flags)
     try:
-        found = os.fstat(parent)
-        is_open = others_can_write(found) and not found.st_mode & stat.S_ISVTX
-        if found.st_uid not in (0, os.geteuid()) or is_open:
+        status = os.fstat(parent)
+        is_open = others_can_write(status) and not status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.geteuid()) or is_open:
             raise PermissionError(f"{path.parent} belongs to another user, or others can write to it")
         if is_made:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
-        found = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
-        if not stat.S_ISDIR(found.st_mode):
+        status = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
             raise PermissionError(f"{path} is no directory, or a link to one")
         directory = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=parent)
     finally:
         os.close(parent)
     try:
-        found = os.fstat(directory)
-        if found.st_uid != os.geteuid():
+        status = os.fstat(directory)
+        if status.st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to another user")
-        if others_can_write(found):
+        if others_can_write(status):
             raise PermissionError(f"others can write to {path}")
         yield directory
     finally:
@@ -174,28 +174,28 @@ def opened(path: Path, is_made: bool = False) -> Iterator[int]:
 def write(process: Process, announced: Any) -> None:
     """Writes what a process announces, in the first directory that can be used."""
     text = json.dumps({"process": vars(process), **announced}).encode()
-    beside = f".{process.pid}-{process.start}.new"
+    temporary_name = f".{process.pid}-{process.start}.new"
     errors = []
     for path in directories():
         try:
             with opened(path, is_made=True) as directory:
-                _put(directory, beside, process.file_name, text)
+                _put(directory, temporary_name, process.file_name, text)
             return
         except OSError as error:
             errors.append(error)
     raise OSError(f"nothing is announced: {'; '.join(map(str, errors))}")
 
 
-def _put(directory: int, beside: str, name: str, text: bytes) -> None:
+def _put(directory: int, temporary_name: str, name: str, text: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        file = os.open(beside, flags, 0o600, dir_fd=directory)
+        file = os.open(temporary_name, flags, 0o600, dir_fd=directory)
         with open(file, "wb") as opened_file:
             opened_file.write(text)
-        os.replace(beside, name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.replace(temporary_name, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(beside, dir_fd=directory)
+            os.unlink(temporary_name, dir_fd=directory)
         raise
 
 
@@ -206,51 +206,51 @@ def remove(process: Process) -> None:
             os.unlink(process.file_name, dir_fd=directory)
 
 
-def read_all() -> Found:
+def read_all() -> Announcements:
     """Reads what all live processes of the user announce. Removes what others left."""
-    here = this_process()
+    reader = this_process()
     announced: dict[tuple[int, int], dict[str, Any]] = {}
     refused: list[str] = []
     for path in directories():
         try:
             with opened(path) as directory:
-                for one in _read(directory, here):
-                    key = (one["process"]["pid"], one["process"]["start"])
-                    if key not in announced or announced[key]["written"] < one["written"]:
-                        announced[key] = one  # a process may have had to change directories
+                for entry in _read(directory, reader):
+                    key = (entry["process"]["pid"], entry["process"]["start"])
+                    if key not in announced or announced[key]["written"] < entry["written"]:
+                        announced[key] = entry  # a process may have had to change directories
         except FileNotFoundError:
             continue
         except OSError as error:
             refused.append(str(error))
-    if here is None:
+    if reader is None:
         refused.append("this system has no /proc, so that no program announces what it does")
-    return Found(tuple(announced[key] for key in sorted(announced)), tuple(refused))
+    return Announcements(tuple(announced[key] for key in sorted(announced)), tuple(refused))
 
 
-def _read(directory: int, here: Process | None) -> Iterator[dict[str, Any]]:
+def _read(directory: int, reader: Process | None) -> Iterator[dict[str, Any]]:
     for name in sorted(os.listdir(directory)):
         if name.endswith(".new"):  # left by a process that was killed while writing
             _forget_if_old(directory, name)
             continue
-        found = _load(directory, name)
-        if found is None or here is None:
+        entry = _load(directory, name)
+        if entry is None or reader is None:
             continue
-        process = found["process"]
-        if process["namespace"] == here.namespace and process["boot"] == here.boot:
-            known = find_process(process["pid"])
-            if known is not None and known.start == process["start"]:
-                yield found
-            elif here.namespace:
+        process = entry["process"]
+        if process["namespace"] == reader.namespace and process["boot"] == reader.boot:
+            live_process = find_process(process["pid"])
+            if live_process is not None and live_process.start == process["start"]:
+                yield entry
+            elif reader.namespace:
                 _forget(directory, name)
-        elif process["boot"] != here.boot and process["host"] == here.host:
+        elif process["boot"] != reader.boot and process["host"] == reader.host:
             _forget(directory, name)  # from before this machine's last start
         # Others are in containers, or on machines that see the same directory. They are not visible here.
 
 
 def _forget_if_old(directory: int, name: str) -> None:
     with contextlib.suppress(OSError):
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        if time.time() - found.st_mtime > _MAX_SECONDS:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if time.time() - status.st_mtime > _MAX_SECONDS:
             os.unlink(name, dir_fd=directory)
 
 
@@ -266,22 +266,22 @@ def _load(directory: int, name: str) -> dict[str, Any] | None:
         with open(file, "rb") as opened_file:
             if not stat.S_ISREG(os.fstat(opened_file.fileno()).st_mode):
                 return None
-            found = json.loads(opened_file.read(_MAX_BYTES))
+            entry = json.loads(opened_file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    if not _has(found, _OF_PROGRAM) or not _has(found["process"], _OF_PROCESS):
+    if not _has(entry, _OF_PROGRAM) or not _has(entry["process"], _OF_PROCESS):
         return None
-    runs = found["runs"]
+    runs = entry["runs"]
     if not all(_has(run, _OF_RUN) and all(_has(ipu, _OF_IPU) for ipu in run["ipus"]) for run in runs):
         return None
-    job = found.setdefault("job", None)  # an earlier version's has none
+    job = entry.setdefault("job", None)  # an earlier version's has none
     if job is not None and not (
         _has(job, _OF_JOB) and all(_has(failure, _OF_FAILURE) for failure in job["failures"])
     ):
         return None
-    return found if name == f"{found['process']['pid']}-{found['process']['start']}.json" else None
+    return entry if name == f"{entry['process']['pid']}-{entry['process']['start']}.json" else None
 
 
-def _has(found: Any, fields: dict[str, Any]) -> bool:
+def _has(value: Any, fields: dict[str, Any]) -> bool:
     """Whether a dict has some entries of the right types."""
-    return isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in fields.items())
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in fields.items())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-# Signals: sections that defer them, none that is lost, and training that ends after an update.
+# Signals.
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Signals that people handle in Python: to save, to stop, to give up waiting. Some systems lack some.
@@ -24,6 +24,28 @@ _DEFERRED = tuple(
     if hasattr(signal, name)
 )
 _UNTIL_SENT_AGAIN = 0.01  # seconds in which the callback that ignored an exception ends
+
+
+class StoppedAtOnce(BaseException):
+    """A second signal came before the work of the first was done."""
+
+
+class StopRequest:
+    """Notes whether a signal came.
+
+    Attributes:
+      number: the number of the signal that came to this process; None if none did.
+      elsewhere: the number of one that came to another process, as the caller has found; None if none did.
+      is_final: whether what runs now is the last thing to do, so that further signals are ignored.
+    """
+
+    number: int | None = None
+    elsewhere: int | None = None
+    is_final: bool = False
+
+    def is_made(self) -> bool:
+        """Whether a signal came, to any process."""
+        return self.number is not None or self.elsewhere is not None
 
 
 @contextlib.contextmanager
@@ -67,12 +89,12 @@ def sent_again_if_ignored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = sys.unraisablehook
+    former_hook = sys.unraisablehook
 
     def look(ignored: sys.UnraisableHookArgs) -> None:
         number = _find_signal(ignored)
         if number is None:
-            before(ignored)
+            former_hook(ignored)
             return
         # Not threading.Thread: the main thread may hold locks of that module just now.
         _thread.start_new_thread(_send_again, (number,))
@@ -82,7 +104,7 @@ def sent_again_if_ignored() -> Iterator[None]:
         yield
     finally:
         if sys.unraisablehook is look:
-            sys.unraisablehook = before
+            sys.unraisablehook = former_hook
 
 
 @contextlib.contextmanager
@@ -96,25 +118,25 @@ def raised_if_wrapped() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         pattern = r"callback.*^(?:\S*\.)?(KeyboardInterrupt|StoppedAtOnce)\b"
-        found = re.search(pattern, str(error), re.MULTILINE | re.DOTALL)
-        if found is None:
+        match = re.search(pattern, str(error), re.MULTILINE | re.DOTALL)
+        if match is None:
             raise
-        raise (KeyboardInterrupt if found[1] == "KeyboardInterrupt" else StoppedAtOnce) from error
+        raise (KeyboardInterrupt if match[1] == "KeyboardInterrupt" else StoppedAtOnce) from error
 
 
 def _find_signal(ignored: sys.UnraisableHookArgs) -> int | None:
     """The signal whose handler raised an exception, in this thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    within, traceback = set(), ignored.exc_traceback
+    codes, traceback = set(), ignored.exc_traceback
     while traceback is not None:
-        within.add(traceback.tb_frame.f_code)
+        codes.add(traceback.tb_frame.f_code)
         traceback = traceback.tb_next
     for number in _DEFERRED:
         handler = signal.getsignal(number)
         if handler is signal.default_int_handler and ignored.exc_type is KeyboardInterrupt:
             return number
-        if getattr(handler, "__code__", None) in within:
+        if getattr(handler, "__code__", None) in codes:
             return number
     return None
 
@@ -124,28 +146,6 @@ def _send_again(number: int) -> None:
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, number)  # this also ends what the thread waits for
-
-
-class StoppedAtOnce(BaseException):
-    """A second signal came before the work of the first was done."""
-
-
-class StopRequest:
-    """Notes whether a signal came.
-
-    Attributes:
-      number: the number of the signal that came to this process; None if none did.
-      elsewhere: the number of one that came to another process, as the caller has found; None if none did.
-      is_final: whether what runs now is the last thing to do, so that further signals are ignored.
-    """
-
-    number: int | None = None
-    elsewhere: int | None = None
-    is_final: bool = False
-
-    def is_made(self) -> bool:
-        """Whether a signal came, to any process."""
-        return self.number is not None or self.elsewhere is not None
 
 
 @contextlib.contextmanager
@@ -165,17 +165,17 @@ def stopping_on_signals() -> Iterator[StopRequest]:
             raise StoppedAtOnce
         request.number = request.number or number
 
-    before: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+    former_handlers: dict[signal.Signals, Callable[..., Any] | int | None] = {}
     try:
-        for stopping in _STOPPING:
-            before[stopping] = signal.signal(stopping, note)
+        for number in _STOPPING:
+            former_handlers[number] = signal.signal(number, note)
         yield request
     finally:
-        for stopping, handler in before.items():
-            signal.signal(stopping, signal.SIG_DFL if handler is None else handler)
+        for number, handler in former_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-# Ends a process whose main thread may be stuck, but leaves nothing half written.
+# The end of a process whose main thread may be stuck.
 
 EXIT_STATUS = 1  # the same as after an exception
 _FLUSHING_SECONDS = 1.0
@@ -184,32 +184,32 @@ _writing: dict[int, str] = {}
 
 
 @contextlib.contextmanager
-def written_whole(what: str) -> Iterator[None]:
-    """Wraps writing something that `end_process` must not break off."""
+def written_whole(name: str) -> Iterator[None]:
+    """Wraps the writing of something that `end_process` must not break off."""
     key = threading.get_ident()
-    before = _writing.get(key)
-    _writing[key] = what
+    outer_name = _writing.get(key)
+    _writing[key] = name
     try:
         yield
     finally:
-        if before is None:
+        if outer_name is None:
             del _writing[key]
         else:
-            _writing[key] = before
+            _writing[key] = outer_name
 
 
 def end_process(message: str) -> None:
     """Ends this process, from any thread: no Python code runs any more."""
-    waited_for = sorted(set(_writing.values()))
-    _write_message(message + (f"First {', '.join(waited_for)} is written.\n" if waited_for else ""))
+    names = sorted(set(_writing.values()))
+    _write_message(message + (f"First {', '.join(names)} is written.\n" if names else ""))
     deadline = time.monotonic() + _MOST_WRITING_SECONDS
     while _writing and time.monotonic() < deadline:
         time.sleep(0.05)
     for stream in (sys.stdout, sys.stderr):
         # A stuck thread may hold the lock of the stream.
-        flushing = threading.Thread(target=_flush, args=(stream,), daemon=True)
-        flushing.start()
-        flushing.join(_FLUSHING_SECONDS)
+        thread = threading.Thread(target=_flush, args=(stream,), daemon=True)
+        thread.start()
+        thread.join(_FLUSHING_SECONDS)
     os._exit(EXIT_STATUS)
 
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# What passes between this process and the launcher that started it, with others.
-
 COORDINATOR_VARIABLE = "IPU_PIPELINE_COORDINATOR_ADDRESS"  # "host:port", where process 0 starts it
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # where it listens there
 COUNT_VARIABLE = "IPU_PIPELINE_NUM_PROCESSES"
@@ -35,12 +33,12 @@ _TELL_EVERY = 0.2  # seconds
 
 
 def restart_number() -> int:
-    """How often the job has been started again; 0 without a launcher."""
+    """The number of restarts of the job; 0 without a launcher."""
     return _read_number(RESTART_VARIABLE, 0, 0)
 
 
 def runs_between_checkpoints() -> int:
-    """How many runs there are from one in-memory checkpoint to the next; 1 without a launcher."""
+    """The number of runs from one in-memory checkpoint to the next; 1 without a launcher."""
     return _read_number(MEMORY_EVERY_VARIABLE, 1, 1)
 
 
@@ -90,23 +88,23 @@ def restore_useful(seconds: float) -> None:
 
 
 def useful_seconds() -> float:
-    """How many seconds the runs of trainings took, each counted once; also before restarts."""
+    """The seconds that the runs of trainings took, each counted once; also before restarts."""
     return _useful
 
 
-_heard = b""
+_received = b""
 
 
 def hear_failures() -> dict[int, str]:
-    """What a launcher has told so far of processes that failed: what happened to each, by its number.
+    """The processes that have failed, as the launcher has told: what happened to each, by its number.
 
     One thread calls it.
     """
-    global _heard
+    global _received
     with contextlib.suppress(OSError):  # nothing was told; or the launcher is gone
-        _heard += _launcher().recv(4096, socket.MSG_DONTWAIT)
-    told = [line.decode().split(" ", 2) for line in _heard.split(b"\n")[:-1]]
-    return {int(process): what for _failed, process, what in told}
+        _received += _launcher().recv(4096, socket.MSG_DONTWAIT)
+    messages = [line.decode().split(" ", 2) for line in _received.split(b"\n")[:-1]]
+    return {int(process): event for _failed, process, event in messages}
 
 
 def _tell(text: str) -> None:
@@ -135,11 +133,11 @@ def _launcher() -> socket.socket:
 
 
 def describe_socket(of_process: socket.socket) -> str:
-    """What `LAUNCHER_VARIABLE` says of a process's end of a pair of sockets."""
+    """The value of `LAUNCHER_VARIABLE` for a process's end of a pair of sockets."""
     return f"{of_process.fileno()}:{os.fstat(of_process.fileno()).st_ino}"
 
 
-# What a process of a job finds in its environment, whoever starts it.
+# The start of a process, by any launcher.
 
 
 @dataclass(frozen=True)
@@ -186,14 +184,14 @@ class Start:
 def hold_port(address: str = "127.0.0.1") -> socket.socket:
     """Holds a free port: the coordinator can listen there, and no other program gets it before that."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    held = socket.socket(family)
+    port_socket = socket.socket(family)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        held.setsockopt(socket.SOL_SOCKET, option, 1)
-    held.bind((address, 0))
-    return held
+        port_socket.setsockopt(socket.SOL_SOCKET, option, 1)
+    port_socket.bind((address, 0))
+    return port_socket
 
 
-# The directory in memory in which the processes of a job keep their state.
+# The directory in memory where the processes of a job keep their state.
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108  # a file system in memory, on every Linux
 _MEMORY_PREFIX, _LOCK_FILE = "ipu_pipeline-launch-", "lock"
@@ -207,15 +205,15 @@ class Memory:
     """
 
     def __init__(self, parent: Path, label: str = "") -> None:
-        """Makes it."""
-        made = Path(tempfile.mkdtemp(prefix=f".{_MEMORY_PREFIX}{label}", dir=parent)).absolute()
-        self._lock = os.open(made / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Makes the directory, and holds its lock."""
+        hidden_path = Path(tempfile.mkdtemp(prefix=f".{_MEMORY_PREFIX}{label}", dir=parent)).absolute()
+        self._lock = os.open(hidden_path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under this name others would remove it if it were not locked.
-        self.path = made.rename(made.with_name(made.name.removeprefix(".")))
+        self.path = hidden_path.rename(hidden_path.with_name(hidden_path.name.removeprefix(".")))
 
     def close(self) -> None:
-        """Removes it."""
+        """Removes the directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -241,11 +239,11 @@ def remove_left(parent: Path, label: str = "") -> bool:
     return not any(parent.glob(f"{_MEMORY_PREFIX}{label}*"))
 
 
-# What the library tells its launcher of the trainings in a process.
+# The launcher's side of `tell_progress` and `tell_resumed`.
 
 
 class Progress:
-    """How far the trainings of a job have come.
+    """The progress of the trainings of a job.
 
     Attributes:
       useful: how many seconds of runs of trainings are known, each run counted once.
@@ -253,14 +251,14 @@ class Progress:
     """
 
     def __init__(self, on_first: Callable[[int, int, int | None], None]) -> None:
-        """Knows of none."""
+        """Begins without any training."""
         self.useful = 0.0
         self.furthest: dict[str, int] = {}
         self._on_first = on_first
         self._num_redone: int | None = None
 
     def hear(self, line: str) -> None:
-        """Takes a line about a training, as `processes.launched` tells it."""
+        """Takes a line about a training."""
         kind, *values = line.split()
         if kind == "resumed":
             self._num_redone = max(self._num_redone or 0, int(values[0]))
@@ -272,10 +270,10 @@ class Progress:
             self.furthest[training] = max(self.furthest.get(training, -1), int(step))
 
 
-# What has become of a job whose processes are started again: its failures, and its goodput.
+# The failures of a job whose processes are started again, and its goodput.
 
 _HISTORY_FILE = "job.json"
-_MOST_FAILURES = 20  # failures that are kept
+_MOST_FAILURES = 20
 
 
 @dataclass(frozen=True)
@@ -327,27 +325,27 @@ class JobHistory:
 
     def write(self, directory: Path) -> None:
         """Writes it to the directory of the job's memory, if that has room."""
-        beside = directory / f".{_HISTORY_FILE}"
+        temporary = directory / f".{_HISTORY_FILE}"
         with contextlib.suppress(OSError):
-            beside.write_text(json.dumps(dataclasses.asdict(self)))
-            beside.rename(directory / _HISTORY_FILE)
+            temporary.write_text(json.dumps(dataclasses.asdict(self)))
+            temporary.rename(directory / _HISTORY_FILE)
 
     @classmethod
     def of_environment(cls) -> JobHistory | None:
-        """That of the job of this process; None without a launcher that starts it again."""
+        """Reads the history of this process's job; None without a launcher that starts it again."""
         try:
-            found = json.loads((Path(os.environ[MEMORY_VARIABLE]) / _HISTORY_FILE).read_text())
-            failures = tuple(Failure(**failure) for failure in found["failures"])
-            return cls(float(found["begun"]), int(found["num_restarts"]), failures)
+            fields = json.loads((Path(os.environ[MEMORY_VARIABLE]) / _HISTORY_FILE).read_text())
+            failures = tuple(Failure(**failure) for failure in fields["failures"])
+            return cls(float(fields["begun"]), int(fields["num_restarts"]), failures)
         except (OSError, KeyError, TypeError, ValueError):
             return None
 
     def goodput(self, useful: float) -> float | None:
-        """Which part of the job's time until now its runs took; None if none is known to have been done."""
+        """The part of the job's time until now that its runs took; None if no run is known."""
         return min(1.0, useful / max(time.time() - self.begun, 1e-9)) if useful else None
 
     def describe_times(self) -> str:
-        """How often it was started again, in words."""
+        """The number of restarts in words."""
         return "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
 
     def describe_goodput(self, useful: float) -> str:

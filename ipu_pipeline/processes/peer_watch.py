@@ -44,7 +44,7 @@ _LOOKS_AFTER_ERROR = 4  # until the process that caused an error of this one is 
 
 @dataclass(frozen=True)
 class Status:
-    """What a process tells of itself."""
+    """The status that a process writes to the store."""
 
     beat: int = 0  # a number that rises as long as it lives
     finished: str | None = None  # the last action that it has finished; None if it has not finished any
@@ -96,33 +96,38 @@ class Judge:
         self._silence = silence
         self._stall = stall
         self._most_step = most_step
-        self._looked: float | None = None
-        self._clock = 0.0  # seconds, without the time in which this process was stopped
-        self._heard = 0.0  # the last of these seconds in which the store answered
+        self._last_look: float | None = None
+        # Seconds without the time in which this process was stopped, which then blames nobody.
+        self._clock = 0.0
+        self._answered_seconds = 0.0  # the last of these seconds in which the store answered
         self._beats: dict[int, tuple[int, float]] = {}
-        self._counted: tuple[tuple[Any, ...], float] = ((), 0.0)
-        self._answered = 0.0
+        self._last_counts: tuple[tuple[Any, ...], float] = ((), 0.0)
+        self._last_answer = 0.0
 
     def judge(
         self, statuses: dict[int, Status], now: float, is_answered: bool, dead: Mapping[int, str]
     ) -> str | None:
         """Finds why the run cannot go on; None if it can. `dead` says how others' deaths were seen."""
-        step = 0.0 if self._looked is None else min(now - self._looked, self._most_step)
-        self._looked = now
+        step = 0.0 if self._last_look is None else min(now - self._last_look, self._most_step)
+        self._last_look = now
         self._clock += step
-        self._heard += step if is_answered else 0.0
+        self._answered_seconds += step if is_answered else 0.0
         for process, status in statuses.items():
             if self._beats.get(process, (-1, 0.0))[0] != status.beat:
-                self._beats[process] = (status.beat, self._heard)
+                self._beats[process] = (status.beat, self._answered_seconds)
         for process, status in statuses.items():
             if process != self._index and status.verdict is not None:
                 return status.verdict
-        what = self._find_dead(statuses, dead) or self._find_failed(statuses) or self._find_stall(statuses)
+        reason = (
+            self._find_dead(statuses, dead) or self._find_failed(statuses) or self._find_stall(statuses)
+        )
         if is_answered:
-            self._answered = self._clock
-        elif what is None and self._clock - self._answered > self._silence:
-            what = f"The coordinator, which process 0 started, has not answered for {self._silence:.0f} s."
-        return None if what is None else f"{what}{self.describe(statuses)}"
+            self._last_answer = self._clock
+        elif reason is None and self._clock - self._last_answer > self._silence:
+            reason = (
+                f"The coordinator, which process 0 started, has not answered for {self._silence:.0f} s."
+            )
+        return None if reason is None else f"{reason}{self.describe(statuses)}"
 
     def describe(self, statuses: dict[int, Status]) -> str:
         """Describes how far each process has come, a line for each."""
@@ -135,8 +140,8 @@ class Judge:
         return "".join(lines)
 
     def _find_dead(self, statuses: dict[int, Status], dead: Mapping[int, str]) -> str | None:
-        for process, (_beat, heard) in sorted(self._beats.items()):
-            status, seconds = statuses[process], self._heard - heard
+        for process, (_beat, beat_seconds) in sorted(self._beats.items()):
+            status, seconds = statuses[process], self._answered_seconds - beat_seconds
             if process == self._index or status.end is not None:
                 continue
             name = f"Process {process} (pid {status.pid} on {status.host})"
@@ -153,12 +158,12 @@ class Judge:
         return None
 
     def _find_stall(self, statuses: dict[int, Status]) -> str | None:
-        counted = tuple(
+        counts = tuple(
             (p, s.number, s.waits_at, s.end, s.occupied_with) for p, s in sorted(statuses.items())
         )
-        if counted != self._counted[0]:
-            self._counted = (counted, self._heard)
-        seconds = self._heard - self._counted[1]
+        if counts != self._last_counts[0]:
+            self._last_counts = (counts, self._answered_seconds)
+        seconds = self._answered_seconds - self._last_counts[1]
         waiting = [process for process, status in statuses.items() if status.waits]
         if not waiting or any(s.occupied_with is not None and s.end is None for s in statuses.values()):
             return None
@@ -195,7 +200,7 @@ def _may_come_from_others(error: BaseException | None) -> bool:
 
 
 class PeerWatch:
-    """Runs the threads that watch the other processes, and what is done when this one ends."""
+    """Runs the threads that watch the other processes, and says why when this one ends."""
 
     def __init__(self, peers: Peers, death_timeout: float, stall_timeout: float) -> None:
         """Starts no threads yet."""
@@ -204,11 +209,11 @@ class PeerWatch:
         self._grace = min(_GRACE, death_timeout / 6)
         silence = death_timeout - self._grace - 2 * self._interval
         self._judge = Judge(peers.index, peers.count, silence, stall_timeout, 2 * self._interval)
-        here = board.this_process()
-        facts = {} if here is None else dataclasses.asdict(here)
+        this_process = board.this_process()
+        facts = {} if this_process is None else dataclasses.asdict(this_process)
         self._status = dataclasses.replace(Status(pid=os.getpid()), **facts)
         self._statuses: dict[int, Status] = {}
-        self._asked = 0.0  # when the statuses were asked for
+        self._query_time = 0.0  # when the statuses were asked for
         self._gone: dict[int, float] = {}  # process that is gone -> since when this is known
         self._num_answers = 0
         self._lock = threading.Lock()
@@ -258,30 +263,30 @@ class PeerWatch:
         self._peers.store.key_value_set(f"{_STATUSES}/{self._peers.index}", text, True)
 
     def _hear(self) -> None:
-        asked = time.monotonic()
-        told = self._peers.store.key_value_dir_get(f"{_STATUSES}/")
-        statuses = {int(key.rpartition("/")[2]): Status(**json.loads(text)) for key, text in told}
+        query_time = time.monotonic()
+        entries = self._peers.store.key_value_dir_get(f"{_STATUSES}/")
+        statuses = {int(key.rpartition("/")[2]): Status(**json.loads(text)) for key, text in entries}
         with self._lock:
-            self._statuses, self._asked = statuses, asked
+            self._statuses, self._query_time = statuses, query_time
             self._num_answers += 1
 
     # The thread that judges.
 
     def _look(self) -> None:
-        known = num_glances = 0
+        last_answers = num_glances = 0
         while not self._is_over.wait(self._interval / _GLANCES):
             with self._lock:
-                statuses, answers, asked = self._statuses, self._num_answers, self._asked
+                statuses, answers, query_time = self._statuses, self._num_answers, self._query_time
             now, gone = time.monotonic(), {**self._find_gone(statuses), **hear_failures()}
             gone.pop(self._peers.index, None)
-            dead = self._find_silent(gone, asked, now)
+            dead = self._find_silent(gone, query_time, now)
             num_glances += 1
             if not dead and num_glances % _GLANCES:
                 continue
-            found = self._judge.judge(statuses, now, answers != known, dead)
-            known = answers
-            if found is not None and self._end is None:
-                self._peers.fail(found)
+            reason = self._judge.judge(statuses, now, answers != last_answers, dead)
+            last_answers = answers
+            if reason is not None and self._end is None:
+                self._peers.fail(reason)
             with self._looking:
                 self._num_looks += 1
                 self._looking.notify_all()
@@ -291,7 +296,7 @@ class PeerWatch:
                     self._end_process(self._peers.failure)
                 return
 
-    def _find_silent(self, gone: Mapping[int, str], asked: float, now: float) -> dict[int, str]:
+    def _find_silent(self, gone: Mapping[int, str], query_time: float, now: float) -> dict[int, str]:
         """The processes with nothing more to say: a process's last report is read before judging it."""
         for process in gone:
             if process not in self._gone:
@@ -301,7 +306,7 @@ class PeerWatch:
         return {
             process: how
             for process, how in gone.items()
-            if asked > self._gone[process] or now - self._gone[process] > self._grace
+            if query_time > self._gone[process] or now - self._gone[process] > self._grace
         }
 
     def _find_gone(self, statuses: dict[int, Status]) -> dict[int, str]:
@@ -309,16 +314,16 @@ class PeerWatch:
         gone = {}
         for process, status in statuses.items():
             if process != self._peers.index and self._is_here(status):
-                found = board.find_process(status.pid)
-                if found is None or found.start != status.start:
+                live_process = board.find_process(status.pid)
+                if live_process is None or live_process.start != status.start:
                     gone[process] = "is gone from this machine"
         return gone
 
     def _is_here(self, status: Status) -> bool:
         """Whether this process would see that another one is gone."""
-        own = self._status
-        is_known = bool(own.boot and own.namespace)
-        return is_known and (status.boot, status.namespace) == (own.boot, own.namespace)
+        own_status = self._status
+        is_known = bool(own_status.boot and own_status.namespace)
+        return is_known and (status.boot, status.namespace) == (own_status.boot, own_status.namespace)
 
     # When this process ends.
 
@@ -336,11 +341,11 @@ class PeerWatch:
         first = str(value).splitlines()
         self._end = f"{kind.__name__}: {first[0] if first else ''}".removesuffix(": ")
 
-    def _say(self, what: str | None) -> str:
-        return f"ipu_pipeline: process {self._peers.index} ends. {what}\n" if what is not None else ""
+    def _say(self, reason: str | None) -> str:
+        return f"ipu_pipeline: process {self._peers.index} ends. {reason}\n" if reason is not None else ""
 
-    def _end_process(self, what: str) -> None:
-        end_process(self._say(what))
+    def _end_process(self, reason: str) -> None:
+        end_process(self._say(reason))
 
     def _tell_why(self) -> None:
         """Tells the others the reason, before they can see that this process is gone."""
@@ -390,16 +395,16 @@ class PeerWatch:
         self._end = ""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell()
-        all_left = math.inf
+        all_ended = math.inf
         while True:
             with self._lock:
-                others = {p: s for p, s in self._statuses.items() if p != self._peers.index}
+                statuses = {p: s for p, s in self._statuses.items() if p != self._peers.index}
                 gone = self._find_gone(self._statuses)
-            left = {process for process, status in others.items() if status.end is not None}
-            if len(left | gone.keys()) >= self._peers.count - 1:
-                all_left = min(all_left, time.monotonic())
+            ended = {process for process, status in statuses.items() if status.end is not None}
+            if len(ended | gone.keys()) >= self._peers.count - 1:
+                all_ended = min(all_ended, time.monotonic())
                 # One that ends with an error is to be gone first: a launcher tells the first one's status.
-                failing = [others[process] for process in left - gone.keys() if others[process].end]
-                if not any(map(self._is_here, failing)) or time.monotonic() > all_left + self._grace:
+                failing = [statuses[process] for process in ended - gone.keys() if statuses[process].end]
+                if not any(map(self._is_here, failing)) or time.monotonic() > all_ended + self._grace:
                     return
             time.sleep(self._interval / 10)

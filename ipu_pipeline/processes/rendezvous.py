@@ -38,7 +38,7 @@ from ipu_pipeline.processes.launcher import (
 )
 from ipu_pipeline.processes.peer_watch import PeerWatch
 
-# Finds a run's processes and where they are: from arguments, the environment, or what JAX recognises.
+# Finding the place of this process.
 
 _VARIABLES = (COORDINATOR_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE)
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
@@ -68,19 +68,19 @@ def find_place(
     seconds: int,
 ) -> Place:
     """Finds this process's place: from arguments, else the environment, else the cluster JAX recognises."""
-    given = [coordinator_address, num_processes, process_id]
-    found = [_check(name, value) for name, value in zip(_ARGUMENTS, given, strict=True)]
-    if None in found:
+    arguments = [coordinator_address, num_processes, process_id]
+    values = [_check(name, value) for name, value in zip(_ARGUMENTS, arguments, strict=True)]
+    if None in values:
         environment = [os.environ.get(name) or None for name in _VARIABLES]
-        found = [
+        values = [
             value if value is not None or text is None else _read(name, text)
-            for name, value, text in zip(_VARIABLES, found, environment, strict=True)
+            for name, value, text in zip(_VARIABLES, values, environment, strict=True)
         ]
-        if found[0] is None:
-            found[0] = os.environ.get(_OF_JAX) or None
-        if None in found:
-            found, local_device_ids = _complete(found, local_device_ids, environment, seconds)
-    address, count, index = found
+        if values[0] is None:
+            values[0] = os.environ.get(_OF_JAX) or None
+        if None in values:
+            values, local_device_ids = _complete(values, local_device_ids, environment, seconds)
+    address, count, index = values
     assert isinstance(address, str)
     assert isinstance(count, int)
     assert isinstance(index, int)
@@ -96,13 +96,13 @@ def find_place(
 
 
 def _complete(
-    found: list[str | int | None],
+    values: list[str | int | None],
     devices: list[int] | None,
     environment: list[str | None],
     seconds: int,
 ) -> tuple[list[str | int | None], list[int] | None]:
-    """Completes what was found by what JAX knows of the cluster."""
-    missing = [number for number, value in enumerate(found) if value is None]
+    """Completes the values by what JAX knows of the cluster."""
+    missing = [number for number, value in enumerate(values) if value is None]
     names = " and ".join(f"{_ARGUMENTS[number]} ({_VARIABLES[number]})" for number in missing)
     if any(environment):
         set_ones = ", ".join(name for name, text in zip(_VARIABLES, environment, strict=True) if text)
@@ -110,25 +110,25 @@ def _complete(
             f"distributed.initialize: {names} missing: the environment has only {set_ones}. Set all three "
             "variables, or none."
         )
-    detected = jax_processes.detect_cluster(seconds)
-    completed = [
-        known if value is None else value for known, value in zip(detected[:3], found, strict=True)
+    cluster = jax_processes.detect_cluster(seconds)
+    full_values = [
+        default if value is None else value for default, value in zip(cluster[:3], values, strict=True)
     ]
-    if None in completed:
+    if None in full_values:
         raise ValueError(
             f"distributed.initialize: {names} missing, and JAX recognises no cluster here (it knows SLURM, "
             "Open MPI, Kubernetes with its Python package, and Cloud TPU). Give them as arguments or by "
             "the environment; to try a program on this machine alone: ipu-pipeline launch -n 2 "
             "PROGRAM."
         )
-    return completed, detected[3] if devices is None else devices
+    return full_values, cluster[3] if devices is None else devices
 
 
 def _check(name: str, value: str | int | None) -> str | int | None:
     kind = str if name == "coordinator_address" else int
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        wanted = 'a text like "10.0.0.1:1234"' if kind is str else "an integer"
-        raise TypeError(f"distributed.initialize: {name} must be {wanted}; it is {value!r}.")
+        expected = 'a text like "10.0.0.1:1234"' if kind is str else "an integer"
+        raise TypeError(f"distributed.initialize: {name} must be {expected}; it is {value!r}.")
     return value
 
 
@@ -165,7 +165,7 @@ def address_towards(host: str, port: int) -> str:
         ) from error
 
 
-# Joins the processes of a run by JAX's distributed runtime, and leaves them when this one ends.
+# Joining the others by JAX's distributed runtime.
 
 STALL_VARIABLE = "IPU_PIPELINE_STALL_TIMEOUT"
 _LEAST_SECONDS = 2.0
@@ -197,9 +197,9 @@ def join(
     stall_timeout: float | None = None,
     initialization_timeout: float = 300,
 ) -> None:
-    """See `ipu_pipeline.distributed.initialize`."""
+    """Joins the other processes; see `ipu_pipeline.distributed.initialize`."""
     global _is_joined
-    given = {
+    arguments = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
         "process_id": process_id,
@@ -209,7 +209,7 @@ def join(
         "death_timeout": death_timeout,
         "stall_timeout": stall_timeout,
     }
-    names = ", ".join(name for name, value in given.items() if value is not None)
+    names = ", ".join(name for name, value in arguments.items() if value is not None)
     if _is_joined and names:
         raise RuntimeError(
             f"distributed.initialize: {names} cannot have an effect any more: this process has joined the "
@@ -229,6 +229,7 @@ def join(
             "array (jnp.float32(2), a module of Flax) or a random key is made, or with jax.devices(). Call "
             "it at the top of the program."
         )
+    # Where this process is, and how long it waits.
     death_timeout = _read_seconds("death_timeout", DEATH_VARIABLE, death_timeout, 60.0)
     stall_timeout = _read_seconds("stall_timeout", STALL_VARIABLE, stall_timeout, death_timeout)
     patience = _read_seconds("initialization_timeout", "", initialization_timeout, 300.0)
@@ -237,20 +238,20 @@ def join(
         coordinator_address, num_processes, process_id, devices, math.ceil(min(patience, 3600))
     )
     host, port = split_address(place.coordinator)
-    bound = coordinator_bind_address or os.environ.get(BIND_VARIABLE)
-    if bound is not None:
-        split_address(bound, "coordinator_bind_address")
-    towards = _find_own_address(host, port, patience)
-    own = listen_address or towards
-    if place.index == 0 and bound is None:
-        bound = f"[{towards}]:{port}" if ":" in towards else f"{towards}:{port}"
-    # JAX's own limit comes later, because JAX then aborts.
+    bind_address = coordinator_bind_address or os.environ.get(BIND_VARIABLE)
+    if bind_address is not None:
+        split_address(bind_address, "coordinator_bind_address")
+    local_address = _find_own_address(host, port, patience)
+    own_address = listen_address or local_address
+    if place.index == 0 and bind_address is None:
+        bind_address = f"[{local_address}]:{port}" if ":" in local_address else f"{local_address}:{port}"
+    # The others. JAX's own limit comes later, because JAX then aborts.
     heartbeat_timeout = math.ceil(death_timeout) + 60
-    _initialize(place, bound, heartbeat_timeout, patience)
+    _initialize(place, bind_address, heartbeat_timeout, patience)
     _is_joined = True
     if place.count > 1:
         keep_one_free()
-    if not jax_processes.listen_for_collectives(own):
+    if not jax_processes.listen_for_collectives(own_address):
         _logger.warning(
             "This JAX does not say where its collectives listen: it is where the host's name leads."
         )
@@ -259,15 +260,16 @@ def join(
     store = jax_processes.key_value_store()
     if store is None:
         raise RuntimeError("This JAX does not let the processes tell each other anything. Use jax 0.10.")
+    # Whether these are the processes of one job.
     claim, secret = _claim(store, place), os.environ.get(SECRET_VARIABLE, "")
-    others = processes.Peers(place.index, place.count, own, store)
-    processes.set_current(others)
-    PeerWatch(others, death_timeout, stall_timeout).start()
+    peers = processes.Peers(place.index, place.count, own_address, store)
+    processes.set_current(peers)
+    PeerWatch(peers, death_timeout, stall_timeout).start()
     try:
         deadline = time.monotonic() + patience
-        claims = others.agree("joining", _describe_versions(), deadline, claim)
+        claims = peers.agree("joining", _describe_versions(), deadline, claim)
         if secret:
-            codes = others.exchange("proving", _prove(secret, claims, place.index), deadline)
+            codes = peers.exchange("proving", _prove(secret, claims, place.index), deadline)
             for process, code in enumerate(codes):
                 if not hmac.compare_digest(code, _prove(secret, claims, process)):
                     raise ValueError(
@@ -276,8 +278,8 @@ def join(
                         "all processes of a job."
                     )
     except TimeoutError:  # process 0 ended before it said anything, and its coordinator is still there
-        others.fail(_describe_absence(place, patience))
-        raise TimeoutError(others.failure) from None
+        peers.fail(_describe_absence(place, patience))
+        raise TimeoutError(peers.failure) from None
 
 
 def _find_own_address(host: str, port: int, patience: float) -> str:
@@ -298,33 +300,33 @@ def _find_own_address(host: str, port: int, patience: float) -> str:
         time.sleep(min(1.0, patience / 4))
 
 
-def _read_seconds(name: str, variable: str, given: float | None, default: float) -> float:
+def _read_seconds(name: str, variable: str, argument: float | None, default: float) -> float:
     """Reads a time in seconds."""
-    value: Any = given if given is not None else os.environ.get(variable) or default
+    value: Any = argument if argument is not None else os.environ.get(variable) or default
     try:
         seconds = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds >= _LEAST_SECONDS:
-        given_as = name if given is not None or not variable else f"the environment variable {variable}"
+        source = name if argument is not None or not variable else f"the environment variable {variable}"
         raise ValueError(
-            f"distributed.initialize: {given_as} must be a number of seconds from {_LEAST_SECONDS:g}; it "
+            f"distributed.initialize: {source} must be a number of seconds from {_LEAST_SECONDS:g}; it "
             f"is {value!r}."
         )
     return seconds
 
 
-def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patience: float) -> None:
+def _initialize(place: Place, bind_address: str | None, heartbeat_timeout: int, patience: float) -> None:
     """Calls JAX in a thread, because it would abort the process if the others did not come."""
     faults: list[BaseException] = []
-    kept = {
+    former_settings = {
         name: getattr(jax.config, name)
         for name in ("jax_enable_recoverability", "jax_enable_preemption_service")
     }
 
     def start_coordinator() -> _Coordinator:
-        assert bound is not None
-        return _Coordinator(bound, place.count, heartbeat_timeout)
+        assert bind_address is not None
+        return _Coordinator(bind_address, place.count, heartbeat_timeout)
 
     def initialize() -> None:
         try:
@@ -340,7 +342,7 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
                     initialization_timeout=10**6,
                     heartbeat_timeout_seconds=heartbeat_timeout,
                     shutdown_timeout_seconds=heartbeat_timeout,
-                    coordinator_bind_address=bound,
+                    coordinator_bind_address=bind_address,
                 )
         except BaseException as error:
             faults.append(error)
@@ -355,10 +357,10 @@ def _initialize(place: Place, bound: str | None, heartbeat_timeout: int, patienc
         deadline = time.monotonic() + min(patience, threading.TIMEOUT_MAX)
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(0.5, max(0.0, deadline - time.monotonic())))  # so that Ctrl-C is heard
-            for process, what in hear_failures().items():
-                raise ProcessError(f"Process {process} {what}, before all processes had joined.")
+            for process, event in hear_failures().items():
+                raise ProcessError(f"Process {process} {event}, before all processes had joined.")
     finally:
-        for name, value in kept.items():
+        for name, value in former_settings.items():
             jax.config.update(name, value)
     if thread.is_alive():
         raise TimeoutError(_describe_absence(place, patience))
@@ -451,13 +453,13 @@ def _prove(secret: str, claims: Sequence[str], process: int) -> str:
 
 def _describe_versions() -> dict[str, str]:
     """The versions that must be the same in all processes."""
-    found = {"the version of Python": platform.python_version()}
-    found[f"the variable {SECRET_VARIABLE}"] = "set" if os.environ.get(SECRET_VARIABLE) else "not set"
+    versions = {"the version of Python": platform.python_version()}
+    versions[f"the variable {SECRET_VARIABLE}"] = "set" if os.environ.get(SECRET_VARIABLE) else "not set"
     for name in ("jax", "jaxlib", "ipu_pipeline"):
         try:
-            found[f"the version of {name}"] = importlib.metadata.version(name)
+            versions[f"the version of {name}"] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # run from its sources
-            found[f"the version of {name}"] = str(
+            versions[f"the version of {name}"] = str(
                 getattr(sys.modules.get(name), "__version__", "(unknown)")
             )
     for name in (
@@ -466,5 +468,5 @@ def _describe_versions() -> dict[str, str]:
         "jax_threefry_partitionable",
         "jax_default_matmul_precision",
     ):
-        found[name] = str(getattr(jax.config, name))
-    return found
+        versions[name] = str(getattr(jax.config, name))
+    return versions

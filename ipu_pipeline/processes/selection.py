@@ -14,32 +14,30 @@ from ipu_pipeline.engine.processes import keep_one_free, num_cpu_devices_set
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes.rendezvous import join_by_environment
 
-# The devices of all processes of a run, and the virtual devices of a CPU.
-#
-# A process can have any number of virtual devices, until JAX's backend runs. Of several processes, each
-# makes an equal part of them, after it has joined the others.
+# Virtual devices of CPUs. A process can have any number of them, until JAX's backend runs. Of several
+# processes, each makes an equal part, after it has joined the others.
 
 
 def spread(devices: Sequence[Any], number: int) -> list[Any]:
     """Orders devices such that the first `number` are an equal part of each process's."""
-    others = processes.current()
-    if others is None:
+    peers = processes.current()
+    if peers is None:
         return list(devices)
-    part = _own_part(number)
-    taken: Counter[int] = Counter()
+    part = _local_part(number)
+    counts: Counter[int] = Counter()
     first: list[Any] = []
-    rest: list[Any] = []
+    remainder: list[Any] = []
     for device in devices:
-        (first if taken[device.process_index] < part else rest).append(device)
-        taken[device.process_index] += 1
-    return first + rest
+        (first if counts[device.process_index] < part else remainder).append(device)
+        counts[device.process_index] += 1
+    return first + remainder
 
 
 def want_cpu_devices(number: int) -> None:
     """Makes `number` virtual CPU devices, even if more were asked for."""
     join_by_environment()
     try:
-        _make_cpu_devices(_own_part(number))
+        _make_cpu_devices(_local_part(number))
     except RuntimeError:
         check_num_cpu_devices(number)
 
@@ -47,9 +45,9 @@ def want_cpu_devices(number: int) -> None:
 def have_cpu_devices(number: int) -> bool:
     """Makes `number` virtual CPU devices, unless more were asked for; False if the backend runs already."""
     join_by_environment()
-    if num_cpu_devices_set() < _own_part(number):
+    if num_cpu_devices_set() < _local_part(number):
         try:
-            _make_cpu_devices(_own_part(number))
+            _make_cpu_devices(_local_part(number))
         except RuntimeError:
             return False
     return True
@@ -61,10 +59,10 @@ def _make_cpu_devices(number: int) -> None:
         keep_one_free()
 
 
-def _own_part(number: int) -> int:
+def _local_part(number: int) -> int:
     """The part of `number` CPU devices that this process makes; all processes make the same number."""
-    others = processes.current()
-    return number if others is None else -(-number // others.count)
+    peers = processes.current()
+    return number if peers is None else -(-number // peers.count)
 
 
 def check_num_cpu_devices(number: int) -> None:
@@ -80,11 +78,8 @@ def check_num_cpu_devices(number: int) -> None:
         )
 
 
-# Selects the JAX devices that are the IPUs of this program.
-#
-# An IPU is one JAX device. A configuration selects them; without one, the first run selects the number that
-# the programs compiled so far need. Where several processes run the program (`ipu_pipeline.distributed`),
-# devices are those of all processes, and each process makes its part of the CPU's.
+# The selection. A configuration makes it; without one, the first run selects as many devices as the
+# programs compiled so far need. Devices are those of all processes that run the program.
 
 
 @dataclass
@@ -144,14 +139,14 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
     if _system is not None and not _system.is_automatic:
         return
     groups = [] if _system is None else [list(group) for group in _system.groups]
-    wanted = _group_sizes(groups, needs)
-    if wanted == [len(group) for group in groups]:
+    sizes = _group_sizes(groups, needs)
+    if sizes == [len(group) for group in groups]:
         return
-    used = [device for group in groups for device in group]
-    found = spread(find_devices(sum(wanted), ipu_model=False), sum(wanted))
-    free = [device for device in found if device not in used]
-    groups += [[] for _ in range(len(wanted) - len(groups))]
-    for group, number in zip(groups, wanted, strict=True):
+    selected = [device for group in groups for device in group]
+    devices = spread(find_devices(sum(sizes), ipu_model=False), sum(sizes))
+    free = [device for device in devices if device not in selected]
+    groups += [[] for _ in range(len(sizes) - len(groups))]
+    for group, number in zip(groups, sizes, strict=True):
         num_missing = number - len(group)
         group += free[:num_missing]
         free = free[num_missing:]
@@ -161,7 +156,7 @@ def select_automatically(needs: Iterable[tuple[int, int]]) -> None:
 def reserve(needs: Iterable[tuple[int, int]]) -> None:
     """Ensures that the CPU will have enough devices for programs, unless a system was configured.
 
-    Does not start JAX's backend.
+    Does not start JAX's backend. Called before stages are traced, as the arrays that they make start it.
     """
     if _system is not None and not _system.is_automatic:
         return
@@ -172,11 +167,11 @@ def reserve(needs: Iterable[tuple[int, int]]) -> None:
 
 def _group_sizes(groups: Sequence[Sequence[Any]], needs: Iterable[tuple[int, int]]) -> list[int]:
     """The number of IPUs that each `/device:IPU:<n>` is to have."""
-    wanted = [len(group) for group in groups]
+    sizes = [len(group) for group in groups]
     for ordinal, number in needs:
-        wanted += [1] * (ordinal + 1 - len(wanted))
-        wanted[ordinal] = max(wanted[ordinal], number)
-    return wanted
+        sizes += [1] * (ordinal + 1 - len(sizes))
+        sizes[ordinal] = max(sizes[ordinal], number)
+    return sizes
 
 
 def is_selected() -> bool:
@@ -191,6 +186,8 @@ def allows_recomputation() -> bool:
 
 def num_configured(ordinal: int) -> int | None:
     """The number of IPUs that a configuration wants for `/device:IPU:<ordinal>`; None without one."""
+    # An automatic selection has none: what another program needs must not change this one's replicas, and
+    # so its batch.
     if _system is None or ordinal >= len(_system.wanted):
         return None
     return _system.wanted[ordinal]

@@ -23,7 +23,7 @@ from ipu_pipeline.ground import pytrees
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.ground.pytrees import as_plain, check_like, trees_equal
 
-# Passes over a data set that know where they are, and can begin there again.
+# Passes over a data set.
 #
 # A position is a number of elements. An iterator with `get_state` and `set_state`, as grain's have, goes to
 # one by its own state; in a data set that can only be indexed, the elements before it are not read;
@@ -54,6 +54,11 @@ def is_factory(dataset: Any) -> bool:
     return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__iter__"))
 
 
+def is_sequence(dataset: Any) -> bool:
+    """Whether a data set can be indexed from 0 to its length."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
 def _iterate(dataset: Any) -> Iterator[Any]:
     try:
         return iter(dataset)
@@ -76,15 +81,15 @@ class DataPass:
 
     def __init__(self, dataset: Any, start: Position | None = None) -> None:
         """Reads nothing yet, except what the data set's own iterator reads."""
-        made = dataset() if is_factory(dataset) else dataset
+        source = dataset() if is_factory(dataset) else dataset
         self.count = 0  # elements read
         self._skip_to = 0 if start is None else start.count
-        if not hasattr(made, "__iter__") and is_sequence(made):
-            self.count = min(self._skip_to, len(made))
+        if not hasattr(source, "__iter__") and is_sequence(source):
+            self.count = min(self._skip_to, len(source))
             # `iter` would look for an IndexError.
-            self._iterator: Iterator[Any] = (made[index] for index in range(self.count, len(made)))
+            self._iterator: Iterator[Any] = (source[index] for index in range(self.count, len(source)))
         else:
-            self._iterator = _iterate(made)
+            self._iterator = _iterate(source)
         self._peeked: list[Any] = []
         self._states: collections.deque[_State] = collections.deque()
         self._has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
@@ -165,12 +170,7 @@ class DataPass:
         return element
 
 
-def is_sequence(dataset: Any) -> bool:
-    """Whether a data set can be indexed from 0 to its length."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-# The thread that fetches elements of a data set ahead and places them on the devices.
+# The thread that reads ahead.
 
 _JOIN_SECONDS = 0.5
 _MAX_KEPT_BYTES = 2**30  # the most that is kept of elements until their weight update is done
@@ -267,10 +267,10 @@ class Feeder:
             self._entries, self._num_taken = [], 0
             self._data = DataPass(())
 
-    def take(self, wanted: int) -> list[Any]:
+    def take(self, num_elements: int) -> list[Any]:
         """Takes up to `wanted` elements; see `IPUInfeedQueue.connect`."""
         with self._condition:
-            at_least = 1 if self._is_tentative else wanted
+            at_least = 1 if self._is_tentative else num_elements
             while self._num_ahead < at_least and not self._has_ended():
                 if not self._is_running and not self._num_ahead:
                     raise RuntimeError("The infeed was stopped, by its deleter or its session's end.")
@@ -284,8 +284,8 @@ class Feeder:
                 raise error.with_traceback(
                     self._entries[first].traceback
                 )  # raising it again would add to it
-            end = first + min(wanted, self._num_ahead - self._has_ended())
-            taken = self._entries[first:end]
+            end = first + min(num_elements, self._num_ahead - self._has_ended())
+            entries = self._entries[first:end]
             self._num_taken = end  # in one step: Ctrl-C comes before or after it
             if not self._is_tentative:
                 self._let_go(first, end)
@@ -293,7 +293,7 @@ class Feeder:
             self._condition.notify_all()
         assert place is not None
         placed: list[Any] = []
-        for entry in taken:
+        for entry in entries:
             if entry.place == place:
                 placed.append(entry.placed)
             else:  # fetched ahead for another program, it goes to this one's devices now
@@ -381,8 +381,8 @@ class Feeder:
             self._number += 1
             placed = place(leaves)
             # The data set may overwrite its arrays from here on.
-            own = getattr(placed, "leaves", leaves)
-            return _Entry(own, placed, place, None)
+            host_leaves = getattr(placed, "leaves", leaves)
+            return _Entry(host_leaves, placed, place, None)
         except StopIteration:
             error: BaseException = OutOfRangeError(
                 f"The infeed's data ended after {self._number} elements, before the run had all the "
@@ -410,9 +410,9 @@ class Feeder:
         leaves, tree = jax.tree.flatten(element)
         if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
             return leaves  # the check below takes longer than copying a small element
-        what = _name(self._number)
-        element = jax.tree.map(lambda leaf: as_array(leaf, what), element)
-        return check_like(element, self._element, what, may_vary=self._may_vary)
+        name = _name(self._number)
+        element = jax.tree.map(lambda leaf: as_array(leaf, name), element)
+        return check_like(element, self._element, name, may_vary=self._may_vary)
 
 
 def _name(number: int) -> str:
@@ -424,17 +424,17 @@ def is_feeding() -> bool:
     return threading.current_thread().name == _THREAD_NAME
 
 
-def _is_expected(leaf: Any, known: jax.ShapeDtypeStruct) -> bool:
-    return type(leaf) is np.ndarray and leaf.dtype == known.dtype and leaf.shape == known.shape
+def _is_expected(leaf: Any, expected: jax.ShapeDtypeStruct) -> bool:
+    return type(leaf) is np.ndarray and leaf.dtype == expected.dtype and leaf.shape == expected.shape
 
 
-def as_array(leaf: Any, what: str) -> Any:
+def as_array(leaf: Any, name: str) -> Any:
     """A leaf of an element as a NumPy array in this machine's byte order, or the JAX array that it is."""
-    problem = f"{what} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
+    problem = f"{name} has a leaf of type {type(leaf).__name__}; elements must be pytrees of numeric arrays"
     try:
         array: Any = leaf if isinstance(leaf, (jax.Array, np.ma.MaskedArray)) else np.asarray(leaf)
     except (TypeError, ValueError, RuntimeError) as error:  # all of which torch raises
         raise ValueError(f"{problem}. {error}") from error
     if not jnp.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
         raise ValueError(f"{problem}, and its dtype is {array.dtype}.")
-    return array if isinstance(array, jax.Array) else as_plain(array, f"{what}: a leaf")
+    return array if isinstance(array, jax.Array) else as_plain(array, f"{name}: a leaf")

@@ -36,7 +36,7 @@ class InfeedOperation:
     """
 
     def __init__(self, queue: IPUInfeedQueue, starts: bool) -> None:
-        """Made by `IPUInfeedQueue`."""
+        """Is called by `IPUInfeedQueue`."""
         self.queue = queue
         self.starts = starts
 
@@ -198,8 +198,8 @@ class IPUInfeedQueue:
                     first = data.peek()
                 except StopIteration:
                     raise ValueError(f"The dataset of the {self._name} is empty.") from None
-            what = f"Element 0 of the dataset of the {self._name}"
-            self._element = jax.tree.map(lambda leaf: as_shape(as_array(leaf, what)), first)
+            name = f"Element 0 of the dataset of the {self._name}"
+            self._element = jax.tree.map(lambda leaf: as_shape(as_array(leaf, name)), first)
             self._peeked = data
         return self._element
 
@@ -334,23 +334,25 @@ class IPUInfeedQueue:
 def _check_columns(dataset: Any) -> None:
     """Raises if a data set is a dict or a few whole arrays, not micro-batches."""
     if isinstance(dataset, dict):
-        found, elements = "a dict", "keys"
+        description, elements = "a dict", "keys"
         row = "{name: array[i : i + n] for name, array in data.items()}"
     elif isinstance(dataset, (list, tuple)):
         is_few = 2 <= len(dataset) <= _MAX_COLUMNS
-        if not is_few or not all(isinstance(one, (np.ndarray, jax.Array)) and one.ndim for one in dataset):
+        if not is_few or not all(isinstance(c, (np.ndarray, jax.Array)) and c.ndim for c in dataset):
             return
-        shapes = [as_shape(one) for one in dataset]
+        shapes = [as_shape(column) for column in dataset]
         sizes = {shape.shape[0] for shape in shapes}
         are_alike = len({(shape.shape, shape.dtype) for shape in shapes}) == 1
         if are_alike or len(sizes) > 1 or sizes == {1}:
             return  # micro-batches; the last may be smaller
-        found = f"a {type(dataset).__name__} of {len(dataset)} arrays ({', '.join(map(describe, shapes))})"
+        description = (
+            f"a {type(dataset).__name__} of {len(dataset)} arrays ({', '.join(map(describe, shapes))})"
+        )
         elements, row = "arrays", "tuple(array[i : i + n] for array in data)"
     else:
         return
     raise TypeError(
-        f"IPUInfeedQueue: dataset is {found}. A queue takes what it iterates over as micro-batches, which "
-        f"would be its {elements}. Pass a function that yields micro-batches, here of n samples: "
+        f"IPUInfeedQueue: dataset is {description}. A queue takes what it iterates over as micro-batches, "
+        f"which would be its {elements}. Pass a function that yields micro-batches, here of n samples: "
         f"`for i in range(0, num_samples, n): yield {row}`."
     )

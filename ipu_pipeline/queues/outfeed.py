@@ -19,8 +19,6 @@ from ipu_pipeline.ground.pytrees import as_objects, describe, describe_structure
 from ipu_pipeline.queues.queue_arguments import check_replication_factor, join_arguments, warn_of_arguments
 from ipu_pipeline.queues.synthetic_data import uses_synthetic_data
 
-# Operations: what recorded actions return, and what a session runs.
-
 
 class Operation:
     """The result of `pipeline`, `minimize` and `enqueue`: it can be run, and has no value."""
@@ -29,8 +27,6 @@ class Operation:
         """Names the operation."""
         self.name = name
 
-
-# The outfeed: copies enqueued values to the host, and keeps them until they are dequeued.
 
 _POSITIONS = ("outfeed_mode", "device_ordinal", "buffer_depth", "optimise_latency")
 _OLDER_POSITIONS = (
@@ -65,7 +61,7 @@ class OutfeedOperation:
     """
 
     def __init__(self, queue: IPUOutfeedQueue) -> None:
-        """Made by `IPUOutfeedQueue.dequeue`."""
+        """Is called by `IPUOutfeedQueue.dequeue`."""
         self.queue = queue
 
 
@@ -193,7 +189,7 @@ class IPUOutfeedQueue:
         self._on_device: collections.deque[_Part] = collections.deque()
         self._on_host: list[_Part] = []
         self._is_elsewhere = False  # whether the enqueued elements are in another process
-        self._read: list[_Part] = []  # by a run that has not returned yet
+        self._unreturned: list[_Part] = []  # read by a run that has not returned yet
 
     @property
     def outfeed_mode(self) -> IPUOutfeedMode:
@@ -385,16 +381,16 @@ class IPUOutfeedQueue:
     def set_aside(self) -> None:
         """Sets aside what `read` returned, so that the next `read` does not; in mode LAST it does again."""
         if self._mode is IPUOutfeedMode.ALL:
-            self._read += [*self._on_host, *self._on_device]
+            self._unreturned += [*self._on_host, *self._on_device]
             self._on_host, self._on_device = [], collections.deque()
 
     def put_back(self) -> None:
         """Undoes `set_aside`: what was read did not reach the caller."""
-        self._on_host, self._read = [*self._read, *self._on_host], []
+        self._on_host, self._unreturned = [*self._unreturned, *self._on_host], []
 
     def drop(self) -> None:
         """Releases what was set aside."""
-        self._read = []
+        self._unreturned = []
 
 
 def _concatenate(stacks: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

@@ -38,14 +38,14 @@ def join_arguments(
             f"{queue} takes at most {len(names)} of these arguments by position, {', '.join(names)}; got "
             f"{len(positions)}."
         )
-    given = dict(zip(names, positions, strict=False))
-    for name, value in given.items():
+    positional = dict(zip(names, positions, strict=False))
+    for name, value in positional.items():
         if value is not None and keywords[name] is not None:
             raise TypeError(
                 f"{queue} got {name} twice: {value!r} by its position, and {keywords[name]!r} by its name. "
                 f"The positions are {', '.join(names)}."
             )
-    return {**keywords, **{name: value for name, value in given.items() if value is not None}}
+    return {**keywords, **{name: value for name, value in positional.items() if value is not None}}
 
 
 def warn_of_arguments(queue: str, arguments: Mapping[str, Any], stacklevel: int = 3) -> None:

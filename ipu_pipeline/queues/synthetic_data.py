@@ -47,8 +47,8 @@ def make_values(leaf: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
         generator = np.random.default_rng(0)
         count = min(_NUM_DRAWN, math.prod(leaf.shape))
         uniform = initializer == "uniform"
-        drawn = generator.random(count) if uniform else generator.standard_normal(count)
-        return np.resize(drawn.astype(dtype), leaf.shape)
+        values = generator.random(count) if uniform else generator.standard_normal(count)
+        return np.resize(values.astype(dtype), leaf.shape)
     number = int(initializer == "normal") if initializer in (*_WORDS, *_DRAWN) else int(float(initializer))
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
@@ -66,8 +66,8 @@ def make_synthetic(pipeline: Pipeline, leaves: Sequence[jax.ShapeDtypeStruct], c
     place = pipeline.place_element
     elements = pipeline.prepare().place_ahead([place(values) for _number in range(count)])
 
-    def take(wanted: int) -> list[Any]:
-        return list(elements[:wanted])
+    def take(num_elements: int) -> list[Any]:
+        return list(elements[:num_elements])
 
     return take
 

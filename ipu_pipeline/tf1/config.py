@@ -47,11 +47,8 @@ __all__ = [
 ]
 
 
-# The categories of Graphcore's `IPUConfig`, for programs that set them: most say what nothing here has.
-#
-# Names, types and defaults are those of Poplar SDK 3.3 (`tensorflow.python.ipu.config`), and
-# `verification_options` of SDK 2. What is set to something else than its default warns, once, with the
-# reason why nothing follows.
+# Graphcore's categories of settings: names, types and defaults of Poplar SDK 3.3
+# (`tensorflow.python.ipu.config`), and `verification_options` of SDK 2.
 
 
 class DeviceConnectionType(enum.Enum):
@@ -196,7 +193,7 @@ _REMOTE = "there is no remote memory; what is offloaded lies in host memory, arr
 _PROCESSES = "ipu.distributed knows how many processes there are, and which of them this is"
 _KEYS = "nothing is transferred to another machine, and so nothing encrypted"
 
-# By full name. What IPUConfig itself has is in `config`.
+# By full name.
 SETTINGS: Mapping[str, Setting] = {
     "compilation_poplar_options": Setting({}, _POPLAR),
     "gcl_poplar_options": Setting({}, _POPLAR),
@@ -273,8 +270,8 @@ SETTINGS: Mapping[str, Setting] = {
 CATEGORIES = tuple(dict.fromkeys(name.split(".")[0] for name in SETTINGS if "." in name))
 
 
-class _Noticed(dict[Any, Any]):
-    """A dict whose first item is noticed, since programs set options of Poplar's item by item."""
+class _WarningDict(dict[Any, Any]):
+    """A dict that warns when it is changed, since programs set options of Poplar's item by item."""
 
     def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
         super().__init__(items)
@@ -290,10 +287,10 @@ class _Noticed(dict[Any, Any]):
             _notice(self._name)
 
     def __reduce__(self) -> Any:
-        return _Noticed, (self._name, dict(self))
+        return _WarningDict, (self._name, dict(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Noticed:
-        return _Noticed(self._name, copy.deepcopy(dict(self), memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WarningDict:
+        return _WarningDict(self._name, copy.deepcopy(dict(self), memo))
 
 
 def _notice(name: str) -> None:
@@ -304,19 +301,19 @@ class Category:
     """A part of `IPUConfig`, such as `IPUConfig().optimizations`: its settings are attributes."""
 
     def __init__(self, name: str) -> None:
-        """With all settings at their defaults.
+        """Makes a category with all settings at their defaults.
 
         Args:
-          name: the full name, such as "norms.experimental"; "" for those of IPUConfig itself.
+          name: the full name, such as "norms.experimental"; "" for the settings of IPUConfig itself.
         """
         prefix = f"{name}." if name else ""
-        below = [known.removeprefix(prefix) for known in SETTINGS if known.startswith(prefix)]
+        names = [member.removeprefix(prefix) for member in SETTINGS if member.startswith(prefix)]
         values: dict[str, Any] = {"_name": name, "_prefix": prefix}
-        for known in below:
-            first, _separator, rest = known.partition(".")
-            if rest and name:
+        for member in names:
+            first, _separator, remainder = member.partition(".")
+            if remainder and name:
                 values.setdefault(first, Category(prefix + first))
-            elif not rest:
+            elif not remainder:
                 values[first] = _initial(prefix + first)
         vars(self).update(values)
 
@@ -344,7 +341,7 @@ class Category:
             raise TypeError(f"IPUConfig.{full_name} must be of type {kinds}; got {value!r}.")
         if value != setting.default and setting.reason:
             _notice(full_name)
-        vars(self)[name] = _Noticed(full_name, value) if isinstance(value, dict) else value
+        vars(self)[name] = _WarningDict(full_name, value) if isinstance(value, dict) else value
 
     def __getattr__(self, name: str) -> Any:
         """Only called for unknown names."""
@@ -355,9 +352,9 @@ class Category:
         raise AttributeError(f"{where} has no attribute {name!r}.{near}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Category:
-        made = copy.copy(self)
-        vars(made).update(copy.deepcopy(vars(self), memo))
-        return made
+        duplicate = copy.copy(self)
+        vars(duplicate).update(copy.deepcopy(vars(self), memo))
+        return duplicate
 
     def __repr__(self) -> str:
         return "\n".join(
@@ -371,7 +368,7 @@ class IPUModel(Category):
     """`IPUConfig.ipu_model`: a boolean, whether CPU devices are the IPUs, and a category of settings."""
 
     def __init__(self, is_used: bool = False) -> None:
-        """With that boolean."""
+        """Makes the category, with the boolean."""
         super().__init__("ipu_model")
         vars(self)["_is_used"] = is_used
 
@@ -384,21 +381,16 @@ class IPUModel(Category):
     __hash__ = object.__hash__
 
     def with_used(self, is_used: bool) -> IPUModel:
-        """The same settings with the other boolean."""
-        made = copy.deepcopy(self)
-        assert isinstance(made, IPUModel)
-        vars(made)["_is_used"] = is_used
-        return made
+        """Returns a copy of the settings with another boolean."""
+        duplicate = copy.deepcopy(self)
+        assert isinstance(duplicate, IPUModel)
+        vars(duplicate)["_is_used"] = is_used
+        return duplicate
 
 
 def _initial(full_name: str) -> Any:
     default = SETTINGS[full_name].default
-    return _Noticed(full_name, default) if isinstance(default, dict) else default
-
-
-# `IPUConfig`: selects the JAX devices that are the IPUs, and sets options for all programs.
-#
-# Without it, the first `run` selects as many devices as the programs compiled so far need.
+    return _WarningDict(full_name, default) if isinstance(default, dict) else default
 
 
 class IPUConfig:
@@ -443,12 +435,12 @@ class IPUConfig:
         """Starts with nothing selected."""
         for name in CATEGORIES:
             object.__setattr__(self, name, IPUModel() if name == "ipu_model" else Category(name))
-        object.__setattr__(self, "_others", Category(""))
+        object.__setattr__(self, "_top_level", Category(""))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Checks the name and the value."""
         if name in SETTINGS:
-            setattr(self._others, name, value)
+            setattr(self._top_level, name, value)
             return
         if name in CATEGORIES and name != "ipu_model":
             raise TypeError(f"IPUConfig.{name} is a category: set what it has. Got {value!r}.")
@@ -470,8 +462,8 @@ class IPUConfig:
 
     def __getattr__(self, name: str) -> Any:
         """Only called for names that are no attributes of its own."""
-        if name in SETTINGS and "_others" in vars(self):
-            return getattr(self._others, name)
+        if name in SETTINGS and "_top_level" in vars(self):
+            return getattr(self._top_level, name)
         raise AttributeError(_describe_unknown(name))
 
     def configure_ipu_system(self, device: str = "cpu") -> None:
@@ -513,8 +505,8 @@ class IPUConfig:
         else:
             reserved = [self._check_power_of_two(number) for number in self.group_sizes]
             available = spread(selection.find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved))
-            left = iter(available)
-            chosen = [list(itertools.islice(left, number)) for number in reserved]
+            remaining = iter(available)
+            chosen = [list(itertools.islice(remaining, number)) for number in reserved]
         groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
         selection.select(
             selection.System(
@@ -538,7 +530,7 @@ class IPUConfig:
         )
 
     def _check_power_of_two(self, number: int) -> int:
-        """How many IPUs to take for a wanted number."""
+        """Returns how many IPUs to take for a number that was asked for."""
         rounded = 1 << (number - 1).bit_length()
         if number == rounded or not self.require_power_of_two:
             return number
@@ -553,7 +545,7 @@ class IPUConfig:
 
 
 def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
-    """As `IPUConfig.configure_ipu_system`.
+    """Does the same as `IPUConfig.configure_ipu_system`.
 
     Args:
       config: what to configure.
@@ -562,7 +554,7 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
 
     Raises:
       RuntimeError: `reset_configuration` is False, and devices are selected.
-      Others: as that.
+      Others: the errors of the method.
     """
     if not isinstance(config, IPUConfig):
         raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")

@@ -19,7 +19,7 @@ from ipu_pipeline.engine import VariableSpec, update_count
 from ipu_pipeline.engine.fronts import find_frame, is_loss_weight
 from ipu_pipeline.ground.pytrees import as_own, as_plain, as_shape, cast_exactly, is_of_numbers
 
-# Symbols: objects that stand for an array of a program, and can do what arrays can.
+# The global step and values computed from it.
 
 
 class Symbol(abc.ABC):
@@ -177,8 +177,8 @@ def waits_for_step(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def waiting(*arguments: Any, **options: Any) -> Any:
-        given = (*arguments, *options.values())
-        if has_step() or not any(isinstance(value, StepSymbol) for value in given):
+        values = (*arguments, *options.values())
+        if has_step() or not any(isinstance(value, StepSymbol) for value in values):
             return function(*arguments, **options)
         return ComputedStep(lambda: function(*arguments, **options))
 
@@ -194,7 +194,7 @@ def _unflatten_symbol(_nothing: None, values: Any) -> Any:
     return value
 
 
-# This lets functions that JAX traces take symbols as arguments, and stages return them.
+# So functions that JAX traces can take symbols as arguments, and stages can return them.
 for _kind in (GlobalStep, ComputedStep):
     jax.tree_util.register_pytree_node(_kind, _flatten_symbol, _unflatten_symbol)
 
@@ -203,15 +203,14 @@ class SplitInputs(NamedTuple):
     """The `inputs` of a function, without symbols of the global step.
 
     Attributes:
-      rest: the inputs, with a number of weight updates, 0, in place of the first symbol, and None in place
-        of others.
+      inputs: the inputs, with a number of weight updates, 0, for the first symbol, and None for others.
       number: how many arguments they are.
-      position: of the number of weight updates among the leaves of `rest`.
-      put_back: splits the arguments for `rest` into the number of weight updates and the inputs, with their
-        symbols put back.
+      position: of the number of weight updates among the leaves of `inputs`.
+      put_back: splits the arguments for `inputs` into the number of weight updates and the inputs with
+        their symbols.
     """
 
-    rest: list[Any]
+    inputs: list[Any]
     number: int
     position: int
     put_back: Callable[[Sequence[Any]], tuple[Any, list[Any]]]
@@ -219,23 +218,25 @@ class SplitInputs(NamedTuple):
 
 def split_steps(inputs: Any) -> SplitInputs | None:
     """Takes symbols of the global step out of the `inputs` of a function; None if there are none."""
-    given = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    argument_list = list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
     tree: Any
-    leaves, tree = jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
+    leaves, tree = jax.tree.flatten(argument_list, is_leaf=lambda leaf: isinstance(leaf, StepSymbol))
     is_step = [isinstance(leaf, StepSymbol) for leaf in leaves]
     if not any(is_step):
         return None
     position = is_step.index(True)
-    others = [None if known else leaf for known, leaf in zip(is_step, leaves, strict=True)]
-    rest = tree.unflatten([*others[:position], np.int32(0), *others[position + 1 :]])
+    constants = [None if is_symbol else leaf for is_symbol, leaf in zip(is_step, leaves, strict=True)]
+    new_inputs = tree.unflatten([*constants[:position], np.int32(0), *constants[position + 1 :]])
 
     def put_back(arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
         values = jax.tree.leaves(list(arguments))
-        num_updates, others = values.pop(position), iter(values)
-        filled = [leaf if known else next(others) for known, leaf in zip(is_step, leaves, strict=True)]
+        num_updates, constants = values.pop(position), iter(values)
+        filled = [
+            leaf if is_symbol else next(constants) for is_symbol, leaf in zip(is_step, leaves, strict=True)
+        ]
         return num_updates, tree.unflatten(filled)
 
-    return SplitInputs(rest, len(given), position, put_back)
+    return SplitInputs(new_inputs, len(argument_list), position, put_back)
 
 
 def get_global_step() -> GlobalStep:
@@ -265,7 +266,7 @@ def get_global_step() -> GlobalStep:
     return GlobalStep()
 
 
-# Symbolic inputs of a program, fed at `Session.run`.
+# Placeholders, fed at `Session.run`.
 
 
 class Placeholder(Symbol):
@@ -291,13 +292,13 @@ class Placeholder(Symbol):
         Raises:
           ValueError: nothing is being compiled, or the placeholder was made by the function itself.
         """
-        known = _standing.get()
-        if known is None:
+        find = _value_finder.get()
+        if find is None:
             raise ValueError(
                 f"Trying to capture the tensor {self.name} ({self!r}) outside of a program. A placeholder "
                 "has a value only in a function that ipu_compiler.compile traces."
             )
-        return known(self)
+        return find(self)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of arrays, such as `astype`."""
@@ -307,13 +308,13 @@ class Placeholder(Symbol):
 
     def __eq__(self, other: object) -> Any:
         """Compares values while something is compiled; otherwise, and with placeholders, identities."""
-        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+        if isinstance(other, Placeholder) or other is None or _value_finder.get() is None:
             return self is other
         return self.traced() == other
 
     def __ne__(self, other: object) -> Any:
         """The inverse of `__eq__`."""
-        if isinstance(other, Placeholder) or other is None or _standing.get() is None:
+        if isinstance(other, Placeholder) or other is None or _value_finder.get() is None:
             return self is not other
         return self.traced() != other
 
@@ -340,8 +341,8 @@ class Placeholder(Symbol):
             raise ValueError(
                 f"Cannot feed value of shape {array.shape} for {self!r}, which has shape {self.shape}."
             )
-        what = f"The value fed to {self!r}"
-        return cast_exactly(as_plain(array, what), self.aval.dtype, what)
+        subject = f"The value fed to {self!r}"
+        return cast_exactly(as_plain(array, subject), self.aval.dtype, subject)
 
 
 class _Unfed:
@@ -354,8 +355,8 @@ class _Unfed:
         return repr(self.placeholder)
 
 
-def _flatten_placeholder(known: Placeholder) -> tuple[tuple[Any], None]:
-    return (_Unfed(known) if _standing.get() is None else known.traced(),), None
+def _flatten_placeholder(symbol: Placeholder) -> tuple[tuple[Any], None]:
+    return (_Unfed(symbol) if _value_finder.get() is None else symbol.traced(),), None
 
 
 def _unflatten_placeholder(_nothing: None, values: Any) -> Any:
@@ -363,18 +364,17 @@ def _unflatten_placeholder(_nothing: None, values: Any) -> Any:
     return value.placeholder if isinstance(value, _Unfed) else value
 
 
-# This lets functions that JAX traces take placeholders as arguments, and stages return them.
 jax.tree_util.register_pytree_node(Placeholder, _flatten_placeholder, _unflatten_placeholder)
 
 
-def as_traced_inputs(inputs: Any, what: str = "inputs") -> tuple[list[Any], Any]:
+def as_traced_inputs(inputs: Any, subject: str = "inputs") -> tuple[list[Any], Any]:
     """Flattens the `inputs` argument of a pipeline or loop."""
     if inputs is None:
         inputs = []
     elif not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
     leaves, tree = jax.tree.flatten(list(inputs))
-    return [_as_array(f"{what}: leaf {index}", leaf) for index, leaf in enumerate(leaves)], tree
+    return [_as_array(f"{subject}: leaf {index}", leaf) for index, leaf in enumerate(leaves)], tree
 
 
 def input_shapes(inputs: Any) -> list[Any]:
@@ -383,42 +383,42 @@ def input_shapes(inputs: Any) -> list[Any]:
     def find(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf.aval if isinstance(leaf, Placeholder) else as_shape(leaf)
 
-    given = [] if inputs is None else list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
-    found: list[Any] = jax.tree.map(find, given, is_leaf=lambda leaf: isinstance(leaf, Placeholder))
-    return found
+    inputs_list = [] if inputs is None else list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
+    shapes: list[Any] = jax.tree.map(find, inputs_list, is_leaf=lambda leaf: isinstance(leaf, Placeholder))
+    return shapes
 
 
-def _as_array(what: str, leaf: Any) -> Any:
+def _as_array(subject: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # traced values included
         return leaf
-    array = as_plain(leaf, what)
+    array = as_plain(leaf, subject)
     if array.dtype.kind in "OUSMm":
-        raise TypeError(f"{what} must be an array; got {type(leaf).__name__}.")
-    return as_own(array, what)
+        raise TypeError(f"{subject} must be an array; got {type(leaf).__name__}.")
+    return as_own(array, subject)
 
 
 _count = 0
 _live: weakref.WeakValueDictionary[int, Placeholder] = weakref.WeakValueDictionary()  # by order of creation
 _numbers = itertools.count()
-_standing: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
-    "standing", default=None
+_value_finder: contextvars.ContextVar[Callable[[Placeholder], Any] | None] = contextvars.ContextVar(
+    "value_finder", default=None
 )
 
 
 def live_placeholders() -> list[Placeholder]:
     """All existing placeholders, in the order in which they were made."""
-    found = [reference() for reference in _live.valuerefs()]
-    return [known for known in found if known is not None]
+    references = [reference() for reference in _live.valuerefs()]
+    return [symbol for symbol in references if symbol is not None]
 
 
 @contextlib.contextmanager
-def standing(find: Callable[[Placeholder], Any]) -> Iterator[None]:
+def finding_placeholders(find: Callable[[Placeholder], Any]) -> Iterator[None]:
     """Sets, for a `with` block, how the traced value of a placeholder is found."""
-    token = _standing.set(find)
+    token = _value_finder.set(find)
     try:
         yield
     finally:
-        _standing.reset(token)
+        _value_finder.reset(token)
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:
@@ -457,12 +457,12 @@ def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Place
     if name is None:
         name = "Placeholder" if _count == 0 else f"Placeholder_{_count}"
         _count += 1
-    made = Placeholder(np.dtype(dtype), tuple(int(size) for size in shape), name)
-    _live[next(_numbers)] = made
-    return made
+    symbol = Placeholder(np.dtype(dtype), tuple(int(size) for size in shape), name)
+    _live[next(_numbers)] = symbol
+    return symbol
 
 
-# Operations for `Session.run` that belong to no program: they set variables, or read those on the host.
+# Operations for `Session.run` that belong to no program.
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,7 +80,10 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
 
 
 def _build(computation: Callable[..., Any], inputs: Sequence[Any], device: int) -> Program:
-    """Builds the program; if the function does what only a loop's body may do, one that loops once."""
+    """Builds the program; if the function does what only a loop's body may do, one that loops once.
+
+    Only tracing shows it, so such a function is traced twice.
+    """
     with contextlib.suppress(OutsideOfBodyError):
         return build_program(computation, inputs, device)
     with contextlib.suppress(InsideOfBodyError):
@@ -100,8 +103,8 @@ def _check_input(index: int, value: Any) -> Placeholder | np.ndarray[Any, Any]:
             f"ipu_compiler.compile: inputs[{index}] must be a placeholder or an array; got "
             f"{type(value).__name__}."
         )
-    given: np.ndarray[Any, Any] = as_own(array, f"inputs[{index}]")
-    return given
+    checked: np.ndarray[Any, Any] = as_own(array, f"inputs[{index}]")
+    return checked
 
 
 explain_missing(__name__)

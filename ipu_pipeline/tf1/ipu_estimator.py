@@ -41,9 +41,9 @@ from ipu_pipeline.tf1.metrics import Update, mean
 from ipu_pipeline.tf1.ops.pipelining_ops import OptimizerFunctionOutput
 from ipu_pipeline.tf1.optimizers.wrappers import (
     Accumulation,
-    Minimized,
+    MinimizeCall,
     Optimizer,
-    Unwrapped,
+    OptimizerEffect,
     collecting_minimized,
     unwrap,
 )
@@ -53,12 +53,6 @@ __all__ = [
     "IPUEstimatorSpec",
 ]
 
-
-# The model of an `IPUEstimator` as a pipeline, whose only stage is the `model_fn`.
-#
-# The `model_fn` is traced as that stage, and in training once more in the weight update, for its optimizer.
-# So the values that a learning rate depends on are known there. Everything else it computes there is
-# dropped.
 
 _ARGUMENTS = ("features", "labels", "mode", "params", "config")
 
@@ -181,13 +175,18 @@ class _WithoutAccumulation(Optimizer):
     def __init__(self, opt: Optimizer) -> None:
         super().__init__(opt, opt.name)
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Applies everything of it but the accumulation."""
         return dataclasses.replace(inner, accumulation=None)
 
 
 class _Model:
-    """A `model_fn` as the functions that a pipeline takes, and its results from when it was traced."""
+    """A `model_fn` as the functions that a pipeline takes, and its results from when it was traced.
+
+    It is the pipeline's only stage, and not a loop's body as Graphcore's: runs of loops do not end after
+    any update, and hooks do not see single iterations. In training it is traced once more, in the weight
+    update, where a rate that was computed in the stage has no value; all but its optimizer is dropped.
+    """
 
     def __init__(
         self,
@@ -202,7 +201,7 @@ class _Model:
         self._params = params
         self._config = config
         self._accumulation = accumulation
-        self._step: Minimized | None = None
+        self._step: MinimizeCall | None = None
         self._updates: dict[str, Update] = {}  # the updates of eval_metric_ops, without their sums
         self._metrics_function: Callable[..., Any] | None = None
         self.hooks: tuple[SessionRunHook, ...] = ()
@@ -222,8 +221,8 @@ class _Model:
         if self._mode is ModeKeys.EVAL:
             return {**returned, "outputs": {"loss": loss, "values": self._find_values(spec)}}
         assert self._step is not None
-        own = {"features": features, "labels": labels, "minimized": self._step.loss}
-        return {**returned, **own, "loss": loss}
+        values = {"features": features, "labels": labels, "minimized": self._step.loss}
+        return {**returned, **values, "loss": loss}
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """The only stage of an exported program."""
@@ -231,7 +230,7 @@ class _Model:
         return spec.predictions
 
     def optimizer_function(
-        self, features: Any, labels: Any, minimized: Any, **_others: Any
+        self, features: Any, labels: Any, minimized: Any, **_unused: Any
     ) -> OptimizerFunctionOutput:
         """Returns the optimizer; in the weight update, with the values that its rate depends on there."""
         step = self._step
@@ -247,31 +246,31 @@ class _Model:
 
     def metrics(self, loss: Any, values: Any) -> dict[str, Any]:
         """Computes the metrics, as an `eval_metrics_fn` does, from what the stage enqueued."""
-        found: dict[str, Any] = {"loss": mean(loss)}
+        results: dict[str, Any] = {"loss": mean(loss)}
         if self._metrics_function is None:
-            for name, known in self._updates.items():
+            for name, unsummed in self._updates.items():
                 sums = {key: stack.sum(0, dtype=np.float64) for key, stack in values[name].items()}
-                update = dataclasses.replace(known, sums=sums)
-                found[name] = (update.result(), update)
-            return found
-        own = apply_to(self._metrics_function, values)
-        if not isinstance(own, Mapping):
-            raise TypeError(f"The function of `eval_metrics` must return a dict, but got {type(own)}.")
-        if "loss" in own:
+                update = dataclasses.replace(unsummed, sums=sums)
+                results[name] = (update.result(), update)
+            return results
+        metrics = apply_to(self._metrics_function, values)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"The function of `eval_metrics` must return a dict, but got {type(metrics)}.")
+        if "loss" in metrics:
             raise ValueError(
                 "The function of `eval_metrics` must not return 'loss': that is the mean of the "
                 "specification's loss. Give the metric another name."
             )
-        return {**found, **own}
+        return {**results, **metrics}
 
-    def _call(self, features: Any, labels: Any) -> tuple[IPUEstimatorSpec, Minimized | None]:
-        given = {"features": features, "mode": self._mode, "config": self._config}
+    def _call(self, features: Any, labels: Any) -> tuple[IPUEstimatorSpec, MinimizeCall | None]:
+        arguments = {"features": features, "mode": self._mode, "config": self._config}
         takes_labels = "labels" in argument_names(self._model_fn)
         if labels is not None and not takes_labels and self._mode is not ModeKeys.PREDICT:
             raise ValueError("model_fn does not take labels, but input_fn returns labels.")
-        given["labels"] = None if self._mode is ModeKeys.PREDICT else labels
+        arguments["labels"] = None if self._mode is ModeKeys.PREDICT else labels
         with collecting_minimized() as steps:
-            spec = call_with(self._model_fn, **given, params=dict(self._params))
+            spec = call_with(self._model_fn, **arguments, params=dict(self._params))
         if not isinstance(spec, IPUEstimatorSpec):
             raise TypeError(f"`model_fn` must return IPUEstimatorSpec; got {type(spec).__name__}.")
         if spec.mode is not self._mode:
@@ -290,11 +289,11 @@ class _Model:
             return spec, None
         return spec, self._find_step(spec, steps)
 
-    def _find_step(self, spec: IPUEstimatorSpec, steps: Sequence[Minimized]) -> Minimized:
+    def _find_step(self, spec: IPUEstimatorSpec, steps: Sequence[MinimizeCall]) -> MinimizeCall:
         if spec.train_op is None:
             _lacks("train_op", "training")
-        found = [step for step in steps if step.operation is spec.train_op]
-        if not found:
+        matching = [step for step in steps if step.operation is spec.train_op]
+        if not matching:
             kind = "another operation" if isinstance(spec.train_op, Operation) else repr(spec.train_op)
             raise TypeError(
                 "IPUEstimatorSpec: train_op must be what the `minimize` of an optimizer of ipu.optimizers "
@@ -306,12 +305,12 @@ class _Model:
                 "one loss. optax.multi_transform makes one optimizer of several. With several losses, "
                 "train in a Session: the body of ipu.loops.repeat may call minimize for each loss."
             )
-        accumulation = unwrap(found[0].optimizer).accumulation or Accumulation()
-        mine, wanted = dataclasses.astuple(self._accumulation), dataclasses.astuple(accumulation)
+        accumulation = unwrap(matching[0].optimizer).accumulation or Accumulation()
+        present, required = dataclasses.astuple(self._accumulation), dataclasses.astuple(accumulation)
         # A dtype that is a function may be another one in each call.
-        if [value for value in mine if not callable(value)] != [v for v in wanted if not callable(v)]:
+        if [value for value in present if not callable(value)] != [v for v in required if not callable(v)]:
             raise _AccumulationError(accumulation)
-        return found[0]
+        return matching[0]
 
     def _check_metrics(self, spec: IPUEstimatorSpec) -> None:
         if not spec.eval_metric_ops and spec.eval_metrics is None:
@@ -332,7 +331,7 @@ class _Model:
             self._metrics_function, values = spec.eval_metrics
             return values
         updates = {name: update for name, (_value, update) in (spec.eval_metric_ops or {}).items()}
-        self._updates = {name: dataclasses.replace(known, sums={}) for name, known in updates.items()}
+        self._updates = {name: dataclasses.replace(update, sums={}) for name, update in updates.items()}
         return {name: dict(update.sums) for name, update in updates.items()}
 
     def _check_logs(self, logs: Mapping[int, Any]) -> list[int]:
@@ -401,9 +400,9 @@ def build_model_program(
     while True:
         model = _Model(model_fn, mode, params, config, accumulation)
         try:
-            made = _compile(model, mode, accumulation, config, infeed)
-        except _AccumulationError as found:  # it is traced again, with that
-            accumulation = found.accumulation
+            program = _compile(model, mode, accumulation, config, infeed)
+        except _AccumulationError as error:  # only tracing shows the count: trace again with it
+            accumulation = error.accumulation
             continue
         that_log = []
         for hook in model.hooks:
@@ -413,7 +412,7 @@ def build_model_program(
                 else:
                     hook.forget_record()
         spec = _as_pipeline_spec(model, mode, accumulation, {_HOOKS[mode]: model.hooks})
-        return dataclasses.replace(made, spec=spec, hooks_that_log=tuple(that_log), has_logs=True)
+        return dataclasses.replace(program, spec=spec, hooks_that_log=tuple(that_log), has_logs=True)
 
 
 def _as_pipeline_spec(
@@ -444,8 +443,6 @@ def _compile(
             options["reduction_method"] = accumulation.reduction_method
     return compile_spec(_as_pipeline_spec(model, mode, accumulation, {}), config, infeed, options, False)
 
-
-# `IPUEstimator`: training, evaluation and prediction of a model on one IPU, or on a replica per IPU.
 
 _BATCH_SIZE = "batch_size"
 

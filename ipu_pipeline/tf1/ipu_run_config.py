@@ -128,9 +128,9 @@ class RunConfig:
         return self.save_checkpoints_secs or _SECONDS_BETWEEN_CHECKPOINTS
 
 
-def _check_integer(what: str, value: object, least: int) -> None:
+def _check_integer(subject: str, value: object, least: int) -> None:
     if not is_int(value, least):
-        raise ValueError(f"{what} must be an integer of at least {least}; got {value!r}.")
+        raise ValueError(f"{subject} must be an integer of at least {least}; got {value!r}.")
 
 
 explain_missing(__name__)

@@ -144,10 +144,10 @@ _logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged val
 @contextlib.contextmanager
 def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int, Any]]:
     """Collects, while a stage is traced, what these hooks log (None: all hooks), by their `id`."""
-    found: dict[int, Any] = {}
-    token = _logs.set((found, None if hooks is None else frozenset(map(id, hooks))))
+    logs: dict[int, Any] = {}
+    token = _logs.set((logs, None if hooks is None else frozenset(map(id, hooks))))
     try:
-        yield found
+        yield logs
     finally:
         _logs.reset(token)
 
@@ -236,8 +236,8 @@ class IPULoggingTensorHook(SessionRunHook):
             not among the specification's.
           TypeError: a value is not an array.
         """
-        found, allowed = _logs.get() or ({}, frozenset())
-        if found is None:
+        logs, allowed = _logs.get() or ({}, frozenset())
+        if logs is None:
             return
         if allowed is not None and id(self) not in allowed:
             raise RuntimeError(
@@ -246,7 +246,7 @@ class IPULoggingTensorHook(SessionRunHook):
                 "the hook must be in the specification's training_hooks, evaluation_hooks or "
                 "prediction_hooks."
             )
-        if self._is_recorded if allowed is not None else id(self) in found:
+        if self._is_recorded if allowed is not None else id(self) in logs:
             raise RuntimeError(
                 "Cannot use this hook object's log function more than once. Either enqueue all "
                 "tensors in a "
@@ -260,7 +260,7 @@ class IPULoggingTensorHook(SessionRunHook):
             if not isinstance(tensor, (jax.Array, np.ndarray, np.generic)):
                 raise TypeError(f"log: {name} must be an array; got {type(tensor).__name__}.")
         self._is_recorded = True
-        found[id(self)] = {str(name): jnp.asarray(tensor) for name, tensor in tensors.items()}
+        logs[id(self)] = {str(name): jnp.asarray(tensor) for name, tensor in tensors.items()}
 
     def forget_record(self) -> None:
         """Called before the stages are traced again."""
@@ -328,25 +328,25 @@ class IPULoggingTensorHook(SessionRunHook):
         _logger.info("%s%s", text, elapsed)
 
 
-def check_listeners(listeners: Any, what: str) -> tuple[CheckpointSaverListener, ...]:
+def check_listeners(listeners: Any, subject: str) -> tuple[CheckpointSaverListener, ...]:
     """Checks listeners, and returns them as a tuple."""
-    found = () if listeners is None else tuple(listeners)
-    for listener in found:
+    checked = () if listeners is None else tuple(listeners)
+    for listener in checked:
         if not isinstance(listener, CheckpointSaverListener):
             raise TypeError(
-                f"{what}: saving_listeners must be a list of CheckpointSaverListener instances, given: "
+                f"{subject}: saving_listeners must be a list of CheckpointSaverListener instances, given: "
                 f"{listener!r}"
             )
-    return found
+    return checked
 
 
-def check_hooks(hooks: Any, what: str) -> tuple[SessionRunHook, ...]:
+def check_hooks(hooks: Any, subject: str) -> tuple[SessionRunHook, ...]:
     """Checks hooks, and returns them as a tuple."""
-    found = () if hooks is None else tuple(hooks)
-    for hook in found:
+    checked = () if hooks is None else tuple(hooks)
+    for hook in checked:
         if not isinstance(hook, SessionRunHook):
-            raise TypeError(f"{what}: All hooks must be SessionRunHook instances, given: {hook!r}")
-    return found
+            raise TypeError(f"{subject}: All hooks must be SessionRunHook instances, given: {hook!r}")
+    return checked
 
 
 explain_missing(__name__)

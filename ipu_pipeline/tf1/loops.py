@@ -154,7 +154,7 @@ def run_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _loop(
-    what: str,
+    caller: str,
     body: Callable[..., Any],
     inputs: Any,
     infeed_queue: IPUInfeedQueue | None,
@@ -163,31 +163,31 @@ def _loop(
     place: str | None = None,
 ) -> Any:
     if not callable(body):
-        raise TypeError(f"{what}: body must be a function; got {body!r}.")
+        raise TypeError(f"{caller}: body must be a function; got {body!r}.")
     if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
         raise TypeError(
-            f"{what}: infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
+            f"{caller}: infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
             f"{type(infeed_queue).__name__}."
         )
     builder = current_builder()
     if builder is None:
         raise RuntimeError(
-            f"{what} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
+            f"{caller} must be called in a function that ipu_compiler.compile traces, within an ipu_scope; "
             "here it is not placed on an IPU device."
         )
     frame = find_frame()
     if frame is not None and frame.is_stage:
         raise InsideOfBodyError(
-            f"{what} was called within a computational stage or the body of a loop; use jax.lax.scan or "
+            f"{caller} was called within a computational stage or the body of a loop; use jax.lax.scan or "
             "jax.lax.fori_loop there."
         )
-    leaves, tree = as_traced_inputs(inputs, f"{what}: inputs")
+    leaves, tree = as_traced_inputs(inputs, f"{caller}: inputs")
     num_inputs = tree.num_leaves
     if cond is not None and not num_inputs:
-        raise ValueError(f"{what}: inputs must have at least one array, which the condition takes.")
+        raise ValueError(f"{caller}: inputs must have at least one array, which the condition takes.")
     element = None if infeed_queue is None else infeed_queue.element
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    own_place = place or f"the body {name_of(body)} of {what}"
+    own_place = place or f"the body {name_of(body)} of {caller}"
     loop = Loop.of_body(
         body,
         jax.tree.unflatten(tree, avals),
@@ -196,7 +196,7 @@ def _loop(
         own_place,
         lambda returned: _new_inputs(returned, tree, own_place),
         cond,
-        what,
+        caller,
     )
     traced, training = loop.body, loop.body.training
     loop_call = LoopCall(
@@ -227,13 +227,13 @@ _REMOVED = object()
 def _new_inputs(returned: Any, tree: Any, place: str) -> list[Any]:
     """The leaves of what a body returned, without operations."""
     values = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-    kept = [value for value in map(_without_operations, values) if value is not _REMOVED]
-    leaves, found = jax.tree.flatten(kept)
-    if found == tree or len(leaves) != tree.num_leaves:  # another number is an error with the shapes
+    results = [value for value in map(_without_operations, values) if value is not _REMOVED]
+    leaves, result_tree = jax.tree.flatten(results)
+    if result_tree == tree or len(leaves) != tree.num_leaves:  # another number is an error with the shapes
         return leaves
     raise ValueError(
         f"{place} must return its inputs' structure, {_describe(tree)}, besides operations; it returns "
-        f"{_describe(found)}."
+        f"{_describe(result_tree)}."
     )
 
 
@@ -242,8 +242,8 @@ def _without_operations(value: Any) -> Any:
     if value is None or isinstance(value, Operation):
         return _REMOVED
     if type(value) in (tuple, list) and value:
-        kept = [inner for inner in map(_without_operations, value) if inner is not _REMOVED]
-        return type(value)(kept) if kept else _REMOVED
+        members = [inner for inner in map(_without_operations, value) if inner is not _REMOVED]
+        return type(value)(members) if members else _REMOVED
     if type(value) is dict and value:
         inner = {key: _without_operations(part) for key, part in value.items()}
         kept_items = {key: part for key, part in inner.items() if part is not _REMOVED}
@@ -255,17 +255,17 @@ def _describe(tree: Any) -> str:
     return str(jax.tree.unflatten(tree, ["*"] * tree.num_leaves)).replace("'*'", "*")
 
 
-def _check_count(n: Any, what: str) -> Any:
+def _check_count(n: Any, argument: str) -> Any:
     if isinstance(n, Placeholder):
         n = n.traced()
     if jax_compat.is_traced(n):
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
-            raise TypeError(f"{what} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
+            raise TypeError(f"{argument} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
         return n
     if not is_integer(n):
-        raise TypeError(f"{what} must be an integer; got {n!r}.")
+        raise TypeError(f"{argument} must be an integer; got {n!r}.")
     if not 0 <= n <= _MAX_INT32:
-        raise ValueError(f"{what} must be from 0 to {_MAX_INT32}; got {n}.")
+        raise ValueError(f"{argument} must be from 0 to {_MAX_INT32}; got {n}.")
     return int(n)
 
 

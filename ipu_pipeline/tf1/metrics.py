@@ -319,13 +319,13 @@ def _total_by_count(sums: Mapping[str, Array]) -> Array:
 
 
 def _count_positives(
-    what: str, labels: Array, predictions: Array, weights: Array
+    name: str, labels: Array, predictions: Array, weights: Array
 ) -> tuple[Array, Array, Array]:
-    """The numbers of examples that are positive and predicted so, that are predicted so, and that are."""
+    """Returns how many examples are true positives, predicted positives, and positives."""
     xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
-    labels, predictions = _check_alike(what, labels, predictions)
+    labels, predictions = _check_alike(name, labels, predictions)
     is_true, is_predicted = (value.astype(bool).astype(_float(xp)) for value in (labels, predictions))
-    weights = _weights_like(what, weights, is_true, xp)
+    weights = _weights_like(name, weights, is_true, xp)
     products = (is_true * is_predicted, is_predicted, is_true)
     true, predicted, positive = (xp.sum(product * weights) for product in products)
     return true, predicted, positive
@@ -345,45 +345,46 @@ def _length(xp: Any, length: int) -> dict[str, int]:
     return {"minlength": length} if xp is np else {"length": length}
 
 
-def _weights_like(what: str, weights: Array, values: Array, xp: Any) -> Array:
+def _weights_like(name: str, weights: Array, values: Array, xp: Any) -> Array:
     dtype = _float(xp)
     if weights is None:
         return xp.ones(values.shape, dtype)
     weights = xp.asarray(weights).astype(dtype)
     if weights.ndim not in (0, values.ndim) or any(
-        mine not in (1, theirs) for mine, theirs in zip(weights.shape, values.shape, strict=False)
+        weight_size not in (1, value_size)
+        for weight_size, value_size in zip(weights.shape, values.shape, strict=False)
     ):
         raise ValueError(
-            f"metrics.{what}: weights must be a scalar, or have as many axes as the values, each of size 1 "
+            f"metrics.{name}: weights must be a scalar, or have as many axes as the values, each of size 1 "
             f"or of theirs; the shapes are {weights.shape} and {values.shape}."
         )
     return xp.broadcast_to(weights, values.shape)
 
 
-def _check_alike(what: str, labels: Array, predictions: Array) -> tuple[Array, Array]:
+def _check_alike(name: str, labels: Array, predictions: Array) -> tuple[Array, Array]:
     if labels.ndim == predictions.ndim + 1 and labels.shape[-1] == 1:
         labels = labels[..., 0]
     elif predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
         predictions = predictions[..., 0]
     if labels.shape != predictions.shape:
         raise ValueError(
-            f"metrics.{what}: labels and predictions must have the same shape; got {labels.shape} and "
+            f"metrics.{name}: labels and predictions must have the same shape; got {labels.shape} and "
             f"{predictions.shape}. For logits, take the argmax first."
         )
     return labels, predictions
 
 
-def _check_collections(what: str, *collections: None) -> None:
+def _check_collections(name: str, *collections: None) -> None:
     if any(collection is not None for collection in collections):
         raise ValueError(
-            f"metrics.{what}: metrics_collections and updates_collections must be None, since there are no "
+            f"metrics.{name}: metrics_collections and updates_collections must be None, since there are no "
             "collections of a graph. Return the pair from eval_metrics_fn."
         )
 
 
-def _check_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"metrics.auc: {name} must be one of {', '.join(known)}; got {value!r}.")
+def _check_one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"metrics.auc: {name} must be one of {', '.join(choices)}; got {value!r}.")
 
 
 def _is_integer(value: Any) -> bool:

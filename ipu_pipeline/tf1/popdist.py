@@ -124,13 +124,13 @@ def _process_numbers() -> tuple[int, int]:
     """The number of this process, and the number of processes."""
     if not isPopdistEnvSet():
         return 0, 1
-    others = processes.current()
-    return (jax.process_index(), jax.process_count()) if others is None else (others.index, others.count)
+    peers = processes.current()
+    return (jax.process_index(), jax.process_count()) if peers is None else (peers.index, peers.count)
 
 
 def _find_call() -> Call:
     """The last compiled pipeline or loop that may have replicas."""
-    calls = [call for program in compiled_programs() for call in program.calls if call.replication.is_said]
+    calls = [call for program in compiled_programs() for call in program.calls if call.replication.is_given]
     if not calls:
         raise RuntimeError(
             "popdist: the number of replicas comes from compiled pipelines and loops that have a "
@@ -151,8 +151,8 @@ def _local_replicas() -> list[int]:
     index = getInstanceIndex()
     return [
         replica
-        for replica, own in enumerate(replication.deal_devices(devices, number))
-        if any(device.process_index == index for device in own)
+        for replica, replica_devices in enumerate(replication.deal_devices(devices, number))
+        if any(device.process_index == index for device in replica_devices)
     ]
 
 

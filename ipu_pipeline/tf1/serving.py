@@ -164,7 +164,7 @@ def export_pipeline(
 
 
 def _export(
-    what: str,
+    caller: str,
     stages: Sequence[Any],
     export_dir: str | os.PathLike[str],
     iterations: int,
@@ -180,44 +180,47 @@ def _export(
     inputs: Any = None,
     **options: Any,
 ) -> LoadedProgram:
+    # Checks.
     target = Path(export_dir)
     if target.is_dir() and any(target.iterdir()) and not purge_export_dir:
         raise ValueError(
-            f'{what}: Directory "{target}" is not empty. Please specify an empty directory, or '
+            f'{caller}: Directory "{target}" is not empty. Please specify an empty directory, or '
             "purge_export_dir=True, which removes what is in it."
         )
-    check_integer(f"{what}: iterations", iterations)
+    check_integer(f"{caller}: iterations", iterations)
     if not isinstance(stages, (list, tuple)) or not stages:
-        raise TypeError(f"{what}: computational_stages must be a list of functions; got {stages!r}.")
+        raise TypeError(f"{caller}: computational_stages must be a list of functions; got {stages!r}.")
     if variable_initializer is not None and checkpoint_restore_dir is not None:
         raise ValueError(
-            f"{what}: variable_initializer and checkpoint_restore_dir both give the variables their "
+            f"{caller}: variable_initializer and checkpoint_restore_dir both give the variables their "
             "values. Give one of them."
         )
     if variable_initializer is not None and not callable(variable_initializer):
         raise TypeError(
-            f"{what}: variable_initializer must be a function that takes a session; got "
+            f"{caller}: variable_initializer must be a function that takes a session; got "
             f"{variable_initializer!r}."
         )
+    # Stages and signature.
     num_inputs = 0 if inputs is None else len(inputs) if isinstance(inputs, (list, tuple)) else 1
     first = stages[0]
     if preprocessing_step is None:
         if preprocessing_step_signature is not None:
-            raise ValueError(f"{what}: preprocessing_step_signature is given without preprocessing_step.")
-        signature = _choose(what, "predict_step_signature", predict_step_signature, input_dataset)
-        _check_arguments(what, "predict_step_signature", first, signature, num_inputs)
+            raise ValueError(f"{caller}: preprocessing_step_signature is given without preprocessing_step.")
+        signature = _choose(caller, "predict_step_signature", predict_step_signature, input_dataset)
+        _check_arguments(caller, "predict_step_signature", first, signature, num_inputs)
     else:
         signature = _choose(
-            what, "preprocessing_step_signature", preprocessing_step_signature, input_dataset
+            caller, "preprocessing_step_signature", preprocessing_step_signature, input_dataset
         )
-        _check_arguments(what, "preprocessing_step_signature", preprocessing_step, signature, 0)
-        _check_preprocessing(what, preprocessing_step, signature, predict_step_signature)
+        _check_arguments(caller, "preprocessing_step_signature", preprocessing_step, signature, 0)
+        _check_preprocessing(caller, preprocessing_step, signature, predict_step_signature)
         stages = [_precede(first, preprocessing_step, num_inputs), *stages[1:]]
     if output_names is not None:
         names = [output_names] if isinstance(output_names, str) else output_names
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{what}: output_names must be a string or a list of them; got {names!r}.")
-        stages = [*stages[:-1], _name_outputs(what, stages[-1], names)]
+            raise TypeError(f"{caller}: output_names must be a string or a list of them; got {names!r}.")
+        stages = [*stages[:-1], _name_outputs(caller, stages[-1], names)]
+    # Compilation and export.
     infeed = IPUInfeedQueue([signature])
 
     def model() -> Any:
@@ -233,45 +236,46 @@ def _export(
     with scopes.ipu_scope("/device:IPU:0"):
         program = ipu_compiler.compile(model)
     with Session() as session:
-        _give_values(what, session, program, variable_initializer, checkpoint_restore_dir)
+        _give_values(caller, session, program, variable_initializer, checkpoint_restore_dir)
         _make_room(target)
         session.export(target, program)
     return load_program(target)
 
 
-def _choose(what: str, name: str, signature: Any, dataset: Any) -> tuple[Any, ...] | dict[str, Any]:
+def _choose(caller: str, name: str, signature: Any, dataset: Any) -> tuple[Any, ...] | dict[str, Any]:
     """An example of the arguments for a micro-batch, from one of two arguments."""
     if (signature is None) is (dataset is None):
         how = "Neither is" if signature is None else "Both are"
         raise ValueError(
-            f"{what}: one of `{name}` and `input_dataset` must say what a micro-batch is like. {how} given."
+            f"{caller}: one of `{name}` and `input_dataset` must say what a micro-batch is like. {how} "
+            "given."
         )
     if signature is None:
         element = IPUInfeedQueue(dataset).element
-        found = element if isinstance(element, (tuple, list, dict)) else (element,)
-        example: Any = make_example(found, f"{what}: input_dataset's element")
+        example_inputs = element if isinstance(element, (tuple, list, dict)) else (element,)
+        example: Any = make_example(example_inputs, f"{caller}: input_dataset's element")
         return example if isinstance(example, dict) else tuple(example)
     if not isinstance(signature, (list, tuple)):
-        raise TypeError(f"{what}: `{name}` must be a list or tuple; got {type(signature).__name__}.")
+        raise TypeError(f"{caller}: `{name}` must be a list or tuple; got {type(signature).__name__}.")
     if not signature:
-        raise ValueError(f"{what}: `{name}` cannot be empty.")
-    return tuple(make_example(list(signature), f"{what}: {name}"))
+        raise ValueError(f"{caller}: `{name}` cannot be empty.")
+    return tuple(make_example(list(signature), f"{caller}: {name}"))
 
 
-def _check_arguments(what: str, name: str, function: Any, signature: Any, num_inputs: int) -> None:
+def _check_arguments(caller: str, name: str, function: Any, signature: Any, num_inputs: int) -> None:
     functions = function if isinstance(function, (list, tuple)) else [function]
-    for one in functions:
-        if not callable(one):
-            raise TypeError(f"{what}: a stage must be a function; got {one!r}.")
-        parameters = inspect.signature(one).parameters.values()
+    for stage in functions:
+        if not callable(stage):
+            raise TypeError(f"{caller}: a stage must be a function; got {stage!r}.")
+        parameters = inspect.signature(stage).parameters.values()
         if isinstance(signature, dict) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             continue
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         least = sum(p.default is p.empty for p in positional)
         if not least <= len(signature) + num_inputs <= len(positional):
             raise ValueError(
-                f"{what}: the length of {name} ({len(signature)}) does not match the number of arguments "
-                f"of {getattr(one, '__name__', one)!r} that it is for ({len(positional) - num_inputs})."
+                f"{caller}: the length of {name} ({len(signature)}) does not match the number of arguments "
+                f"of {getattr(stage, '__name__', stage)!r} that it is for ({len(positional) - num_inputs})."
             )
 
 
@@ -279,49 +283,49 @@ def _call_with(function: Callable[..., Any], element: Any) -> Any:
     return function(**element) if isinstance(element, dict) else function(*element)
 
 
-def _check_preprocessing(what: str, step: Any, example: Any, wanted: Any) -> None:
+def _check_preprocessing(caller: str, step: Any, example: Any, signature: Any) -> None:
     """Compares the results of a preprocessing step with the signature of the first stage."""
-    if wanted is None:
+    if signature is None:
         return
-    if not isinstance(wanted, (list, tuple)):
+    if not isinstance(signature, (list, tuple)):
         raise TypeError(
-            f"{what}: `predict_step_signature` must be a list or tuple; got {type(wanted).__name__}."
+            f"{caller}: `predict_step_signature` must be a list or tuple; got {type(signature).__name__}."
         )
     returned = jax.eval_shape(lambda element: _call_with(step, element), example)
-    found = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-    expected = make_example(list(wanted), f"{what}: predict_step_signature")
+    results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+    expected = make_example(list(signature), f"{caller}: predict_step_signature")
 
     def describe(tree: Any) -> list[str]:
         return [f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree)]
 
-    if describe(found) != describe(expected):
+    if describe(results) != describe(expected):
         raise ValueError(
-            f"{what}: preprocessing_step must return what predict_step_signature says, "
-            f"{', '.join(describe(expected))}; it returns {', '.join(describe(found)) or 'nothing'}."
+            f"{caller}: preprocessing_step must return what predict_step_signature says, "
+            f"{', '.join(describe(expected))}; it returns {', '.join(describe(results)) or 'nothing'}."
         )
 
 
 def _precede(first: Any, step: Callable[..., Any], num_inputs: int) -> Any:
     """Puts a preprocessing step before the first stage, or before its parallel ones."""
     if isinstance(first, (list, tuple)):
-        return [_precede(one, step, num_inputs) for one in first]
+        return [_precede(function, step, num_inputs) for function in first]
 
     def stage(*arguments: Any, **named: Any) -> Any:
         returned = step(*arguments[num_inputs:], **named)
         if isinstance(returned, dict):
             return first(*arguments[:num_inputs], **returned)
-        given = returned if isinstance(returned, (tuple, list)) else (returned,)
-        return first(*arguments[:num_inputs], *given)
+        results = returned if isinstance(returned, (tuple, list)) else (returned,)
+        return first(*arguments[:num_inputs], *results)
 
     stage.__name__ = getattr(first, "__name__", "stage")
     return stage
 
 
-def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
+def _name_outputs(caller: str, last: Any, names: Sequence[str]) -> Any:
     """Makes the last stage return a dict."""
     if isinstance(last, (list, tuple)):
         raise ValueError(
-            f"{what}: output_names cannot be used if the last stage is a list of parallel stages."
+            f"{caller}: output_names cannot be used if the last stage is a list of parallel stages."
         )
 
     @functools.wraps(last)
@@ -332,7 +336,7 @@ def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
         outputs = returned if isinstance(returned, (tuple, list)) else [returned]
         if len(outputs) != len(names):
             raise ValueError(
-                f"{what}: output_names must have a name for each output of the last stage, which returns "
+                f"{caller}: output_names must have a name for each output of the last stage, which returns "
                 f"{len(outputs)}; got {len(names)}."
             )
         return dict(zip(names, outputs, strict=True))
@@ -341,7 +345,7 @@ def _name_outputs(what: str, last: Any, names: Sequence[str]) -> Any:
 
 
 def _give_values(
-    what: str, session: Session, program: Program, initializer: Any, checkpoint_restore_dir: Any
+    caller: str, session: Session, program: Program, initializer: Any, checkpoint_restore_dir: Any
 ) -> None:
     """Sets the exported variables of a session."""
     if initializer is not None:
@@ -353,7 +357,7 @@ def _give_values(
     missing = program.variables.keys() - session.variables.keys()
     if missing:
         warnings.warn(
-            f"{what}: the initial values of {', '.join(sorted(missing))} are exported. Give others with "
+            f"{caller}: the initial values of {', '.join(sorted(missing))} are exported. Give others with "
             "variable_initializer or checkpoint_restore_dir.",
             stacklevel=4,
         )

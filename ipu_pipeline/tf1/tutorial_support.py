@@ -1,4 +1,8 @@
-"""The shared parts of the tutorial's programs: arguments, data, the training loop and the evaluation."""
+"""The shared parts of the tutorial's programs: arguments, data, the training loop and the evaluation.
+
+The reader turns one program into the next, so each is complete in itself, with its layers; here is what the
+reader does not change.
+"""
 
 from __future__ import annotations
 
@@ -219,8 +223,8 @@ def count_steps(arguments: argparse.Namespace, examples_per_step: int, num_examp
     """
     if not math.isfinite(arguments.epochs * num_examples):
         raise ValueError(f"--epochs is too large: {arguments.epochs}.")
-    wanted = int(arguments.epochs * num_examples)
-    steps = arguments.steps if arguments.steps is not None else -(-wanted // examples_per_step)
+    num_requested = int(arguments.epochs * num_examples)
+    steps = arguments.steps if arguments.steps is not None else -(-num_requested // examples_per_step)
     steps = max(steps, 1)
     total = steps * examples_per_step
     print(
@@ -238,20 +242,20 @@ def train(
     The speed leaves out the first step, which compiles, unless it is the only one.
     """
     begin = measured_from = time.perf_counter()
-    done = None
+    last_step = None
     try:
         with tqdm(
             total=steps, unit="step", file=sys.stdout, disable=not is_shown_on(sys.stdout)
         ) as progress:
             for step in range(steps):
                 losses = run_step()
-                done = step
+                last_step = step
                 if step == 0 < steps - 1:
                     measured_from = time.perf_counter()
                 print_step(step, steps, examples_per_step, num_examples, losses)
                 progress.update()
     except KeyboardInterrupt:
-        when = "before the first step was done" if done is None else f"after step {done}"
+        when = "before the first step was done" if last_step is None else f"after step {last_step}"
         raise KeyboardInterrupt(when) from None
     end = time.perf_counter()
     speed = max(1, steps - 1) * examples_per_step / (end - measured_from)

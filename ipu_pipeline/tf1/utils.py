@@ -43,7 +43,7 @@ __all__ = [
     "set_recomputation_options",
 ]
 
-# What each did, and why it does nothing here. Functions whose first argument was options return them.
+# What each function did, and why it does nothing here. Those whose first argument was options return them.
 _ON_HOST = (
     "initial values are computed where a program first needs them, and no variable lives on IPUs before"
 )
@@ -122,15 +122,15 @@ def create_ipu_config(**options: Any) -> IPUConfig:
     Args:
       **options: `selection_order`. Other options were for Poplar's profiles, and warn.
     """
-    made = IPUConfig()
+    configuration = IPUConfig()
     if (order := options.pop("selection_order", None)) is not None:
-        made.selection_order = order
+        configuration.selection_order = order
     for name in options:
         warn_once(
             f"create_ipu_config.{name}",
             f"create_ipu_config: {name} has no effect: it was for Poplar's compiler and profiles.",
         )
-    return made
+    return configuration
 
 
 def auto_select_ipus(opts: IPUConfig, num_ipus: int | Sequence[int]) -> IPUConfig:
@@ -245,12 +245,12 @@ def reset_ipu_seed(
             session.reset_seed(_seed)
 
 
-def check_seed(seed: Any, what: str) -> None:
+def check_seed(seed: Any, caller: str) -> None:
     """Raises if a value is not a seed."""
     if isinstance(seed, bool) or not hasattr(type(seed), "__index__"):
-        raise TypeError(f"{what}: seed must be an integer; got {seed!r}.")
+        raise TypeError(f"{caller}: seed must be an integer; got {seed!r}.")
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"{what}: seed must fit 64 bits; got {seed}.")
+        raise ValueError(f"{caller}: seed must fit 64 bits; got {seed}.")
 
 
 def current_seed() -> int:

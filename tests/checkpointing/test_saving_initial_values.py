@@ -136,7 +136,7 @@ def test_another_session_has_nothing_to_save(tmp_path):
 
 
 def test_no_program_has_variables(tmp_path, monkeypatch):
-    for module in ("missing", "session"):
+    for module in ("resumption", "session"):
         monkeypatch.setattr(f"ipu_pipeline.tf1.session.{module}.compiled_programs", list)
     with ipu.Session() as session:
         session.run(INITIALIZE)

@@ -29,10 +29,8 @@ from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.ground.lazy_initialization import begin_first_run
 from ipu_pipeline.ground.pytrees import as_shape, describe, is_readable
 
-# Slots, in groups: what requests in flight keep on the devices, and how tokens go through the stages.
-#
-# A group's slots go through a stage in one program, so while one stage handles a group, the others handle
-# other groups. All is started in order and not waited for; tokens are read later, in the same order.
+# Slots. A group's slots go through a stage in one program, so while one stage handles a group, the others
+# handle other groups. All is started in order and not waited for; tokens are read later, in the same order.
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,25 +59,25 @@ class _Values:
 
     def __init__(self, values: Mapping[Source, Any], devices: DeviceGroup | None) -> None:
         """Takes values that are on some devices; None: on the host."""
-        self._home = dict.fromkeys(values, devices)
-        self._found = {(source, devices): value for source, value in values.items()}
+        self._homes = dict.fromkeys(values, devices)
+        self._copies = {(source, devices): value for source, value in values.items()}
 
     def add(self, sources: Sequence[Source], values: Sequence[Any], devices: DeviceGroup) -> None:
-        """Takes what a stage has made."""
+        """Adds the results of a stage."""
         for source, value in zip(sources, values, strict=True):
-            self._home[source], self._found[source, devices] = devices, value
+            self._homes[source], self._copies[source, devices] = devices, value
 
     def on(self, sources: Sequence[Source], devices: DeviceGroup) -> list[Any]:
         """Values on a stage's devices; those that are elsewhere are sent there."""
         away: dict[DeviceGroup | None, list[Source]] = {}
         for source in sources:
-            if (source, devices) not in self._found:
-                away.setdefault(self._home[source], []).append(source)
+            if (source, devices) not in self._copies:
+                away.setdefault(self._homes[source], []).append(source)
         for home, missing in away.items():
-            values = [self._found[source, home] for source in missing]
+            values = [self._copies[source, home] for source in missing]
             moved = put(values, devices) if home is None else copy_to(values, devices)
-            self._found.update(zip([(source, devices) for source in missing], moved, strict=True))
-        return [self._found[source, devices] for source in sources]
+            self._copies.update(zip([(source, devices) for source in missing], moved, strict=True))
+        return [self._copies[source, devices] for source in sources]
 
 
 class SlotGroup:
@@ -92,8 +90,8 @@ class SlotGroup:
         self._positions = np.zeros(num_slots, np.int32)  # of each slot's newest token
         self._last = stages.devices[-1]
         self._caches = [
-            [jnp.zeros((num_slots, *spec.shape), spec.dtype, device=devices.replicated) for spec in own]
-            for own, devices in zip(stages.caches, stages.devices, strict=True)
+            [jnp.zeros((num_slots, *spec.shape), spec.dtype, device=devices.replicated) for spec in specs]
+            for specs, devices in zip(stages.caches, stages.devices, strict=True)
         ]
         (self._tokens,) = put([np.zeros(num_slots, np.int32)], self._last)
         # the newest tokens of all slots, and those that are some request's
@@ -106,7 +104,7 @@ class SlotGroup:
 
     @property
     def num_unread(self) -> int:
-        """How often tokens have been started that are not read yet."""
+        """The number of turns whose tokens are not read yet."""
         return len(self._unread)
 
     def join(self, request: Request, lengths: Sequence[int]) -> None:
@@ -120,7 +118,7 @@ class SlotGroup:
                 sampling = SamplingArrays(*(x[0] for x in SamplingArrays.of([request.sampling])))
             of_last = [*[(None, None)] * (len(stages.programs) - 1), (self._tokens, sampling)]
             more = [
-                (np.int32(slot), first, *own) for first, own in zip(stages.initial, of_last, strict=True)
+                (np.int32(slot), first, *args) for first, args in zip(stages.initial, of_last, strict=True)
             ]
             values = _Values({TOKENS: request.prompt[position : position + length]}, None)
             self._start([program.chunk(length) for program in stages.programs], values, numbers, more)
@@ -130,7 +128,7 @@ class SlotGroup:
 
     def decode(self) -> None:
         """Starts one more token of each request."""
-        stages, taken = self._stages, [n for n, request in enumerate(self._requests) if request is not None]
+        stages, slots = self._stages, [n for n, request in enumerate(self._requests) if request is not None]
         samplings = [None if request is None else request.sampling for request in self._requests]
         is_sampled = any(sampling is not None and sampling.temperature > 0 for sampling in samplings)
         numbers = SlotNumbers(  # copies, as devices may read them later
@@ -142,8 +140,8 @@ class SlotGroup:
         more = [*[(None,)] * (len(stages.programs) - 1), (sampling,)]
         values = _Values({TOKENS: self._tokens}, self._last)
         self._start([program.decode(is_sampled) for program in stages.programs], values, numbers, more)
-        self._positions[taken] += 1
-        self._note(taken)
+        self._positions[slots] += 1
+        self._note(slots)
 
     def _start(
         self,
@@ -157,7 +155,7 @@ class SlotGroup:
         for index, (function, devices) in enumerate(zip(functions, stages.devices, strict=True)):
             run = stages.programs[index].run
             inputs = values.on(run.inputs, devices)
-            made, self._caches[index] = function(
+            results, self._caches[index] = function(
                 self._caches[index],
                 stages.weights[index],
                 inputs,
@@ -166,9 +164,9 @@ class SlotGroup:
                 *more[index],
             )
             if index == len(functions) - 1:
-                self._tokens = made
+                self._tokens = results
             else:
-                values.add(run.outputs, made, devices)
+                values.add(run.outputs, results, devices)
 
     def _note(self, slots: Sequence[int]) -> None:
         """Notes that tokens are on their way, and frees slots whose requests need no more."""
@@ -185,19 +183,21 @@ class SlotGroup:
         """Waits for tokens, hands them to their requests, and frees slots whose requests are done."""
         while len(self._unread) > num_left:
             tokens, entry = self._unread[0]
-            found = np.asarray(tokens)
+            values = np.asarray(tokens)
             self._unread.popleft()
             for slot, request in entry:
-                request.add(int(found[slot]))
-        self._requests = [None if one is None or one.is_done else one for one in self._requests]
+                request.add(int(values[slot]))
+        self._requests = [
+            None if request is None or request.is_done else request for request in self._requests
+        ]
 
 
-# Makes the programs of all stages, compiles them, and gives them the weights of a state.
+# Programs and weights.
 
 _SAMPLED = Sampling(temperature=1.0)
 
 
-class Needed(NamedTuple):
+class ProgramKey(NamedTuple):
     """A program that all stages have: for a chunk of so many tokens, or (0) for one token of each slot."""
 
     length: int
@@ -237,10 +237,10 @@ class StageBuilder:
         self._caches = [stage.assigned for stage in pipeline.traced.stages]
         key = jax.random.key(0)
         self._initial = [
-            put([initial_value(spec, key) for spec in own], group)
-            for own, group in zip(self._caches, self._groups, strict=True)
+            put([initial_value(spec, key) for spec in specs], group)
+            for specs, group in zip(self._caches, self._groups, strict=True)
         ]
-        self._compiled: set[tuple[int, Needed]] = set()  # with the number of the stage
+        self._compiled: set[tuple[int, ProgramKey]] = set()  # with the number of the stage
         self._building = threading.Lock()
 
     def bind(self, state: PipelineState | Mapping[str, Any]) -> BoundStages:
@@ -267,13 +267,13 @@ class StageBuilder:
             self._programs, self._groups, self._caches, self._initial, weights, as_int32(count)
         )
 
-    def compile(self, wanted: Collection[Needed]) -> None:
+    def compile(self, keys: Collection[ProgramKey]) -> None:
         """Compiles programs that have not been compiled, those of several stages at a time."""
         with self._building:
             last = len(self._programs) - 1  # where tokens are drawn
             stages = {
-                (index, needed if index == last else needed._replace(is_sampled=False))
-                for needed in wanted
+                (index, key if index == last else key._replace(is_sampled=False))
+                for key in keys
                 for index in range(last + 1)
             }
             missing = sorted(stages - self._compiled)
@@ -281,25 +281,25 @@ class StageBuilder:
                 return
             threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
             try:
-                with compiling(len(missing), "for a generator") as told:
-                    started = [threads.submit(_compile, self._lower(*one), told) for one in missing]
+                with compiling(len(missing), "for a generator") as compilation:
+                    started = [threads.submit(_compile, self._lower(*key), compilation) for key in missing]
                     for future in started:
                         future.result()
             finally:  # after an error or an interrupt, compilations that have not begun are not waited for
                 threads.shutdown(wait=False, cancel_futures=True)
             self._compiled.update(missing)
 
-    def _lower(self, index: int, needed: Needed) -> Any:
+    def _lower(self, index: int, key: ProgramKey) -> Any:
         """A stage's program, before XLA, for the shapes that it is called with."""
         program, group = self._programs[index], self._groups[index]
         is_last = index == len(self._programs) - 1
-        is_chunk, slots = needed.length > 0, self._num_slots
+        is_chunk, slots = key.length > 0, self._num_slots
         specs, partitions = self._pipeline.variables, self._pipeline.built.partitions
 
         def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=group.replicated)
 
-        function: Any = program.chunk(needed.length) if is_chunk else program.decode(needed.is_sampled)
+        function: Any = program.chunk(key.length) if is_chunk else program.decode(key.is_sampled)
         caches = [struct((slots, *spec.shape), spec.dtype) for spec in self._caches[index]]
         weights = [
             jax.ShapeDtypeStruct(
@@ -309,19 +309,19 @@ class StageBuilder:
             )
             for name in program.run.weights
         ]
-        inputs = [struct(aval.shape, aval.dtype) for aval in program.input_avals(needed.length, slots)]
+        inputs = [struct(aval.shape, aval.dtype) for aval in program.input_avals(key.length, slots)]
         samplings = SamplingArrays.of([_SAMPLED] * slots)
         numbers = SlotNumbers(np.zeros(slots, np.int32), *[np.zeros(slots, np.uint32)] * 2)
-        sampling = samplings if is_last and needed.is_sampled else None
+        sampling = samplings if is_last and key.is_sampled else None
         count = np.int32(0)
         if not is_chunk:
             return function.lower(caches, weights, inputs, numbers, count, sampling)
-        one = SlotNumbers(*(x[0] for x in numbers))
+        request_numbers = SlotNumbers(*(x[0] for x in numbers))
         return function.lower(
             caches,
             weights,
             inputs,
-            one,
+            request_numbers,
             count,
             np.int32(0),
             self._initial[index],
@@ -330,8 +330,8 @@ class StageBuilder:
         )
 
 
-def _compile(lowered: Any, told: Compilation) -> None:
-    with told.program():
+def _compile(lowered: Any, compilation: Compilation) -> None:
+    with compilation.program():
         lowered.compile()
 
 
@@ -342,20 +342,20 @@ def _pick(runs_of: Any, index: int, length: int) -> StageRun:
 
 def _find_groups(pipeline: Pipeline, devices: Sequence[Any] | None) -> tuple[DeviceGroup, ...]:
     """The devices of each stage."""
-    each, needed = pipeline.options.num_devices_per_ipu, pipeline.num_devices
-    found = list(jax.devices() if devices is None else devices)
-    if len(found) < needed:
+    per_ipu, num_needed = pipeline.options.num_devices_per_ipu, pipeline.num_devices
+    all_devices = list(jax.devices() if devices is None else devices)
+    if len(all_devices) < num_needed:
         raise ValueError(
-            f"The generator needs {needed} devices, {each if each > 1 else 'one'} per number in "
-            f"device_mapping, but there are {len(found)}. On a CPU, before the first use of JAX, "
-            f"ipu_pipeline.set_num_devices({needed}) makes more."
+            f"The generator needs {num_needed} devices, {per_ipu if per_ipu > 1 else 'one'} per number in "
+            f"device_mapping, but there are {len(all_devices)}. On a CPU, before the first use of JAX, "
+            f"ipu_pipeline.set_num_devices({num_needed}) makes more."
         )
-    groups = make_groups(found, pipeline.device_mapping, 1, each)
-    here = jax.process_index()
-    elsewhere = [one for group in groups for one in group.devices if one.process_index != here]
+    groups = make_groups(all_devices, pipeline.device_mapping, 1, per_ipu)
+    process = jax.process_index()
+    elsewhere = [device for group in groups for device in group.devices if device.process_index != process]
     if elsewhere:
         raise ValueError(
-            f"devices must be of this process, {here}; {elsewhere[0]} is of process "
+            f"devices must be of this process, {process}; {elsewhere[0]} is of process "
             f"{elsewhere[0].process_index}. Give the generator devices=jax.local_devices()."
         )
     return groups

@@ -1,4 +1,4 @@
-"""The public class: a generator made of stages, which answers prompts by a loop over requests."""
+"""The generator: stages that answer prompts, by a loop over requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ipu_pipeline.engine.generation.bound_stages import (
     BoundStages,
-    Needed,
+    ProgramKey,
     SlotGroup,
     StageBuilder,
     make_element,
@@ -34,13 +34,6 @@ from ipu_pipeline.engine.tracing.stage_meshes import TensorParallel
 from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.pytrees import describe
 
-# The loop that takes requests from a queue, and keeps all stages at work until none is left.
-#
-# In each turn all groups of slots take in requests. Then each starts a token of each slot, and the tokens
-# of its turn before are read. So the host is at most a turn behind, and a stage never waits for it, if
-# there are as many groups as devices. A request that ends by a stop token has one more token computed,
-# which is dropped.
-
 
 class RequestQueue:
     """Requests that wait for a slot, and those in flight; safe to use from several threads."""
@@ -57,7 +50,7 @@ class RequestQueue:
         """Adds a request. Returns whether that was still possible."""
         with self._changed:
             if self._is_open:
-                self._all = [one for one in self._all if not one.is_done]
+                self._all = [member for member in self._all if not member.is_done]
                 self._all.append(request)
                 self._waiting.append(request)
                 self._changed.notify_all()
@@ -107,13 +100,16 @@ def answer_requests(
     prepare: Callable[[Request], Sequence[int]],
 ) -> None:
     """Answers the requests of a queue, until it is closed and empty."""
+    # Each group starts a token of each slot, and then its tokens of the turn before are read. So the host
+    # is at most a turn behind, and a stage never waits for it if there are as many groups as devices. A
+    # request that ends by a stop token has one more token computed, which is dropped.
     groups: list[SlotGroup] = []
     while queue.wait():
         groups = groups or [SlotGroup(stages, num_slots) for _group in range(num_groups)]
         while queue.num_waiting or any(group.num_taken or group.num_unread for group in groups):
             for group in groups:  # before any token, so that no stage waits for a prompt that just came
                 # As many requests in each group, so that all stages have work.
-                num_all = queue.num_waiting + sum(one.num_taken for one in groups)
+                num_all = queue.num_waiting + sum(slots.num_taken for slots in groups)
                 room = min(num_slots, -(-num_all // num_groups)) - group.num_taken
                 for _slot in range(room):
                     request = queue.take()
@@ -126,9 +122,9 @@ def answer_requests(
                 group.read(1 if is_started else 0)
 
 
-# The public class: a generator made of stages, which answers prompts with the weights of a state.
-
 GREEDY = Sampling()
+# Prompts are divided into these lengths, and not padded to them: padding would change what a stage keeps,
+# unless it addresses all of it by position.
 _CHUNK_LENGTHS = (1, 4, 16, 64, 256)
 _logger = logging.getLogger("ipu_pipeline")
 
@@ -204,6 +200,7 @@ class Generator:
         check_positive("max_length", max_length)
         self._max_length = int(max_length)
         self._chunk_lengths = _check_chunk_lengths(chunk_lengths, self._max_length)
+        # Only traced, never prepared: its micro-batch is a chunk and its position, its shapes are lengths.
         self.pipeline = Pipeline(
             stages,
             num_micro_batches=1,
@@ -227,15 +224,15 @@ class Generator:
         self._builder: StageBuilder | None = None  # made at the first call that needs devices
         self._queue: RequestQueue | None = None  # of `serving`
 
-    def _find_one_by_one(self, wanted: bool | None) -> bool:
-        if wanted is not None and not isinstance(wanted, bool):
-            raise TypeError(f"token_by_token must be True, False, or None to find out; got {wanted!r}.")
-        if wanted or self._chunk_lengths == (1,):
-            return bool(wanted)
+    def _find_one_by_one(self, choice: bool | None) -> bool:
+        if choice is not None and not isinstance(choice, bool):
+            raise TypeError(f"token_by_token must be True, False, or None to find out; got {choice!r}.")
+        if choice or self._chunk_lengths == (1,):
+            return bool(choice)
         try:
             self._for_length(min(length for length in self._chunk_lengths if length > 1))
         except Exception as error:
-            if wanted is False:
+            if choice is False:
                 raise
             _logger.info("Prompts are read token by token, as stages cannot be traced for more: %s", error)
             return True
@@ -246,8 +243,6 @@ class Generator:
         pipeline = self.pipeline.for_shapes(make_element(length))
         _check_logits(pipeline, length)
         return pipeline
-
-    # What is known of it.
 
     @property
     def max_length(self) -> int:
@@ -336,8 +331,8 @@ class Generator:
             )
         with self._running:
             stages = self._bind(state)
-            needed = {one for request in requests for one in self._find_needed(request)}
-            self._surroundings.run(self._prepare().compile, needed)
+            keys = {key for request in requests for key in self._find_keys(request)}
+            self._surroundings.run(self._prepare().compile, keys)
             self._answer(stages, RequestQueue(requests))
         return [request.result() for request in requests]
 
@@ -432,12 +427,12 @@ class Generator:
         builder = self._prepare()
 
         def prepare(request: Request) -> list[int]:
-            builder.compile(self._find_needed(request))
+            builder.compile(self._find_keys(request))
             return self._divide(len(request.prompt))
 
         try:
-            each = self._num_slots // self._num_groups
-            self._surroundings.run(answer_requests, stages, queue, self._num_groups, each, prepare)
+            per_group = self._num_slots // self._num_groups
+            self._surroundings.run(answer_requests, stages, queue, self._num_groups, per_group, prepare)
         except BaseException as error:
             queue.end(error)
             raise
@@ -460,10 +455,10 @@ class Generator:
             for length in prompt_lengths:
                 check_positive("prompt_lengths: each", length)
                 lengths += self._divide(int(length))
-        needed = [Needed(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
+        keys = [ProgramKey(length, is_sampled) for length in (0, *lengths) for is_sampled in {False, drawn}]
         with self._running:
             builder = self._prepare()
-            self._surroundings.run(builder.compile, needed)
+            self._surroundings.run(builder.compile, keys)
 
     def resplit(self, state: PipelineState) -> PipelineState:
         """Moves the variables of a state from another split of the same layers, as `engine.resplit` does.
@@ -480,23 +475,23 @@ class Generator:
         check_state("Generator.resplit", state)
         caches = [spec for stage in self.pipeline.traced.stages for spec in stage.assigned]
         empty = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in caches}
-        given = dataclasses.replace(state, variables={**state.variables, **empty}, optimizer_state=None)
-        moved = resplit(given, self.pipeline)
+        old_state = dataclasses.replace(state, variables={**state.variables, **empty}, optimizer_state=None)
+        moved = resplit(old_state, self.pipeline)
         variables = {name: value for name, value in moved.variables.items() if name not in empty}
         return dataclasses.replace(moved, variables=variables)
 
-    def _find_needed(self, request: Request) -> set[Needed]:
+    def _find_keys(self, request: Request) -> set[ProgramKey]:
         """The programs that a request needs."""
         is_sampled = request.sampling.temperature > 0
         *firsts, last = self._divide(len(request.prompt))
-        needed = {Needed(length, False) for length in firsts} | {Needed(last, is_sampled)}
-        return needed | {Needed(0, is_sampled)} if request.max_new_tokens > 1 else needed
+        keys = {ProgramKey(length, False) for length in firsts} | {ProgramKey(last, is_sampled)}
+        return keys | {ProgramKey(0, is_sampled)} if request.max_new_tokens > 1 else keys
 
     def _prepare(self) -> StageBuilder:
         if self._builder is None:
-            each = self._num_slots // self._num_groups
+            per_group = self._num_slots // self._num_groups
             self._builder = self._surroundings.run(
-                StageBuilder, self.pipeline, self._devices, each, self._is_one_by_one
+                StageBuilder, self.pipeline, self._devices, per_group, self._is_one_by_one
             )
         return self._builder
 
@@ -507,19 +502,19 @@ class Generator:
     def _divide(self, length: int) -> list[int]:
         """The lengths of the chunks of a prompt."""
         chunks: list[int] = []
-        for one in self._chunk_lengths:
-            number, length = divmod(length, one)
-            chunks += [one] * number
+        for chunk_length in self._chunk_lengths:
+            number, length = divmod(length, chunk_length)
+            chunks += [chunk_length] * number
         return chunks
 
 
-def _check_chunk_lengths(given: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
+def _check_chunk_lengths(chunk_lengths: Sequence[int] | None, max_length: int) -> tuple[int, ...]:
     """The lengths of a prompt's chunks, the longest first; raises a ValueError if they are not usable."""
-    lengths = list(_CHUNK_LENGTHS if given is None else given)
+    lengths = list(_CHUNK_LENGTHS if chunk_lengths is None else chunk_lengths)
     if not all(is_integer(length, 1) for length in lengths) or 1 not in lengths:
         raise ValueError(
             "chunk_lengths must be integers of at least 1, and 1 must be among them, so that every prompt "
-            f"can be divided into such lengths; got {given!r}."
+            f"can be divided into such lengths; got {chunk_lengths!r}."
         )
     return tuple(sorted({int(length) for length in lengths if length <= max_length}, reverse=True))
 
@@ -548,10 +543,10 @@ def _check_logits(pipeline: Pipeline, length: int) -> Sequence[jax.ShapeDtypeStr
         avals[0].ndim == 1 or (avals[0].ndim == 2 and avals[0].shape[0] in (1, length))
     )
     if not is_logits or not jnp.issubdtype(avals[0].dtype, jnp.floating) or 0 in avals[0].shape:
-        given = ", ".join(map(describe, avals)) or "nothing"
+        results = ", ".join(map(describe, avals)) or "nothing"
         raise ValueError(
             f"The last stage must return logits, floating-point numbers [{length}, words] for {length} "
-            f"tokens of one request, or [words] for the last of them; it returns {given}. Stages of a "
+            f"tokens of one request, or [words] for the last of them; it returns {results}. Stages of a "
             "generator have no axis for a batch, and no loss."
         )
     return avals

@@ -16,14 +16,14 @@ from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 
-# What a stage computes for one request, from a chunk of its tokens.
+# A stage for one request.
 
 TOKENS, POSITION = Source("element", 0), Source("element", 1)  # of what the first stage takes
 _COUNT = Source("update_count", 0)
 
 
-class Given(NamedTuple):
-    """What a stage gets for a request besides values of other stages: scalars."""
+class RequestScalars(NamedTuple):
+    """The scalars that a stage gets for a request."""
 
     position: Any  # the place of the first token, int32
     key: Any  # the request's random key
@@ -54,20 +54,20 @@ class StageRun:
     _index: int
 
     def __call__(
-        self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], given: Given
+        self, caches: Sequence[Any], weights: Sequence[Any], inputs: Sequence[Any], scalars: RequestScalars
     ) -> tuple[list[Any], list[Any]]:
         """Computes the outputs, and the new caches."""
         variables = dict(zip(self.weights, weights, strict=True)) | dict(
             zip(self.caches, caches, strict=True)
         )
         values = dict(zip(self.inputs, inputs, strict=True))
-        values |= {POSITION: given.position, _COUNT: given.update_count}
+        values |= {POSITION: scalars.position, _COUNT: scalars.update_count}
         names = [spec.name for spec in self._stage.variables]
-        scalars = {
-            ValueKind.KEY: lambda: given.key,
+        by_kind = {
+            ValueKind.KEY: lambda: scalars.key,
             ValueKind.EXECUTION_COUNT: lambda: jnp.int32(0),
-            ValueKind.MICRO_BATCH: lambda: given.position,
-            ValueKind.UPDATE_COUNT: lambda: given.update_count,
+            ValueKind.MICRO_BATCH: lambda: scalars.position,
+            ValueKind.UPDATE_COUNT: lambda: scalars.update_count,
         }
         arguments = []
         for value in self._program.arguments:
@@ -78,8 +78,8 @@ class StageRun:
             elif value.kind is ValueKind.KEY_NUMBER:
                 arguments.append(np.uint32(value.index))
             else:
-                arguments.append(scalars[value.kind]())
-        made: dict[Any, Any] = {}
+                arguments.append(by_kind[value.kind]())
+        new_values: dict[Any, Any] = {}
         try:
             results = self._program.function(*arguments)
         except Exception as error:  # such as a callback that cannot be vmapped
@@ -88,30 +88,30 @@ class StageRun:
         for meanings, result in zip(self._program.results, results, strict=True):
             for value in meanings:
                 if value.kind is ValueKind.ASSIGNED:
-                    made[names[value.index]] = result
+                    new_values[names[value.index]] = result
                 elif value.kind is ValueKind.OUTPUT:
-                    made[Source("output", value.index, self._index)] = result
-        return [made[source] for source in self.outputs], [made[name] for name in self.caches]
+                    new_values[Source("output", value.index, self._index)] = result
+        return [new_values[source] for source in self.outputs], [new_values[name] for name in self.caches]
 
 
 def make_runs(pipeline: Pipeline, platform: str) -> list[StageRun]:
     """The stages of a traced pipeline that only runs forwards. The last one takes or makes its output."""
     traced = pipeline.traced
-    programs = [own.on(platform).forward for own in pipeline.programs]
+    programs = [stage_programs.on(platform).forward for stage_programs in pipeline.programs]
     takes = [_inputs_of(stage, program) for stage, program in zip(traced.stages, programs, strict=True)]
     (logits,) = traced.outputs
     last = len(programs) - 1
     if logits.stage != last and logits not in takes[last]:
         takes[last] = (*takes[last], logits)
-    wanted = {logits}.union(*takes)
+    sources = {logits}.union(*takes)
     return [
-        _make_run(traced, index, program, takes[index], wanted) for index, program in enumerate(programs)
+        _make_run(traced, index, program, takes[index], sources) for index, program in enumerate(programs)
     ]
 
 
 def _inputs_of(stage: TracedStage, program: StageProgram) -> tuple[Source, ...]:
-    read = [stage.inputs[value.index] for value in program.arguments if value.kind is ValueKind.INPUT]
-    return tuple(dict.fromkeys(source for source in read if source not in (POSITION, _COUNT)))
+    sources = [stage.inputs[value.index] for value in program.arguments if value.kind is ValueKind.INPUT]
+    return tuple(dict.fromkeys(source for source in sources if source not in (POSITION, _COUNT)))
 
 
 def _make_run(
@@ -119,36 +119,37 @@ def _make_run(
     index: int,
     program: StageProgram,
     inputs: tuple[Source, ...],
-    wanted: set[Source],
+    sources: set[Source],
 ) -> StageRun:
     stage = traced.stages[index]
     caches = tuple(spec.name for spec in stage.assigned)
-    read = [
+    names = [
         stage.variables[value.index].name for value in program.arguments if value.kind is ValueKind.VARIABLE
     ]
-    weights = tuple(dict.fromkeys(name for name in read if name not in caches))
+    weights = tuple(dict.fromkeys(name for name in names if name not in caches))
     outputs = tuple(
         source
         for position, source in enumerate(stage.outputs)
-        if source == Source("output", position, index) and source in wanted
+        if source == Source("output", position, index) and source in sources
     )
     avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(traced.aval, inputs))
     return StageRun(stage.place, weights, caches, inputs, avals, outputs, program, stage, index)
 
 
-def scanned(
+def scan_tokens(
     run: StageRun,
     length: int,
     caches: Sequence[Any],
     weights: Sequence[Any],
     inputs: Sequence[Any],
-    given: Given,
+    scalars: RequestScalars,
 ) -> tuple[list[Any], list[Any]]:
-    """What a stage that takes one token at a time computes for a chunk: inputs and outputs are stacked."""
+    """Runs a stage that takes one token at a time over a chunk, whose inputs and outputs are stacked."""
 
-    def step(caches: Any, one: Any) -> Any:
-        number, own = one
-        outputs, caches = run(caches, weights, own, given._replace(position=given.position + number))
+    def step(caches: Any, token: Any) -> Any:
+        number, inputs = token
+        position = scalars.position + number
+        outputs, caches = run(caches, weights, inputs, scalars._replace(position=position))
         return caches, outputs
 
     numbers = jnp.arange(length, dtype=jnp.int32)
@@ -156,10 +157,9 @@ def scanned(
     return list(stacked), list(after)
 
 
-# The programs of a stage: one token of each slot of a group, and a chunk of the prompt of one slot.
-#
-# Both take the caches of a group, whose first axis is the slots, and give their memory to the new ones. The
-# last stage's programs also choose tokens: they return the newest token of each slot, [slots].
+# The programs. They take the caches of a group, whose first axis is the slots, and give their memory to
+# the new ones. They do not depend on who is in a slot, so nothing is compiled when requests come and go.
+# The last stage's programs also choose tokens: they return the newest token of each slot, [slots].
 
 
 class SlotNumbers(NamedTuple):
@@ -203,17 +203,17 @@ class StagePrograms:
         run = self.run
 
         def decode(caches: Any, weights: Any, inputs: Any, numbers: Any, count: Any, sampling: Any) -> Any:
-            def one(caches: Any, inputs: Any, numbers: Any, sampling: Any) -> Any:
+            def decode_slot(caches: Any, inputs: Any, numbers: Any, sampling: Any) -> Any:
                 key = _request_key(numbers)
-                given = Given(numbers.positions, jax.random.fold_in(key, 0), count)
-                own = [x.reshape(1) if s == TOKENS else x for s, x in zip(run.inputs, inputs, strict=True)]
-                outputs, caches = run(caches, weights, own, given)
+                scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
+                args = [x.reshape(1) if s == TOKENS else x for s, x in zip(run.inputs, inputs, strict=True)]
+                outputs, caches = run(caches, weights, args, scalars)
                 if self._logits is None:
                     return outputs, caches
-                logits = self._find_logits(run, own, outputs)
+                logits = self._find_logits(run, args, outputs)
                 return _choose(logits, sampling, key, numbers.positions + 1), caches
 
-            return jax.vmap(one, in_axes=(0, 0, 0, 0 if is_sampled else None))(
+            return jax.vmap(decode_slot, in_axes=(0, 0, 0, 0 if is_sampled else None))(
                 caches, inputs, numbers, sampling
             )
 
@@ -243,7 +243,7 @@ class StagePrograms:
 
     def _make_chunk(self, length: int) -> Callable[..., Any]:
         run = self.run
-        call: Callable[..., Any] = functools.partial(scanned, run, length)
+        call: Callable[..., Any] = functools.partial(scan_tokens, run, length)
         if self._make_run is not None and length > 1:
             run = call = self._make_run(length)
         elif length == 1:
@@ -262,25 +262,26 @@ class StagePrograms:
             sampling: Any,
         ) -> Any:
             key = _request_key(numbers)
-            given = Given(numbers.positions, jax.random.fold_in(key, 0), count)
+            scalars = RequestScalars(numbers.positions, jax.random.fold_in(key, 0), count)
+            # A first chunk starts from initial values, and never reads what a former request left.
             rows = [
                 jnp.where(
                     numbers.positions == 0, first, jax.lax.dynamic_index_in_dim(cache, slot, 0, False)
                 )
                 for cache, first in zip(caches, initial, strict=True)
             ]
-            own = [
+            args = [
                 x.reshape(length, 1) if is_stacked and s == TOKENS else x
                 for s, x in zip(run.inputs, inputs, strict=True)
             ]
-            outputs, rows = call(rows, weights, own, given)
+            outputs, rows = call(rows, weights, args, scalars)
             caches = [
                 jax.lax.dynamic_update_index_in_dim(cache, row, slot, 0)
                 for cache, row in zip(caches, rows, strict=True)
             ]
             if self._logits is None:
                 return outputs, caches
-            logits = self._find_logits(run, own, outputs)
+            logits = self._find_logits(run, args, outputs)
             token = _choose(logits, sampling, key, numbers.positions + length)
             return tokens.at[slot].set(token), caches
 
@@ -288,9 +289,9 @@ class StagePrograms:
 
     def _find_logits(self, run: StageRun, inputs: Any, outputs: Any) -> Any:
         """The logits of the last token that a run has read, [words]."""
-        known = zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True)
-        found = next(value for source, value in known if source == self._logits)
-        return found.reshape(-1, found.shape[-1])[-1]
+        pairs = zip((*run.inputs, *run.outputs), (*inputs, *outputs), strict=True)
+        logits = next(value for source, value in pairs if source == self._logits)
+        return logits.reshape(-1, logits.shape[-1])[-1]
 
     def _jit(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         function.__name__ = function.__qualname__ = name
@@ -299,6 +300,7 @@ class StagePrograms:
 
 
 def _request_key(numbers: Any) -> jax.Array:
+    """The key of a request, from its seed and number alone: its answer does not depend on other slots."""
     return jax.random.fold_in(jax.random.key(numbers.seeds), numbers.numbers)
 
 

@@ -13,10 +13,8 @@ import numpy as np
 
 from ipu_pipeline.ground.checks import is_integer, is_number
 
-# How the next token is chosen: greedily, or drawn by temperature, top-k and top-p.
-#
-# Top-p is the nucleus of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020. Filters are
-# applied in the order of Hugging Face's transformers: temperature, top-k, top-p.
+# Sampling. Top-p is the nucleus of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
+# Filters are applied in the order of Hugging Face's transformers: temperature, top-k, top-p.
 
 _ALL = 2**31 - 1  # top_k that keeps every word
 _WHOLE = 2.0  # top_p that keeps every word, whatever rounding makes of a sum of probabilities
@@ -76,11 +74,14 @@ class SamplingArrays(NamedTuple):
     @staticmethod
     def of(samplings: Sequence[Sampling | None]) -> SamplingArrays:
         """Makes arrays with an entry for each; None stands for a slot without a request."""
-        known = [sampling or Sampling() for sampling in samplings]
+        of_slots = [sampling or Sampling() for sampling in samplings]
         return SamplingArrays(
-            np.array([one.temperature for one in known], np.float32),
-            np.array([min(one.top_k or _ALL, _ALL) for one in known], np.int32),
-            np.array([_WHOLE if one.top_p in (None, 1) else one.top_p for one in known], np.float32),
+            np.array([sampling.temperature for sampling in of_slots], np.float32),
+            np.array([min(sampling.top_k or _ALL, _ALL) for sampling in of_slots], np.int32),
+            np.array(
+                [_WHOLE if sampling.top_p in (None, 1) else sampling.top_p for sampling in of_slots],
+                np.float32,
+            ),
         )
 
 
@@ -105,12 +106,12 @@ def choose(logits: jax.Array, sampling: SamplingArrays | None, key: jax.Array) -
     return jnp.where(temperature > 0, drawn.astype(jnp.int32), greedy)
 
 
-# Requests: a prompt, its options, and the new tokens, which any thread may wait for.
+# Requests.
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a generator's requests may be: tokens of a request with its prompt, and words of the model."""
+    """The most tokens of a request with its prompt, and the number of words of the model."""
 
     max_length: int
     num_words: int
@@ -230,7 +231,7 @@ class Request:
 
 def make_request(
     prompt: Any,
-    what: str,
+    name: str,
     limits: Limits,
     max_new_tokens: Any,
     sampling: Any,
@@ -247,43 +248,43 @@ def make_request(
         raise ValueError(f"seed must be an integer from 0 to 2**32 - 1; got {seed!r}.")
     if isinstance(stop_tokens, (str, bytes)) or not isinstance(stop_tokens, (Collection, np.ndarray)):
         raise TypeError(f"stop_tokens must be a list of tokens, such as [0]; got {stop_tokens!r}.")
-    tokens = _check_tokens(prompt, what, limits.num_words)
+    tokens = _check_tokens(prompt, name, limits.num_words)
     if not len(tokens):
         raise ValueError(
-            f"{what} is empty, but each token is computed from those before it. Begin with a token that "
+            f"{name} is empty, but each token is computed from those before it. Begin with a token that "
             "stands for the beginning."
         )
     stops = _check_tokens(list(stop_tokens), "stop_tokens", limits.num_words)
     if len(tokens) + max_new_tokens > limits.max_length:
         raise ValueError(
-            f"{what} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than "
+            f"{name} has {len(tokens)} tokens, and with max_new_tokens={max_new_tokens} that is more than "
             f"the generator's max_length, {limits.max_length}. Shorten one of them, or make the generator, "
             "and the caches of its stages, for longer ones."
         )
     return Request(tokens, int(max_new_tokens), sampling, frozenset(stops.tolist()), int(seed), number)
 
 
-def _check_tokens(tokens: Sequence[int], what: str, num_words: int) -> np.ndarray[Any, Any]:
+def _check_tokens(tokens: Sequence[int], name: str, num_words: int) -> np.ndarray[Any, Any]:
     """Tokens as an array of int32."""
     if isinstance(tokens, (str, bytes)):
         raise TypeError(
-            f"{what} must be a sequence of integers; got {tokens!r}. Encode it with a tokenizer."
+            f"{name} must be a sequence of integers; got {tokens!r}. Encode it with a tokenizer."
         )
     try:
-        found = np.asarray(tokens)
+        array = np.asarray(tokens)
     except ValueError:  # lists of different lengths
-        found = np.zeros((1, 1))
-    if found.size == 0 and found.ndim == 1:
+        array = np.zeros((1, 1))
+    if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(
-            f"{what} must be a sequence of integers, one request's tokens; got "
-            f"{found.dtype.name}{list(found.shape)}."
+            f"{name} must be a sequence of integers, one request's tokens; got "
+            f"{array.dtype.name}{list(array.shape)}."
         )
-    if found.min() < 0 or found.max() >= num_words:
-        wrong = next(int(token) for token in found if not 0 <= token < num_words)
+    if array.min() < 0 or array.max() >= num_words:
+        wrong = next(int(token) for token in array if not 0 <= token < num_words)
         raise ValueError(
-            f"{what} has the token {wrong}, but tokens are from 0 to {num_words - 1}, as the last stage "
+            f"{name} has the token {wrong}, but tokens are from 0 to {num_words - 1}, as the last stage "
             f"returns logits of {num_words} words."
         )
-    return found.astype(np.int32)
+    return array.astype(np.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +26,11 @@ from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
 from ipu_pipeline.engine.schedules.scenarios import Costs, StageEdge
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.specs import VariableSpec
-from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
+from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.engine.updates.update_programs import Accumulator, Updates
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Finds what goes from stage to stage, and from device to device, while micro-batches run.
+# Crossings and flows of values.
 
 
 class Crossing(NamedTuple):
@@ -59,48 +59,52 @@ def find_crossings(
     def read(source: Source, target: int) -> None:
         if source.is_of_micro_batch and ipu_of(source) != target:
             stage = source.stage if source.kind == "output" else None
-            found = Crossing(stage, ipu_of(source), target, traced.aval(source), False, source)
-            forward.setdefault((source, target), found)
+            crossing = Crossing(stage, ipu_of(source), target, traced.aval(source), False, source)
+            forward.setdefault((source, target), crossing)
 
-    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        for source in read_sources(stage, own.forward, *own.backwards):
+    for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
+        for source in read_sources(stage, stage_programs.forward, *stage_programs.backwards):
             read(source, ipus[index])
-        for value in itertools.chain(*own.forward.results, *(own.backward.results if own.backward else ())):
-            if value.kind is ValueKind.INPUT_COTANGENT:
-                source = stage.inputs[value.index]
-                if ipu_of(source) not in (None, ipus[index]):
-                    target, aval = ipus[source.stage], traced.aval(source)
-                    backward.append(Crossing(index, ipus[index], target, aval, True, source))
+        for source in _find_differentiated(stage, stage_programs):
+            if ipu_of(source) not in (None, ipus[index]):
+                target, aval = ipus[source.stage], traced.aval(source)
+                backward.append(Crossing(index, ipus[index], target, aval, True, source))
     for source in traced.outputs:  # outputs are collected where the last stage is
         read(source, ipus[-1])
     return [*forward.values(), *backward]
+
+
+def _find_differentiated(stage: TracedStage, stage_programs: StagePrograms) -> Iterator[Source]:
+    """The inputs of a stage whose gradients it returns."""
+    backward = () if stage_programs.backward is None else stage_programs.backward.results
+    for value in itertools.chain(*stage_programs.forward.results, *backward):
+        if value.kind is ValueKind.INPUT_COTANGENT:
+            yield stage.inputs[value.index]
 
 
 def find_flows(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int]
 ) -> tuple[Flow, ...]:
     """Finds the flows from stage to stage, also on one device; values with the same ends are one flow."""
-    used: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
+    uses: dict[tuple[Source, int], tuple[set[int], set[int]]] = {}
     sizes: dict[tuple[int, bool, int, tuple[int, ...], tuple[int, ...]], int] = {}
-    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
-        held = read_sources(stage, *own.backwards)
-        for source in read_sources(stage, own.forward, *own.backwards):
+    for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
+        held_sources = read_sources(stage, *stage_programs.backwards)
+        for source in read_sources(stage, stage_programs.forward, *stage_programs.backwards):
             if source.kind == "output":
-                readers, holders = used.setdefault((source, ipus[index]), (set(), set()))
-                (holders if source in held else readers).add(index)
-        for value in itertools.chain(*own.forward.results, *(own.backward.results if own.backward else ())):
-            if value.kind is ValueKind.INPUT_COTANGENT:
-                source = stage.inputs[value.index]
-                if source.kind == "output":
-                    way = (index, True, ipus[source.stage], (source.stage,), ())
-                    sizes[way] = sizes.get(way, 0) + num_bytes([traced.aval(source)])
-    for (source, target), (readers, holders) in used.items():
+                readers, holders = uses.setdefault((source, ipus[index]), (set(), set()))
+                (holders if source in held_sources else readers).add(index)
+        for source in _find_differentiated(stage, stage_programs):
+            if source.kind == "output":
+                way = (index, True, ipus[source.stage], (source.stage,), ())
+                sizes[way] = sizes.get(way, 0) + num_bytes([traced.aval(source)])
+    for (source, target), (readers, holders) in uses.items():
         forward = (source.stage, False, target, tuple(sorted(readers)), tuple(sorted(holders)))
         sizes[forward] = sizes.get(forward, 0) + num_bytes([traced.aval(source)])
     return tuple(Flow(*way, size) for way, size in sorted(sizes.items()))
 
 
-# Counts the operations of a function, and estimates by counts what stages take.
+# Counts of operations.
 
 _PER_TRAINED = 10.0  # operations of a weight update per element
 
@@ -177,9 +181,7 @@ def count_costs(details: PipelineDetails) -> Costs:
     )
 
 
-# Describes the stages of a traced pipeline or loop, and what crosses between them. Starts no backend.
-#
-# Compute is counted from the jaxprs (`jaxprs.costs`), memory by `planning.memory`.
+# Facts of stages.
 
 _BACKWARD_PER_FORWARD = 2.0  # if a stage's operations cannot be counted: two products for each one
 
@@ -191,9 +193,9 @@ def describe(
     trained: Collection[str] | None,
     num_carried: int,
     left_out: Collection[str],
-    **known: Any,
+    **facts: Any,
 ) -> PipelineDetails:
-    """Makes the facts of a pipeline or loop from its stages and programs; the other facts are `known`.
+    """Makes the facts of a pipeline or loop from its stages and programs; the other ones are `facts`.
 
     Without training `trained` is None. Variables in `left_out` are not listed.
     """
@@ -206,7 +208,7 @@ def describe(
         flows=find_flows(traced, programs, ipus),
         memory=(),
         shared=_find_shared(traced, left_out),
-        **known,
+        **facts,
     )
 
 
@@ -223,67 +225,69 @@ def _describe_stages(
     sent: dict[int | None, list[Crossing]] = {}
     for crossing in crossings:
         sent.setdefault(crossing.stage, []).append(crossing)
-    found = []
-    for index, (stage, own, held) in enumerate(zip(traced.stages, programs, memory, strict=True)):
+    details = []
+    columns = zip(traced.stages, programs, memory, strict=True)
+    for index, (stage, stage_programs, stage_memory) in enumerate(columns):
         variables = tuple(
             spec
             for spec in stage.variables
             if traced.owners[spec.name] == index and spec.name not in left_out
         )
-        copies = all_copies[index]
+        copies, values = all_copies[index], sent.get(index, ())
         names = (*(spec.name for spec in variables), *(f"{spec.name} (a copy)" for spec in copies))
         num_operations, size = len(stage.flat.equations), num_bytes([*variables, *copies])
         # Where there is a loss, the last stage's forward program also computes its gradients, or the first
         # half of them.
-        is_fused = trained is not None and own.backward is None and index == len(traced.stages) - 1
-        forward, backward = _find_operations(own, stage.flat.equations if is_fused else None)
-        weights = 0.0 if own.weights is None else max(own.weights.num_operations, 1.0)
-        found.append(
+        is_last = index == len(traced.stages) - 1
+        is_fused = trained is not None and stage_programs.backward is None and is_last
+        forward, backward = _find_operations(stage_programs, stage.flat.equations if is_fused else None)
+        weights = 0.0 if stage_programs.weights is None else max(stage_programs.weights.num_operations, 1.0)
+        details.append(
             StageDetails(
                 index=index,
                 name=stage.place,
-                ipu=held.ipu,
+                ipu=stage_memory.ipu,
                 level=traced.levels[index],
                 layers=find_layers(variables),
                 whole_layers=find_whole_layers(stage, index, {spec.name for spec in variables}),
                 forward_operations=forward,
                 backward_operations=backward + weights,
-                is_halved=own.is_halved,
+                is_halved=stage_programs.is_halved,
                 weight_operations=weights,
-                num_between_bytes=held.num_between_bytes,
-                num_live_bytes=held.num_live_bytes,
+                num_between_bytes=stage_memory.num_between_bytes,
+                num_live_bytes=stage_memory.num_live_bytes,
                 is_fused=is_fused,
-                num_held_bytes=held.num_held_bytes,
-                in_flight=held.in_flight,
+                num_held_bytes=stage_memory.num_held_bytes,
+                in_flight=stage_memory.in_flight,
                 variables=variables,
                 num_trained=_count(spec for spec in variables if spec.name in (trained or ())),
-                part=Part(index, held.ipu, num_operations, names, size),
-                num_sent_bytes=num_bytes(one.aval for one in sent.get(index, ()) if not one.is_backward),
-                num_returned_bytes=num_bytes(one.aval for one in sent.get(index, ()) if one.is_backward),
-                num_forward_flop=own.forward.num_operations,
-                num_backward_flop=sum(program.num_operations for program in own.backwards),
+                part=Part(index, stage_memory.ipu, num_operations, names, size),
+                num_sent_bytes=num_bytes(value.aval for value in values if not value.is_backward),
+                num_returned_bytes=num_bytes(value.aval for value in values if value.is_backward),
+                num_forward_flop=stage_programs.forward.num_operations,
+                num_backward_flop=sum(program.num_operations for program in stage_programs.backwards),
                 uncounted=frozenset[str]().union(
-                    *(program.uncounted for program in (own.forward, *own.backwards))
+                    *(program.uncounted for program in (stage_programs.forward, *stage_programs.backwards))
                 ),
             )
         )
-    return tuple(found)
+    return tuple(details)
 
 
-def _find_operations(own: StagePrograms, equations: Iterable[Any] | None) -> tuple[float, float]:
+def _find_operations(stage_programs: StagePrograms, equations: Iterable[Any] | None) -> tuple[float, float]:
     """The operations of forward and backward, or the first half of it.
 
     `equations` are the forward's, if its program does both.
     """
-    both = own.forward.num_operations
+    total = stage_programs.forward.num_operations
     if equations is None:
-        backward = 0.0 if own.backward is None else max(own.backward.num_operations, 1.0)
-        return max(both, 1.0), backward
+        backward = stage_programs.backward
+        return max(total, 1.0), 0.0 if backward is None else max(backward.num_operations, 1.0)
     alone = count_equations(equations)
-    if own.forward.uncounted or alone >= both:
-        alone = max(both, 1.0) / (1.0 + _BACKWARD_PER_FORWARD)
+    if stage_programs.forward.uncounted or alone >= total:
+        alone = max(total, 1.0) / (1.0 + _BACKWARD_PER_FORWARD)
         return alone, _BACKWARD_PER_FORWARD * alone
-    return max(alone, 1.0), max(both - alone, 1.0)
+    return max(alone, 1.0), max(total - alone, 1.0)
 
 
 def _count(variables: Iterable[VariableSpec]) -> int:
@@ -293,13 +297,13 @@ def _count(variables: Iterable[VariableSpec]) -> int:
 
 def _add_up_edges(crossings: Iterable[Crossing]) -> tuple[Edge, ...]:
     """The edges with anything on them, by source and target, the feed first."""
-    crossing: dict[tuple[int | None, int], tuple[list[Any], list[Any]]] = {}
-    for found in crossings:
-        on_edge = crossing.setdefault((found.source, found.target), ([], []))
-        on_edge[found.is_backward].append(found.aval)
+    avals: dict[tuple[int | None, int], tuple[list[Any], list[Any]]] = {}
+    for crossing in crossings:
+        on_edge = avals.setdefault((crossing.source, crossing.target), ([], []))
+        on_edge[crossing.is_backward].append(crossing.aval)
     return tuple(
-        Edge(*edge, *map(num_bytes, crossing[edge]))
-        for edge in sorted(crossing, key=lambda edge: (edge[0] is not None, edge))
+        Edge(*edge, *map(num_bytes, avals[edge]))
+        for edge in sorted(avals, key=lambda edge: (edge[0] is not None, edge))
     )
 
 
@@ -319,7 +323,7 @@ def _find_shared(traced: TracedPipeline, left_out: Collection[str]) -> tuple[Sha
 def find_shared_sends(
     traced: TracedPipeline, ipus: Sequence[int], extra: Mapping[str, Accumulator], dtypes: Mapping[str, Any]
 ) -> tuple[Sent, ...]:
-    """What is sent for shared variables per weight update; `extra`: accumulators besides the owners'."""
+    """Finds what is sent for shared variables per weight update; `extra`: the sharers' accumulators."""
     sent = []
     for index, copies in enumerate(find_copies(traced, ipus)):
         for spec in copies:
@@ -329,13 +333,13 @@ def find_shared_sends(
         spec, home = traced.variables[variable], ipus[traced.owners[variable]]
         if ipus[index] != home:
             aval = jax.ShapeDtypeStruct(spec.shape, dtypes[variable])
-            what = f"gradient of {variable}"
-            sent.append(Sent(ipus[index], home, what, num_bytes([aval]), "the sum at its owner"))
+            description = f"gradient of {variable}"
+            sent.append(Sent(ipus[index], home, description, num_bytes([aval]), "the sum at its owner"))
     return tuple(sent)
 
 
 def find_update_sends(updates: Updates | None, ipus: Sequence[int]) -> tuple[Sent, ...]:
-    """What a weight update sends, by source and target: scalars first, then arrays as they are read."""
+    """Finds what a weight update sends, by source and target: scalars, then arrays as they are read."""
     edges: dict[tuple[int, int], tuple[list[Any], list[Sent]]] = {}
     for move in () if updates is None else updates.moves:
         edge = (ipus[move.source], ipus[move.target])
@@ -345,13 +349,13 @@ def find_update_sends(updates: Updates | None, ipus: Sequence[int]) -> tuple[Sen
         if move.aval.size == 1:
             scalars.append(move.aval)
         else:
-            what = move.what or f"{move.aval.dtype.name}{list(move.aval.shape)}"
-            arrays.append(Sent(*edge, what, num_bytes([move.aval]), move.primitive))
+            description = move.what or f"{move.aval.dtype.name}{list(move.aval.shape)}"
+            arrays.append(Sent(*edge, description, num_bytes([move.aval]), move.primitive))
     sent = []
     for edge, (scalars, arrays) in sorted(edges.items()):
         if scalars:
-            what = f"{len(scalars)} scalar{'s' if len(scalars) > 1 else ''}"
-            sent.append(Sent(*edge, what, num_bytes(scalars), ""))
+            description = f"{len(scalars)} scalar{'s' if len(scalars) > 1 else ''}"
+            sent.append(Sent(*edge, description, num_bytes(scalars), ""))
         sent += arrays
     return tuple(sent)
 

@@ -11,10 +11,8 @@ from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import ActionKind, Timetable
 
-# The costs of layers, as parts of their stages' measured costs. Imports no JAX.
-#
-# A stage's time is divided in proportion to its layers' estimated operations; its update and constant
-# memory are divided in proportion to their bytes.
+# Costs of layers: a stage's time is divided by its layers' operations, its update and memory by their
+# bytes.
 
 
 def find_layer_costs(
@@ -38,18 +36,19 @@ def find_layer_costs(
       The layers of each stage; empty if the operations of a layer are not known, as in older profiles, or
       if no stage has layers.
     """
-    if any(layer.operations is None for own in layers for layer in own) or not any(layers):
+    all_layers = [layer for stage_layers in layers for layer in stage_layers]
+    if not all_layers or any(layer.operations is None for layer in all_layers):
         return ()
     plans = {plan.ipu: plan for plan in memory}
-    found = []
-    for stage, own in enumerate(layers):
-        total = sum(layer.operations or 0.0 for layer in own)
-        num_bytes = sum(layer.num_bytes for layer in own)
+    layer_costs = []
+    for stage, stage_layers in enumerate(layers):
+        total = sum(layer.operations or 0.0 for layer in stage_layers)
+        num_bytes = sum(layer.num_bytes for layer in stage_layers)
         plan, per_byte = plans.get(device_mapping[stage]), 1.0
         if plan is not None and plan.num_variable_bytes:
             with_state = plan.num_variable_bytes + plan.num_optimizer_bytes + plan.num_accumulator_bytes
             per_byte = with_state / plan.num_variable_bytes
-        found.append(
+        layer_costs.append(
             tuple(
                 Layer(
                     layer.name or "variables outside of scopes",
@@ -59,18 +58,16 @@ def find_layer_costs(
                     round(share * held_bytes[stage]),
                     layer.num_bytes / num_bytes * costs.update[stage] if num_bytes else 0.0,
                 )
-                for layer in own
+                for layer in stage_layers
                 for share in [(layer.operations or 0.0) / total if total else 0.0]
             )
         )
-    return tuple(found)
+    return tuple(layer_costs)
 
 
-# Estimates how long devices wait for each other, before anything is compiled.
-#
-# A step is simulated as if every action took as long as its operations suggest, on a device of its own; it
-# is also counted in time-steps of the schedule. With N stages, each on its own device, and G micro-batches,
-# the latter gives (N-1)/(G+N-1) for Grouped and Interleaved.
+# The bubble: simulated as if every action took as long as its operations suggest, on a device of its own,
+# and counted in time-steps of the schedule. For N stages on N devices and G micro-batches the latter
+# gives (N-1)/(G+N-1) for Grouped and Interleaved.
 
 _MAX_SIMULATED = 2**15  # actions; with more, those in the middle are taken to be equally long
 
@@ -139,8 +136,8 @@ def _estimate_length(
         forward=[stage.num_forward_flop for stage in stages],
         backward=backward,
         weight_gradients=[
-            min(stage.weight_operations, whole) if stage.is_halved else whole / 2
-            for stage, whole in zip(stages, backward, strict=True)
+            min(stage.weight_operations, total) if stage.is_halved else total / 2
+            for stage, total in zip(stages, backward, strict=True)
         ],
     )
     ipus, levels = tuple(stage.ipu for stage in stages), tuple(stage.level for stage in stages)
@@ -150,5 +147,5 @@ def _estimate_length(
     if not repeats:
         return None
     half = enough // 2
-    each = (simulated(enough) - simulated(half)) / (enough - half)
-    return simulated(enough) + (count - enough) * each
+    pace = (simulated(enough) - simulated(half)) / (enough - half)
+    return simulated(enough) + (count - enough) * pace

@@ -244,8 +244,8 @@ class PipelineFacts:
     @property
     def ipus(self) -> tuple[int, ...]:
         """The devices with stages, in all replicas."""
-        own, size = sorted({stage.ipu for stage in self.stages}), self.num_ipus_each
-        return tuple(replica * size + ipu for replica in range(self.num_replicas) for ipu in own)
+        ipus, size = sorted({stage.ipu for stage in self.stages}), self.num_ipus_each
+        return tuple(replica * size + ipu for replica in range(self.num_replicas) for ipu in ipus)
 
     def stages_on(self, ipu: int) -> list[int]:
         """The stages on a device of any replica."""

@@ -15,11 +15,9 @@ from ipu_pipeline.engine.tracing.stages import TracedStage
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Variables by layer: a tree of their scopes, in which equal neighbours are listed once.
-#
-# The parts of a full name are divided by slashes, or by the dots of torch's names. Neighbours are equal if
-# their names differ only in one number, which counts up, and their contents have the same names, shapes and
-# dtypes: block_3, block_4 and block_5 are `block_{3..5}`.
+# Variables by layer. The parts of a full name are divided by slashes, or by the dots of torch's names.
+# Neighbours are equal if their names differ only in one number, which counts up, and their contents have
+# the same names, shapes and dtypes: block_3, block_4 and block_5 are `block_{3..5}`.
 
 _NUMBER = re.compile(r"[0-9]+")
 _PART = re.compile(r"[^/.]+[/.]?|[/.]")
@@ -35,12 +33,12 @@ class _Node:
 
     def signature(self) -> Any:
         """A value that is equal for nodes that look the same inside."""
-        own = None if self.spec is None else (self.spec.shape, self.spec.dtype)
-        return own, tuple((name, child.signature()) for name, child in self.children.items())
+        variable = None if self.spec is None else (self.spec.shape, self.spec.dtype)
+        return variable, tuple((name, child.signature()) for name, child in self.children.items())
 
     def specs(self) -> list[VariableSpec]:
-        own = [] if self.spec is None else [self.spec]
-        return [*own, *(spec for child in self.children.values() for spec in child.specs())]
+        variables = [] if self.spec is None else [self.spec]
+        return [*variables, *(spec for child in self.children.values() for spec in child.specs())]
 
 
 def find_layers(specs: Iterable[VariableSpec]) -> tuple[Layer, ...]:
@@ -79,7 +77,7 @@ def select_layers(layers: Sequence[Layer], limit: int) -> list[Layer]:
 
 def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
     """The children of a scope, with equal neighbours as one, and variables beside scopes as one, too."""
-    made: list[Layer] = []
+    layers: list[Layer] = []
     for name, number, child in _fold(node.children):
         total = count * number
         specs = child.specs()
@@ -88,22 +86,22 @@ def _make_parts(node: _Node, prefix: str, count: int) -> tuple[Layer, ...]:
         if child.children:
             parts = _make_parts(child, prefix + name, total)
         if child.spec is not None and child.children:  # a variable whose name is the beginning of another's
-            own = _describe(prefix + name, total, [child.spec])
-            parts = (own, *parts)
+            variable = _describe(prefix + name, total, [child.spec])
+            parts = (variable, *parts)
         full_name = (prefix + name).rstrip("/.") or prefix + name
-        made.append(Layer(full_name, num_parameters, total * num_bytes(specs), count=number, parts=parts))
-    variables = [layer for layer in made if not layer.parts]
-    if len(variables) < 2 or (len(variables) == len(made) and prefix):
-        return tuple(made)
+        layers.append(Layer(full_name, num_parameters, total * num_bytes(specs), count=number, parts=parts))
+    variables = [layer for layer in layers if not layer.parts]
+    if len(variables) < 2 or (len(variables) == len(layers) and prefix):
+        return tuple(layers)
     names = ", ".join(layer.name[len(prefix) :] for layer in variables)
     joined = Layer(
         f"{prefix}({names})" if prefix else names,
         sum(layer.num_parameters for layer in variables),
         sum(layer.num_bytes for layer in variables),
     )
-    first = made.index(variables[0])
-    before = [layer for layer in made[:first] if layer.parts]
-    return (*before, joined, *(layer for layer in made[first:] if layer.parts))
+    first = layers.index(variables[0])
+    before = [layer for layer in layers[:first] if layer.parts]
+    return (*before, joined, *(layer for layer in layers[first:] if layer.parts))
 
 
 def _describe(name: str, count: int, specs: Sequence[VariableSpec]) -> Layer:
@@ -133,7 +131,7 @@ def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[st
       For each group: a name, with `{3..5}` in place of the number in which equal things differ, their
       count, and the index of the first.
     """
-    found: list[tuple[str, int, int]] = []
+    groups: list[tuple[str, int, int]] = []
     begin = 0
     while begin < len(names):
         name = names[begin]
@@ -149,23 +147,21 @@ def fold_names(names: Sequence[str], signatures: Sequence[Any]) -> list[tuple[st
             if end > best:
                 last = f"{int(match[0]) + end - begin - 1:0{width}}"
                 best, best_name = end, f"{before}{{{match[0]}..{last}}}{after}"
-        found.append((best_name, best - begin, begin))
+        groups.append((best_name, best - begin, begin))
         begin = best
-    return found
+    return groups
 
 
-# The layers of a stage that another stage could have: whole ones, in the order in which it runs them.
+# Whole layers, in the order in which a stage runs them.
 #
-# A layer is an outermost scope of variables, such as a block of a transformer, however deep the tree within
-# it is. Scopes that only hold layers, such as a list of blocks, are looked into. The order is that in which
-# the stage's equations read the variables, because pytrees sort them by name. A scan over stacked layers is
-# as many layers as it has iterations. What a layer takes of its stage is counted from the equations between
-# its first one and the next layer's.
+# A layer is an outermost scope of variables, such as a block of a transformer, however deep the tree
+# within it is. Scopes that only hold layers, such as a list of blocks, are looked into. The order is that
+# in which the stage's equations read the variables, because pytrees sort them by name. A scan over
+# stacked layers is as many layers as it has iterations. What a layer takes of its stage is counted from
+# the equations between its first one and the next layer's.
 
-_PART_OF_NAME = re.compile(r"[^/.]+[/.]?|[/.]")
 _NUMBERED = re.compile(r"(.*?)[0-9]+")
 _MOST_ITERATIONS = 256  # of a scan that is taken apart
-_MAX_SCOPES = 50  # scopes below are not told apart; Python's recursion is limited
 _MOST_NAMED = 3  # scopes in a layer's name
 
 _Tree: TypeAlias = "dict[str, _Tree | None]"  # scopes; None for a variable
@@ -180,7 +176,7 @@ def name_whole_layers(names: Iterable[str], stage: int) -> dict[str, str]:
     names = list(names)
     root: _Tree = {}
     for name in names:
-        node, parts = root, _PART_OF_NAME.findall(name)[: _MAX_SCOPES + 1]
+        node, parts = root, _PART.findall(name)[: _MAX_DEPTH + 1]
         for part in parts[:-1]:
             below = node.setdefault(part, {})
             if below is None:  # a variable whose name is the beginning of another's
@@ -218,7 +214,7 @@ def _holds_layers(node: _Tree) -> bool:
         alike = _siblings(name, scopes)
         if len(alike) == len(node) > 0:
             return True
-        if len(alike) > 1 and all(any((scopes[one] or {}).values()) for one in alike):
+        if len(alike) > 1 and all(any((scopes[sibling] or {}).values()) for sibling in alike):
             return True
     return len(node) == len(scopes) == 1 and any(_holds_layers(child) for child in scopes.values() if child)
 
@@ -230,15 +226,15 @@ def _has_numbered_variables(node: _Tree) -> bool:
 
 
 def _siblings(name: str, scopes: Mapping[str, Any]) -> list[str]:
-    """The scopes whose names differ from that of one in their number only, itself included."""
+    """The scopes whose names differ from this name in their number only, itself included."""
     prefix = _number_prefix(name)
-    return [] if prefix is None else [one for one in scopes if _number_prefix(one) == prefix]
+    return [] if prefix is None else [sibling for sibling in scopes if _number_prefix(sibling) == prefix]
 
 
 def _number_prefix(name: str) -> str | None:
-    """What comes before the number at the end of a name; None if there is none."""
-    found = _NUMBERED.fullmatch(name.rstrip("/."))
-    return None if found is None else found[1]
+    """The part of a name before the number at its end; None if there is none."""
+    match = _NUMBERED.fullmatch(name.rstrip("/."))
+    return None if match is None else match[1]
 
 
 @dataclass(eq=False)
@@ -263,9 +259,9 @@ def find_whole_layers(stage: TracedStage, index: int, owned: Collection[str]) ->
     layer_of = name_whole_layers((spec.name for spec in stage.variables), index)
     specs = {spec.name: spec for spec in stage.variables}
     runs, apart = _find_runs(stage, layer_of)
-    read = {name for run in runs for name in run.names}
-    rest = [name for name in layer_of if name not in read and name in owned]
-    for name in rest:  # what no equation reads together with the micro-batch
+    read_names = {name for run in runs for name in run.names}
+    unread = [name for name in layer_of if name not in read_names and name in owned]
+    for name in unread:  # what no equation reads together with the micro-batch
         home = next((run for run in runs if layer_of[name] in run.layers), None)
         if home is None:
             home = _Run(len(stage.flat.equations), {layer_of[name]: None})
@@ -280,19 +276,19 @@ def find_whole_layers(stage: TracedStage, index: int, owned: Collection[str]) ->
     for place, of_layer in apart.items():
         if of_layer in home_of:
             alone[home_of[of_layer]] += count_equations([equations[place]])
-    found: list[LayerFacts] = []
+    whole_layers: list[LayerFacts] = []
     for number, run in enumerate(runs):
         begin = run.first if number else 0
         end = runs[number + 1].first if number + 1 < len(runs) else len(equations)
         fed = (equations[place] for place in range(begin, end) if place not in apart)
-        mine = [specs[name] for name in run.names if name in owned]
+        owned_specs = [specs[name] for name in run.names if name in owned]
         name = _name_run(run, layer_of)
-        found += _as_layers(run, name, mine, count_equations(fed) + alone[number])
-    return tuple(found)
+        whole_layers += _as_layers(run, name, owned_specs, count_equations(fed) + alone[number])
+    return tuple(whole_layers)
 
 
 def _name_run(run: _Run, layer_of: Mapping[str, str]) -> str:
-    """The name of a run for people: its layer's, the scope that has all of them, or theirs in a row."""
+    """The name of a run: its layer's, the scope that has all of its layers, or their names in a row."""
     names = [*run.layers]
     if len(names) == 1:
         return names[0]
@@ -314,14 +310,14 @@ def _as_layers(
         return
     of_scan, length, stacked = run.scan
     slices = [spec for spec in specs if spec.name in stacked]
-    others = [spec for spec in specs if spec.name not in stacked]
+    unstacked = [spec for spec in specs if spec.name not in stacked]
     num_parameters = sum(math.prod(spec.shape) for spec in slices) // length
     for place in range(length):
-        own = _as_layer(f"{name}/{place}", others if place == 0 else (), of_scan / length)
+        facts = _as_layer(f"{name}/{place}", unstacked if place == 0 else (), of_scan / length)
         yield LayerFacts(
-            own.name,
-            own.num_parameters + num_parameters,
-            own.num_bytes + num_bytes(slices) // length,
+            facts.name,
+            facts.num_parameters + num_parameters,
+            facts.num_bytes + num_bytes(slices) // length,
             of_scan / length + (operations - of_scan if place == length - 1 else 0.0),
         )
 
@@ -346,13 +342,13 @@ def _find_runs(stage: TracedStage, layer_of: Mapping[str, str]) -> tuple[list[_R
     fed = set(stage.flat.inputs[number:])
     runs: list[_Run] = []
     apart: dict[int, str | None] = {}
-    seen: set[str] = set()
+    read_names: set[str] = set()
     for place, equation in enumerate(stage.flat.equations):
         operands = [var for var in equation.invars if not isinstance(var, jax_core.Literal)]
         is_fed = any(var in fed for var in operands)
-        read = [alone[var] for var in operands if var in alone]
+        operand_names = [alone[var] for var in operands if var in alone]
         if not is_fed:
-            names = frozenset().union(*read)
+            names = frozenset().union(*operand_names)
             layers = {layer_of[name] for name in names}
             apart[place] = layers.pop() if len(layers) == 1 else None
             if names:
@@ -360,26 +356,26 @@ def _find_runs(stage: TracedStage, layer_of: Mapping[str, str]) -> tuple[list[_R
             continue
         fed.update(equation.outvars)
         # A sum over many layers, as for weight decay, says nothing about where these are.
-        used = [name for names in read if len({layer_of[name] for name in names}) == 1 for name in names]
-        if used:
-            _note(runs, place, {name: name not in seen for name in used}, layer_of)
-            seen.update(used)
+        variables = [n for names in operand_names if len({layer_of[n] for n in names}) == 1 for n in names]
+        if variables:
+            _note(runs, place, {name: name not in read_names for name in variables}, layer_of)
+            read_names.update(variables)
             if equation.primitive.name == "scan":
                 _note_scan(runs[-1], equation, alone)
     return _join_variables(runs, layer_of), apart
 
 
-def _note(runs: list[_Run], place: int, used: Mapping[str, bool], layer_of: Mapping[str, str]) -> None:
+def _note(runs: list[_Run], place: int, variables: Mapping[str, bool], layer_of: Mapping[str, str]) -> None:
     """Notes that an equation reads variables; `used` says which of them no equation before has read."""
-    layers = dict.fromkeys(layer_of[name] for name in used)
-    new = {name: None for name, is_new in used.items() if is_new}
+    layers = dict.fromkeys(layer_of[name] for name in variables)
+    new = {name: None for name, is_new in variables.items() if is_new}
     homes = [at for at, run in enumerate(runs) if run.layers.keys() & layers.keys()]
     last = len(runs) - 1
     if homes and (homes[-1] == last or new):
         # It goes on with a layer that is not finished, so nothing between can be apart from it.
         first = homes[-1] if len(layers) == 1 else homes[0]
-        for other in runs[first + 1 :]:
-            runs[first].join(other)
+        for later in runs[first + 1 :]:
+            runs[first].join(later)
         del runs[first + 1 :]
         runs[first].layers |= layers
         runs[first].names |= new
@@ -408,13 +404,13 @@ def _join_variables(runs: list[_Run], layer_of: Mapping[str, str]) -> list[_Run]
 
     Those of a list, whose names differ in their number only, are layers of their own.
     """
-    found: list[_Run] = []
+    joined: list[_Run] = []
     for run in runs:
-        both = [*found[-1].layers, *run.layers] if found else []
-        prefixes = {_number_prefix(layer) for layer in both}
+        layers = [*joined[-1].layers, *run.layers] if joined else []
+        prefixes = {_number_prefix(layer) for layer in layers}
         is_list = len(prefixes) == 1 and None not in prefixes
-        if both and not is_list and all(layer_of.get(layer) == layer for layer in both):
-            found[-1].join(run)
+        if layers and not is_list and all(layer_of.get(layer) == layer for layer in layers):
+            joined[-1].join(run)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined

@@ -22,7 +22,7 @@ from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight
 from ipu_pipeline.ground.host import count_cores
 
-# Questions about a pipeline or loop that are answered before anything is compiled. Starts no backend.
+# Facts. Nothing is compiled, and no backend is started.
 
 
 def find_facts(
@@ -92,7 +92,7 @@ def _find_facts(
 
 
 def _find_sends(pipeline: Pipeline) -> tuple[Sent, ...]:
-    """What crosses from device to device per weight update."""
+    """Finds what crosses from device to device per weight update."""
     built, ipus = pipeline.built, pipeline.device_mapping
     sent = find_update_sends(built.updates, ipus)
     if isinstance(pipeline, Loop):
@@ -131,12 +131,14 @@ def summarize(
     count = count if num_micro_batches is None else num_micro_batches
     facts = find_facts(pipeline, count or 2 * len(pipeline.device_mapping), left_out=left_out)
     num_chunks, has_name = (count or 0) // facts.chunk_size, isinstance(schedule, str)
-    told = facts.schedule if has_name else "of your own"
+    description = facts.schedule if has_name else "of your own"
     if isinstance(schedule, schedules.SearchedSchedule):
-        found = None if count is None else find_searched(pipeline, num_micro_batches)
-        told = "searched, when the pipeline is prepared" if found is None else str(found)
+        searched = None if count is None else find_searched(pipeline, num_micro_batches)
+        description = "searched, when the pipeline is prepared" if searched is None else str(searched)
     bubble = estimate_bubble(facts.stages, pipeline.timetable, num_chunks, has_name) if count else None
-    return select_fields(PipelineSummary, facts, schedule=told, num_micro_batches=count, bubble=bubble)
+    return select_fields(
+        PipelineSummary, facts, schedule=description, num_micro_batches=count, bubble=bubble
+    )
 
 
 def find_searched(pipeline: Pipeline, num_micro_batches: int | None = None) -> schedules.Searched | None:
@@ -177,7 +179,7 @@ def find_separate_variables(pipeline: Pipeline) -> frozenset[str]:
     return frozenset(spec.name for stage in pipeline.traced.stages for spec in stage.assigned)
 
 
-# A pipeline's memory and costs, planned or measured, and the same pipeline with another plan.
+# Memory and costs, planned or measured, and the same pipeline with another plan.
 
 
 def plan_memory(pipeline: Pipeline, num_micro_batches: int | None = None) -> tuple[StageMemory, ...]:

@@ -77,16 +77,18 @@ class PipelineSummary(PipelineDetails):
 
     def describe_run(self) -> str:
         """Describes stages, devices, the schedule, and the number of micro-batches."""
-        stages = _counted(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
-        where = _counted(self.num_ipus, self.device_word)
+        stages = _count_text(len(self.stages), "stage" if self.unit == "micro-batch" else "part")
+        where = _count_text(self.num_ipus, self.device_word)
         if self.num_devices_per_ipu > 1:
-            where = f"{_counted(self.num_ipus, 'group')} of {self.num_devices_per_ipu} {self.device_word}s"
+            where = (
+                f"{_count_text(self.num_ipus, 'group')} of {self.num_devices_per_ipu} {self.device_word}s"
+            )
         parts = [f"{stages} on {where}"]
         if self.schedule:
             parts.append(f"schedule {self.schedule}")
         if self.unit != "micro-batch":
             parts.append(
-                f"a weight update every {_counted(self.num_micro_batches or 1, self.unit)}"
+                f"a weight update every {_count_text(self.num_micro_batches or 1, self.unit)}"
                 if self.trains
                 else "no training"
             )
@@ -94,7 +96,7 @@ class PipelineSummary(PipelineDetails):
             count = self.num_micro_batches
             number = "as many micro-batches as a run says"
             if count is not None:
-                number = _counted(count * self.num_serialized, self.unit)
+                number = _count_text(count * self.num_serialized, self.unit)
             parts.append(f"{number} per {'weight update' if self.trains else 'execution, no training'}")
             if self.num_serialized > 1:
                 parts.append(f"{self.num_serialized} at a time")
@@ -105,7 +107,7 @@ class PipelineSummary(PipelineDetails):
     def describe_total(self) -> str:
         """Describes the number of parameters and their size."""
         total, trained = self.num_parameters, self.num_trained
-        text = f"  {_counted(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
+        text = f"  {_count_text(total, 'parameter')}, {describe_bytes(self.num_parameter_bytes)}"
         if not self.trains:
             return text
         return f"{text}, {'all' if trained == total else f'{trained:,}'} trained"
@@ -114,15 +116,15 @@ class PipelineSummary(PipelineDetails):
         lines = []
         for shared in self.shared[:_MAX_SHARED]:
             size = describe_bytes(num_bytes(shared.variables))
-            what = _shown(shared.variables[0].name, 60)
+            names = _short_name(shared.variables[0].name, 60)
             if len(shared.variables) > 1:
-                what = _name_layers(find_layers(shared.variables), 60)
+                names = _name_layers(find_layers(shared.variables), 60)
                 size = f"{len(shared.variables)} variables, {size}"
-            lines.append(f"shared: {what} ({size}) by stages {describe_numbers(shared.stages)}")
-        rest = self.shared[_MAX_SHARED:]
-        if rest:
-            others = _counted(sum(len(shared.variables) for shared in rest), "other variable")
-            lines.append(f"shared: {others} by other stages")
+            lines.append(f"shared: {names} ({size}) by stages {describe_numbers(shared.stages)}")
+        remaining = self.shared[_MAX_SHARED:]
+        if remaining:
+            text = _count_text(sum(len(shared.variables) for shared in remaining), "other variable")
+            lines.append(f"shared: {text} by other stages")
         return lines
 
     def _describe_rest(self) -> list[str]:
@@ -140,9 +142,9 @@ class PipelineSummary(PipelineDetails):
             ("returns gradients to them", any(stage.num_returned_bytes for stage in self.stages)),
             ("holds values until its backward", any(stage.num_held_bytes for stage in self.stages)),
         ]
-        if any(is_there for _what, is_there in moved):
-            what = ", ".join(what for what, is_there in moved if is_there)
-            lines.append(f"per {self.unit}: {what}")
+        if any(is_there for _text, is_there in moved):
+            text = ", ".join(text for text, is_there in moved if is_there)
+            lines.append(f"per {self.unit}: {text}")
         explained = []
         if moved[-1][1]:
             most = "" if self.num_micro_batches is not None else " at most"
@@ -160,8 +162,8 @@ class PipelineSummary(PipelineDetails):
         """Explains the operations of stages, in parts of a line."""
         if any(stage.num_backward_flop for stage in self.stages):
             last = self.stages[-1]
-            what = "input gradients" if last.is_halved else "both"
-            ending = f"the last stage does {what} in its forward"
+            work = "input gradients" if last.is_halved else "both"
+            ending = f"the last stage does {work} in its forward"
             return ["forward, backward: estimated operations", *[ending] * last.is_fused]
         has_work = any(stage.num_flop for stage in self.stages)
         return ["forward: estimated operations"] * has_work
@@ -198,15 +200,15 @@ def _describe_stages(stages: Sequence[StageDetails], limit: int) -> list[tuple[s
             return rows
     runs: list[list[StageDetails]] = []
     for stage in stages:
-        if runs and _looks(runs[-1][-1]) == _looks(stage):
+        if runs and _common_cells(runs[-1][-1]) == _common_cells(stage):
             runs[-1].append(stage)
         else:
             runs.append([stage])
     return [row for run in runs for row in _describe_run(run, 1)]
 
 
-def _looks(stage: StageDetails) -> tuple[str, ...]:
-    """What stages that share a row have in common."""
+def _common_cells(stage: StageDetails) -> tuple[str, ...]:
+    """The cells that stages that share a row have in common."""
     return (*_cells_of_size(stage.num_parameters, stage.num_parameter_bytes), *_cells_of_work(stage))
 
 
@@ -220,20 +222,20 @@ def _describe_run(stages: Sequence[StageDetails], num_layers: int) -> list[tuple
     if len(selected) > num_layers or len(selected) == 1:
         selected = []
     name = _name_layers(layers, _MAX_NAME) if not selected else f"{len(selected)} layers:"
-    held: list[str] = ["", "", ""]
+    held_cells: list[str] = ["", "", ""]
     if any(stage.num_held_bytes for stage in stages):
         in_flight = _join_ends(str(first.in_flight), str(last.in_flight))
         live = _join_ends(describe_bytes(first.num_live_bytes), describe_bytes(last.num_live_bytes))
-        held = [describe_bytes(first.num_held_bytes), in_flight, live]
-    sent, returned, _held, forward, backward = _cells_of_work(first)
+        held_cells = [describe_bytes(first.num_held_bytes), in_flight, live]
+    sent, returned, _holds, forward, backward = _cells_of_work(first)
     times = "" if first is last else f"{len(stages)} x "
     parameters, size = _cells_of_size(first.num_parameters, first.num_parameter_bytes)
-    work = [sent, returned, *held, forward, backward]
+    work = [sent, returned, *held_cells, forward, backward]
     rows: list[tuple[str, ...]] = [(number, ipus, name, times + parameters, size, *work)]
     for layer in selected:
-        shown = f"  {_shown(layer.name, _MAX_NAME - 2)}"
+        layer_name = f"  {_short_name(layer.name, _MAX_NAME - 2)}"
         cells = _cells_of_size(layer.num_parameters, layer.num_bytes)
-        rows.append(("", "", shown, *cells, *[""] * len(work)))
+        rows.append(("", "", layer_name, *cells, *[""] * len(work)))
     return rows
 
 
@@ -246,7 +248,7 @@ def _cells_of_size(num_parameters: int, size: int) -> tuple[str, str]:
 
 
 def _cells_of_work(stage: StageDetails) -> tuple[str, str, str, str, str]:
-    sent, returned, held = (
+    sent, returned, holds = (
         describe_bytes(number) if number else ""
         for number in (stage.num_sent_bytes, stage.num_returned_bytes, stage.num_held_bytes)
     )
@@ -254,7 +256,7 @@ def _cells_of_work(stage: StageDetails) -> tuple[str, str, str, str, str]:
         describe_flop(number) if number else ""
         for number in (stage.num_forward_flop, stage.num_backward_flop)
     )
-    return sent, returned, held, forward, backward
+    return sent, returned, holds, forward, backward
 
 
 def _name_layers(layers: Sequence[Layer], width: int) -> str:
@@ -265,10 +267,10 @@ def _name_layers(layers: Sequence[Layer], width: int) -> str:
     common = begins[0] if begins else ""
     if len(names) > 1 and common:
         names = [f"{common}({', '.join(name[len(common) :] for name in names)})"]
-    return _shown(", ".join(names), width) or "none"
+    return _short_name(", ".join(names), width) or "none"
 
 
-def _shown(name: str, width: int) -> str:
+def _short_name(name: str, width: int) -> str:
     return shorten(printable(name), width)
 
 
@@ -289,9 +291,9 @@ def describe_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what if number == 1 else _plural(what)}"
+def _count_text(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else _plural(noun)}"
 
 
-def _plural(what: str) -> str:
-    return f"{what}es" if what.endswith("ch") else f"{what}s"
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("ch") else f"{noun}s"

@@ -31,7 +31,7 @@ from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 from ipu_pipeline.engine.updates.update_programs import UpdateProgram, variable_of
 
-# Jits what a step runs: stage programs, update programs, and what passes put between them.
+# Programs.
 
 
 class Programs:
@@ -40,7 +40,7 @@ class Programs:
     def __init__(self, options: CompilerOptions, donates_accumulators: bool) -> None:
         """Begins without any. `donates_accumulators`: whether backwards may take their memory."""
         self.options, self.donates_accumulators = options, donates_accumulators
-        self._known: dict[Any, Program] = {}
+        self._programs: dict[Any, Program] = {}
 
     def of_stage(
         self,
@@ -55,7 +55,7 @@ class Programs:
     ) -> Program:
         """The program of a stage, on the devices of one replica, or on those of all of them at once."""
         group = placement.groups[stage]
-        num_accumulators = sum(own.kind is BindingKind.ACCUMULATOR for own in binds)
+        num_accumulators = sum(binding.kind is BindingKind.ACCUMULATOR for binding in binds)
         is_forward = kind is ActionKind.FORWARD
         options = (self.options.of_forward if is_forward else self.options.of_backward)(stage)
         function: Callable[..., Any] = source.function
@@ -127,8 +127,8 @@ class Programs:
         donated: Sequence[int] = (),
     ) -> Program:
         """A program that a pass needs; all pipelines share those of one source and place."""
-        given = None if shardings is None else tuple(shardings)
-        return self.add((source, group, given), name, group, source, given, donated, is_shared=True)
+        frozen = None if shardings is None else tuple(shardings)
+        return self.add((source, group, frozen), name, group, source, frozen, donated, is_shared=True)
 
     def add(
         self,
@@ -140,35 +140,39 @@ class Programs:
         donated: Sequence[int] = (),
         options: Options = MappingProxyType({}),
         is_shared: bool = False,
-        **told: Any,
+        **details: Any,
     ) -> Program:
         """Jits a function of arrays that returns a list. Without `shardings`, results lie as JAX finds."""
-        if key not in self._known:
+        if key not in self._programs:
             jit = _jit_once if is_shared else _jit
             jitted = jit(source, name, shardings, tuple(donated), tuple(options.items()))
-            self._known[key] = program = Program(
-                name, group, jitted, jitted, source, shardings, options, tuple(donated), **told
+            self._programs[key] = program = Program(
+                name, group, jitted, jitted, source, shardings, options, tuple(donated), **details
             )
             self.forget_compiled(program)
-        return self._known[key]
+        return self._programs[key]
 
     @staticmethod
     def forget_compiled(program: Program) -> None:
-        """Lets a program be compiled anew: it calls what was jitted, or nothing where it is not run."""
+        """Resets a program: it calls what was jitted, or nothing where another process runs it."""
         program.function, program.is_compiled = program.jitted, False
         if not program.group.is_here:
-            whole, given = program.group.replicated, program.shardings
-            if isinstance(given, (list, tuple)):
-                given = [sharding or whole for sharding in given]
-            program.function = NotRun(program.jitted, given or whole)
+            replicated, shardings = program.group.replicated, program.shardings
+            if isinstance(shardings, (list, tuple)):
+                shardings = [sharding or replicated for sharding in shardings]
+            program.function = NotRun(program.jitted, shardings or replicated)
 
     def keep_stages(self, scope: Any) -> None:
-        """Lets go of stages' programs for others than some shapes and size of chunks."""
-        self._known = {key: own for key, own in self._known.items() if own.kind is None or key[0] == scope}
+        """Drops stages' programs for other shapes or sizes of chunks."""
+        self._programs = {
+            key: program
+            for key, program in self._programs.items()
+            if program.kind is None or key[0] == scope
+        }
 
     def __iter__(self) -> Iterator[Program]:
-        """All that were asked for."""
-        return iter(self._known.values())
+        """The programs made so far."""
+        return iter(self._programs.values())
 
 
 def _jit(
@@ -195,14 +199,15 @@ _jit_once = functools.lru_cache(maxsize=512)(_jit)
 
 
 def _find_sharding(bound: Sequence[Binding], group: DeviceGroup, placement: StatePlacement) -> Any:
-    """How a result lies on the devices of an IPU; residuals as the partitioner chooses."""
+    """The sharding of a result on an IPU's devices; None for residuals: the partitioner chooses."""
     for binding in bound:
         if binding.kind in (BindingKind.ASSIGNED, BindingKind.ACCUMULATOR):
             return placement.sharding_in_program(variable_of(binding.key), group)
-    return None if all(one.kind is BindingKind.RESIDUAL for one in bound) else group.replicated
+    return None if all(binding.kind is BindingKind.RESIDUAL for binding in bound) else group.replicated
 
 
-# What passes put between programs. All take and return arrays; accumulators give their memory away.
+# Sources of the programs that passes put between. All take and return arrays; accumulators give their
+# memory away.
 
 
 @functools.lru_cache(maxsize=256)
@@ -217,8 +222,8 @@ def mean_over_replicas(mesh: Any, partitions: Sequence[Any], num_accumulators: i
         joined = [_mean(v) if jnp.issubdtype(v.dtype, jnp.floating) else _first(v) for v in assigned]
         return [*map(_mean, accumulators), *joined, *map(jnp.zeros_like, accumulators)]
 
-    given = tuple(partitions)
-    return over_replicas(mesh, reduce, given, [*given, *given[:num_accumulators]])
+    specs = tuple(partitions)
+    return over_replicas(mesh, reduce, specs, [*specs, *specs[:num_accumulators]])
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,7 +238,7 @@ def add_parts(total: Any, part: Any) -> list[Any]:
 
 
 def clear_accumulators(value: Any) -> list[Any]:
-    """Zeros."""
+    """Zeros for an accumulator."""
     return [jnp.zeros_like(value)]
 
 
@@ -269,9 +274,8 @@ def _first(value: Any) -> Any:
 
 
 # The code of one micro-batch and of a weight update, as if everything were on the devices of one replica.
-#
-# Programs read and write `Value`s on the group of their stage. Where a value is made elsewhere, or lies in
-# host memory, is not asked here: passes put the copies in between.
+# Where a value is made elsewhere, or lies in host memory, is not asked here: passes put the copies in
+# between.
 
 Key: TypeAlias = "tuple[ActionKind, int]"  # a program's kind and stage
 Code: TypeAlias = "dict[Key, list[Instruction]]"  # of a micro-batch, by program
@@ -280,7 +284,7 @@ COUNTED = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)  # scalars that each mi
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where a step runs."""
+    """The placement of a step."""
 
     whole: StatePlacement  # where state lives, on the devices of all replicas
     homes: Sequence[StatePlacement]  # where each replica runs
@@ -292,7 +296,7 @@ class Layout:
         return len(self.homes)
 
     def home(self, name: str, replica: int = ALL) -> DeviceGroup:
-        """Where a variable lives."""
+        """The group where a variable lives."""
         placement = self.whole if replica == ALL else self.homes[replica]
         return placement.groups[placement.traced.owners[name]]
 
@@ -307,7 +311,7 @@ class Layout:
         return extra[key].variable if key in extra else key
 
     def partition(self, value: Value) -> PartitionSpec:
-        """How a value lies on the devices of an IPU while a program uses it."""
+        """The partition of a value on the devices of an IPU while a program uses it."""
         what, name = value.what, None
         if isinstance(what, UpdateValue):
             return self.whole.partition_of_leaf(what.key) if what.kind == UpdateKind.STATE else WHOLE
@@ -323,14 +327,17 @@ _OF_VARIABLES = (BindingKind.VARIABLE, BindingKind.ASSIGNED, BindingKind.ACCUMUL
 
 def list_programs(programs: Sequence[StagePrograms]) -> list[tuple[Key, StageProgram]]:
     """The programs of a micro-batch, each behind all that it waits for."""
-    found = [((ActionKind.FORWARD, stage), own.forward) for stage, own in enumerate(programs)]
-    for stage, own in reversed(list(enumerate(programs))):
-        if own.backward is not None:
-            kind = ActionKind.INPUT_GRADIENTS if own.is_halved else ActionKind.BACKWARD
-            found.append(((kind, stage), own.backward))
-        if own.weights is not None:
-            found.append(((ActionKind.WEIGHT_GRADIENTS, stage), own.weights))
-    return found
+    listed = [
+        ((ActionKind.FORWARD, stage), stage_programs.forward)
+        for stage, stage_programs in enumerate(programs)
+    ]
+    for stage, stage_programs in reversed(list(enumerate(programs))):
+        if stage_programs.backward is not None:
+            kind = ActionKind.INPUT_GRADIENTS if stage_programs.is_halved else ActionKind.BACKWARD
+            listed.append(((kind, stage), stage_programs.backward))
+        if stage_programs.weights is not None:
+            listed.append(((ActionKind.WEIGHT_GRADIENTS, stage), stage_programs.weights))
+    return listed
 
 
 def lower_micro_batch(
@@ -348,31 +355,31 @@ def lower_micro_batch(
     code: Code = {}
     for (kind, stage), source in list_programs(stage_programs):
         group = placement.groups[stage]
-        own = {spec.name for spec in placement.traced.stages[stage].assigned}
+        assigned_names = {spec.name for spec in placement.traced.stages[stage].assigned}
         arguments, results = bindings.arguments(stage, source), bindings.results(stage, source)
-        reads = [value_at(_as_it_is_now(binding, own), group, replica) for binding in arguments]
+        reads = [value_at(_as_it_is_now(binding, assigned_names), group, replica) for binding in arguments]
         named = [[value_at(binding, group, replica) for binding in bound] for bound in results]
         program = find_program(kind, stage, source, arguments, results)
         run = Instruction(
-            Op.RUN, tuple(reads), tuple(first for first, *_same in named), group, program, replica, 0
+            Op.RUN, tuple(reads), tuple(first for first, *_copies in named), group, program, replica, 0
         )
-        same = [
-            Instruction(Op.SAME, (first,), (other,), group, None, replica, 0)
-            for first, *others in named
-            for other in others
+        renames = [
+            Instruction(Op.SAME, (first,), (copy,), group, None, replica, 0)
+            for first, *copies in named
+            for copy in copies
         ]
-        code[kind, stage] = [run, *same]
+        code[kind, stage] = [run, *renames]
     return code
 
 
 def _as_it_is_now(binding: Binding, assigned: set[str]) -> Binding:
-    """What a stage reads of a variable that it assigns: the value of the last micro-batch."""
+    """Makes a stage read the value that the last micro-batch has assigned to a variable."""
     is_changing = binding.kind is BindingKind.VARIABLE and binding.key in assigned
     return Binding(BindingKind.ASSIGNED, binding.key) if is_changing else binding
 
 
 def value_at(binding: Binding, group: DeviceGroup, replica: int) -> Value:
-    """What a program of a stage on a group means by a binding."""
+    """The value that a binding of a stage's program stands for on a group."""
     is_own = binding.is_of_micro_batch or binding.kind is BindingKind.ENQUEUED
     is_counted = binding.kind is BindingKind.SCALAR and binding.key in COUNTED
     return Value(binding, group, replica, 0 if is_own or is_counted else ALL)
@@ -394,7 +401,7 @@ def accumulator(layout: Layout, key: str, replica: int) -> Value:
 
 
 def assigned(layout: Layout, name: str, replica: int) -> Value:
-    """What stages of a replica have assigned to a variable."""
+    """The value that stages of a replica have assigned to a variable."""
     return value_at(Binding(BindingKind.ASSIGNED, name), layout.home(name, replica), replica)
 
 
@@ -414,23 +421,23 @@ def lower_update(
     outputs: Mapping[int, Value],
 ) -> list[Instruction]:
     """The code of a weight update."""
-    whole, code = layout.whole, list[Instruction]()
-    extra = whole.accumulator_plan.extra
+    placement, code = layout.whole, list[Instruction]()
+    extra = placement.accumulator_plan.extra
     merged = {key: value for key, value in gradients.items() if key not in extra}
     for key in [key for key in extra if key in gradients]:
         name, home = extra[key].variable, layout.home(extra[key].variable)
         total = Value(("merged", name, key), home)
-        lies = whole.sharding_in_program(name, home)
+        lies = placement.sharding_in_program(name, home)
         add = programs.between(home, add_parts, "add", [lies], [0])
         code.append(Instruction(Op.RUN, (merged[name], gradients[key]), (total,), home, add))
         merged[name] = total
         if layout.num_replicas == 1:  # otherwise joining them left zeros
-            own = gradients[key].group
+            place = gradients[key].group
             clear = programs.between(
-                own, clear_accumulators, "clear", [whole.sharding_in_program(name, own)], [0]
+                place, clear_accumulators, "clear", [placement.sharding_in_program(name, place)], [0]
             )
-            zeros = Value(("zeros", key), own)
-            code.append(Instruction(Op.RUN, (gradients[key],), (zeros,), own, clear))
+            zeros = Value(("zeros", key), place)
+            code.append(Instruction(Op.RUN, (gradients[key],), (zeros,), place, clear))
     sent: dict[UpdateValue, Value] = {}
 
     def read(value: UpdateValue, group: DeviceGroup) -> Value:
@@ -445,7 +452,7 @@ def lower_update(
         return sent[value] if value.kind == UpdateKind.SENT else state_leaf(layout, value.key)
 
     for number, update in enumerate(updates):
-        group = whole.groups[update.stage]
+        group = placement.groups[update.stage]
         sent |= {value: Value(value, group) for value in update.results if value.kind == UpdateKind.SENT}
         reads = tuple(read(value, group) for value in update.arguments)
         writes = tuple(sent.get(value) or Value(("new", value), group) for value in update.results)
@@ -454,10 +461,10 @@ def lower_update(
 
 
 def update_results(code: Sequence[Instruction]) -> dict[Any, Value]:
-    """What a weight update makes anew, by `UpdateValue`; and zeros, by the accumulator's key."""
+    """The new values of a weight update, by `UpdateValue`; and zeros, by the accumulator's key."""
     return {
         value.what[1]: value
-        for one in code
-        for value in one.writes
+        for instruction in code
+        for value in instruction.writes
         if type(value.what) is tuple and value.what[0] in ("new", "zeros")
     }

@@ -14,7 +14,6 @@ from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.placement import put
 from ipu_pipeline.engine.devices.xla_settings import NO_OPTIONS
 from ipu_pipeline.engine.jaxprs import has_shard_map
-from ipu_pipeline.engine.plan import lowering as functions
 from ipu_pipeline.engine.plan import passes
 from ipu_pipeline.engine.plan.lowering import (
     COUNTED,
@@ -24,9 +23,11 @@ from ipu_pipeline.engine.plan.lowering import (
     Programs,
     accumulator,
     assigned,
+    first_replica,
     list_programs,
     lower_micro_batch,
     lower_update,
+    pick,
     source_at,
     state_leaf,
     update_results,
@@ -59,15 +60,13 @@ from ipu_pipeline.engine.tracing.stage_meshes import uses_replicas
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.updates.update_programs import find_read
 
-# Makes the plan of a step: lowers it, applies the passes of its features, lays it along a schedule.
-
 FEED, NUMBERS = ("feed",), ("numbers",)  # what registers hold that FEED and COUNT read
 FIRST, LAST = "first output", "last output"  # with a place: outputs that stay beyond their micro-batch
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What the plans of a pipeline or loop are made of, whatever the shapes of micro-batches."""
+    """The parts of a pipeline's or loop's plans that do not depend on the shapes of micro-batches."""
 
     stage_programs: Sequence[StagePrograms]  # for one micro-batch
     collecting: Collecting
@@ -80,7 +79,7 @@ class Recipe:
 
 
 class _Ending(NamedTuple):
-    """What follows the micro-batches of a step."""
+    """The blocks and values behind the micro-batches of a step."""
 
     joins: Mapping[DeviceGroup, Block]  # of the replicas' values
     means: Mapping[str, Value]  # of what they accumulated, by key
@@ -125,6 +124,7 @@ class Maker:
         """Lowers a micro-batch, and applies the passes of the features that are used."""
         self.layout, self.programs, self.registers, self.chunk = layout, programs, registers, chunk
         self.dtypes = recipe.dtypes
+        # Makers of several shapes share what follows the micro-batches: the lead's.
         self._recipe, self.scope, self._lead = recipe, (shapes, chunk.size), lead or self
         traced, updates = layout.whole.traced, layout.whole.updates
         self.last_key: Key = ActionKind.FORWARD, len(traced.stages) - 1
@@ -137,13 +137,15 @@ class Maker:
         self.enqueued: list[list[Value]] = []
         self.code = passes.run_together(layout, [self._lower(chunked, r) for r in replicas], joint)
         self.blocks = {key: Block(key, tuple(code), self.scope) for key, code in self.code.items()}
-        firsts = [one for r in replicas for one in self._pick(r, FIRST, self.reads[0], 0)]
-        lasts = [one for r in replicas for one in self._pick(r, LAST, self._last_places, -1)]
+        firsts = [instruction for r in replicas for instruction in self._pick(r, FIRST, self.reads[0], 0)]
+        lasts = [
+            instruction for r in replicas for instruction in self._pick(r, LAST, self._last_places, -1)
+        ]
         self.first_block, self.last_block = (
             Block(name, tuple(code), self.scope) if code else None
             for name, code in ((FIRST, firsts), (LAST, lasts))
         )
-        code = [one for block in self.code.values() for one in block]
+        code = [instruction for block in self.code.values() for instruction in block]
         self.feed = self._make_feed([*code, *firsts, *lasts])
         parts = passes.replica_parts(layout, [*code, *firsts, *lasts])
         self.before = Block("state of replicas", tuple(parts), self.scope)
@@ -153,31 +155,33 @@ class Maker:
     # A micro-batch.
 
     def _lower(self, chunked: Sequence[StagePrograms], replica: int) -> Code:
-        layout, recipe, whole = self.layout, self._recipe, self.layout.whole
+        layout, recipe, placement = self.layout, self._recipe, self.layout.whole
         find_program = functools.partial(
             self.programs.of_stage, self.scope, placement=layout.homes[replica]
         )
         code = lower_micro_batch(layout, replica, chunked, find_program)
         group = self._last_group(replica)
-        wanted = [source_at(source, group, replica) for source in recipe.collecting.sources]
+        collected = [source_at(source, group, replica) for source in recipe.collecting.sources]
         outputs = [self._output(replica, place) for place in (*self.reads[0], *self._last_places)]
-        code = passes.send_results(code, [*wanted, *outputs])
+        code = passes.send_results(code, [*collected, *outputs])
         size, is_summed = self.chunk.num_stacked, recipe.collecting.is_summed
-        code, kept, lists = passes.collect(code, wanted, is_summed, size, self.programs, self.last_key)
-        self.collected.append(kept)
+        code, collection, lists = passes.collect(
+            code, collected, is_summed, size, self.programs, self.last_key
+        )
+        self.collected.append(collection)
         self.enqueued.append([lists[leaf] for leaf in sorted(lists)])
         home = passes.at_home(layout)
         if recipe.phases is not None:
             empties = not recipe.phases.keeps_values
-            if not (empties or whole.offloads_in_micro_batches):
-                home = _itself
-            return passes.in_phases(code, self.phase_of, empties, whole.offloads_activations, home)
-        if whole.offloads_activations:
+            if not (empties or placement.offloads_in_micro_batches):
+                home = _identity
+            return passes.in_phases(code, self.phase_of, empties, placement.offloads_activations, home)
+        if placement.offloads_activations:
             code = passes.leave_activations(code)
-        if whole.offloads_in_micro_batches:
+        if placement.offloads_in_micro_batches:
             code = {
-                key: passes.load_and_store(own, home, number)
-                for number, (key, own) in enumerate(code.items(), 1)
+                key: passes.load_and_store(block, home, number)
+                for number, (key, block) in enumerate(code.items(), 1)
             }
         return code
 
@@ -193,31 +197,31 @@ class Maker:
 
     def _find_joint(self, chunked: Sequence[StagePrograms]) -> dict[Key, Program]:
         """The programs that compute with other replicas' values, for the devices of all replicas."""
-        whole, found = self.layout.whole, dict[Key, Program]()
-        bindings = Bindings(whole.traced, whole.accumulator_plan.keys)
+        placement, programs = self.layout.whole, dict[Key, Program]()
+        bindings = Bindings(placement.traced, placement.accumulator_plan.keys)
         for key, source in list_programs(chunked) if self.layout.num_replicas > 1 else ():
-            stage = whole.traced.stages[key[1]]
+            stage = placement.traced.stages[key[1]]
             if not uses_replicas(stage.flat):
                 continue
-            told = (
+            reason = (
                 f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "
                 "synchronized batch normalization)"
             )
-            if whole.groups[key[1]].is_divided:
+            if placement.groups[key[1]].is_divided:
                 raise ValueError(
-                    f"{told}, which does not go with tensor_parallel and num_replicas both above 1. Leave "
-                    "one of the three out."
+                    f"{reason}, which does not go with tensor_parallel and num_replicas both above 1. "
+                    "Leave one of the three out."
                 )
             if has_shard_map(stage.flat.equations):
                 raise ValueError(
-                    f"{told}, and with jax.shard_map, which do not go together with num_replicas above 1. "
-                    "Put them into stages of their own."
+                    f"{reason}, and with jax.shard_map, which do not go together with num_replicas above "
+                    "1. Put them into stages of their own."
                 )
             arguments, results = bindings.arguments(key[1], source), bindings.results(key[1], source)
-            found[key] = self.programs.of_stage(
-                self.scope, *key, source, arguments, results, placement=whole, is_joint=True
+            programs[key] = self.programs.of_stage(
+                self.scope, *key, source, arguments, results, placement=placement, is_joint=True
             )
-        return found
+        return programs
 
     def _last_group(self, replica: int) -> DeviceGroup:
         return self.layout.homes[replica].groups[-1]
@@ -241,16 +245,16 @@ class Maker:
             else:
                 stacks.append(pair)
         if stacks:
-            program = self.programs.between(group, functions.pick(number), "pick")
+            program = self.programs.between(group, pick(number), "pick")
             reads, writes = zip(*stacks, strict=True)
             yield Instruction(Op.RUN, reads, writes, group, program, replica, 0)
 
     def _make_feed(self, code: Sequence[Instruction]) -> Block:
-        """What brings a micro-batch of each replica: leaves and numbers, on each group that reads them."""
+        """Makes the block that brings leaves and numbers to each group that reads them, in all replicas."""
         replicas = range(self.layout.num_replicas)
         fed: list[dict[Value, None]] = [{} for _replica in replicas]
         counted: list[dict[Value, None]] = [{} for _replica in replicas]
-        for value in (value for one in code for value in one.reads):
+        for value in (value for instruction in code for value in instruction.reads):
             kind = passes.kind_of(value)
             if kind is BindingKind.VALUE and value.what.key.kind == "element":
                 if not value.is_away and not value.copy:
@@ -258,17 +262,18 @@ class Maker:
             elif kind is BindingKind.SCALAR and value.what.key in COUNTED:
                 counted[value.replica][value] = None
         self.fed = [list(values) for values in fed]
-        found = []
+        instructions = []
         for replica in replicas:
             group = self._last_group(replica)
-            for op, what, values in ((Op.FEED, FEED, fed), (Op.COUNT, NUMBERS, counted)):
+            for op, content, values in ((Op.FEED, FEED, fed), (Op.COUNT, NUMBERS, counted)):
                 if op is Op.FEED or any(counted):
-                    source, writes = Value(what, group, replica), tuple(values[replica])
-                    found.append(
+                    source, writes = Value(content, group, replica), tuple(values[replica])
+                    instructions.append(
                         Instruction(op, (source,), writes, None, None, replica, 0, self.chunk.size)
                     )
-        found.sort(key=lambda one: one.op)  # what has other shapes is noticed before anything is counted
-        return Block("feed", tuple(found), self.scope)
+        # FEED before COUNT: what has other shapes is noticed before anything is counted.
+        instructions.sort(key=lambda instruction: instruction.op)
+        return Block("feed", tuple(instructions), self.scope)
 
     # The whole step.
 
@@ -284,7 +289,7 @@ class Maker:
         ending = self._lead.find_ending(is_full)
         fed, now = set[int](), (0, None)
         laid = Laid(maker.before for maker in dict.fromkeys(makers))
-        done: list[Key] = []  # the programs of the execution phase that runs now
+        phase_keys: list[Key] = []  # the programs of the execution phase that runs now
         for kind, stage, micro_batch in order:
             key, maker = (kind, stage), makers[micro_batch]
             block = maker.blocks.get(key)
@@ -294,19 +299,19 @@ class Maker:
                 fed.add(micro_batch)
                 laid.add(maker.feed, micro_batch)
             if self._limits_phases:
-                if done and now != (micro_batch, maker.phase_of(key)):
-                    laid.add(self._end_phase(tuple(done)), now[0])
-                    done = []
+                if phase_keys and now != (micro_batch, maker.phase_of(key)):
+                    laid.add(self._end_phase(tuple(phase_keys)), now[0])
+                    phase_keys = []
                 now = micro_batch, maker.phase_of(key)
-                done.append(key)
+                phase_keys.append(key)
             laid.add(block, micro_batch)
             if key == maker.last_key:
                 if micro_batch == 0 and maker.first_block is not None:
                     laid.add(maker.first_block, 0)
                 if micro_batch == count - 1 and maker.last_block is not None:
                     laid.add(maker.last_block, micro_batch)
-        if done:
-            laid.add(self._end_phase(tuple(done)), now[0])
+        if phase_keys:
+            laid.add(self._end_phase(tuple(phase_keys)), now[0])
         self._add_joins(laid, ending)
         num_kept = len(laid.blocks)
         if ending.update is not None:
@@ -331,9 +336,9 @@ class Maker:
         return self.registers.number(laid, num_kept, results)
 
     def _end_phase(self, keys: tuple[Key, ...]) -> Block:
-        """What ends an execution phase that has run these programs."""
+        """Makes the block that ends an execution phase that has run these programs."""
         if keys not in self._phase_ends:
-            code = passes.end_phase(one for key in keys for one in self.code[key])
+            code = passes.end_phase(instruction for key in keys for instruction in self.code[key])
             self._phase_ends[keys] = Block("end of phase", tuple(code), self.scope)
         return self._phase_ends[keys]
 
@@ -350,16 +355,15 @@ class Maker:
             if is_late or group.is_joined:
                 last.append(block)
             else:
-                waiting[block] = {
-                    v for one in block.code if one.op in (Op.JOIN, Op.LOAD) for v in one.reads
-                }
+                arriving = [i for i in block.code if i.op in (Op.JOIN, Op.LOAD)]
+                waiting[block] = {value for instruction in arriving for value in instruction.reads}
         behind: list[tuple[int, Block]] = []
-        known: dict[Block, set[Value]] = {}  # -> what it writes
+        written: dict[Block, set[Value]] = {}  # -> what it writes
         for place in reversed(range(len(laid.blocks) if waiting else 0)):
             block = laid.blocks[place]
-            if block not in known:
-                known[block] = {value for one in block.code for value in one.writes}
-            for join in [join for join, reads in waiting.items() if reads & known[block]]:
+            if block not in written:
+                written[block] = {value for instruction in block.code for value in instruction.writes}
+            for join in [join for join, reads in waiting.items() if reads & written[block]]:
                 behind.append((place + 1, join))
                 del waiting[join]
             if not waiting:
@@ -385,7 +389,7 @@ class Maker:
         return sorted({spec.name for stage in self.layout.whole.traced.stages for spec in stage.assigned})
 
     def find_ending(self, is_full: bool) -> _Ending:
-        """What follows the micro-batches of a step; arguments as in `make`."""
+        """Makes, once, what follows the micro-batches of a step; arguments as in `make`."""
         if is_full not in self._endings:
             self._endings[is_full] = self._make_ending(is_full)
         return self._endings[is_full]
@@ -398,67 +402,70 @@ class Maker:
         return [*self._recipe.dtypes, *self.layout.whole.accumulator_plan.extra]
 
     def _make_ending(self, is_full: bool) -> _Ending:
-        layout, recipe, whole, programs = self.layout, self._recipe, self.layout.whole, self.programs
+        layout, recipe, placement, programs = self.layout, self._recipe, self.layout.whole, self.programs
         home, replicas, keys = passes.at_home(layout), range(layout.num_replicas), self.accumulator_keys
         names = self.assigned_names
+        # Joining the replicas.
         gradients = {key: accumulator(layout, key, 0) for key in keys}
         variables = {name: assigned(layout, name, 0) for name in names}
         joins: dict[DeviceGroup, Block] = {}
         if layout.num_replicas > 1:
-            own = layout if is_full else dataclasses.replace(layout, joins_assigned=False)
-            joined, gradients, variables = passes.reduce(own, programs, keys if is_full else [], names)
+            joining = layout if is_full else dataclasses.replace(layout, joins_assigned=False)
+            joined, gradients, variables = passes.reduce(joining, programs, keys if is_full else [], names)
             joins = {
                 group: Block(f"join {group.ipu}", tuple(passes.load_and_store(code, home, 2)))
                 for group, code in joined.items()
             }
-        kept = {key: tuple(home(accumulator(layout, key, r)) for r in replicas) for key in keys}
+        accumulators = {key: tuple(home(accumulator(layout, key, r)) for r in replicas) for key in keys}
+        # Waiting for programs that may raise, before any memory is taken.
         waited: list[Value] = []
         if recipe.may_raise:
-            waited += [v for own in kept.values() for v in own]
+            waited += [v for values in accumulators.values() for v in values]
             waited += [assigned(layout, name, r) for name in names for r in replicas]
             waited += [v for r in replicas for v in (*self.collected[r], *self.enqueued[r])]
             waited += [kept_output(layout, LAST, r, place) for r in replicas for place in self._last_places]
         waits = Block("wait", (Instruction(Op.WAIT, tuple(waited), (), None),)) if waited else None
+        # The weight update.
         leaves: list[Value] = []
         updated: tuple[Value, ...] = ()
         update: list[Instruction] = []
-        if whole.updates is not None:
-            leaves = [home(state_leaf(layout, n)) for n in range(len(whole.updates.state_leaves))]
-        if whole.updates is not None and is_full:
+        if placement.updates is not None:
+            leaves = [home(state_leaf(layout, n)) for n in range(len(placement.updates.state_leaves))]
+        if placement.updates is not None and is_full:
             update, outputs = read_outputs(layout, programs, LAST, self.reads[1])
             find_program = functools.partial(
                 programs.of_update,
-                placement=whole,
+                placement=placement,
                 donate=recipe.donates,
                 may_raise=recipe.update_may_raise,
             )
             update += lower_update(
-                layout, whole.updates.updates, find_program, programs, gradients, outputs
+                layout, placement.updates.updates, find_program, programs, gradients, outputs
             )
-            made = update_results(update)
+            new_values = update_results(update)
             update = passes.place_update(layout, update)
             update = passes.load_and_store(update, home, 3, ({}, 3, lambda _value: True))
             if self._limits_phases:
                 update = passes.wait_for_updates(update)
             if recipe.update_may_raise:  # the host hears of an error where it waits
-                runs = [one for one in update if one.op is Op.RUN]
-                read = tuple(value for one in runs for value in one.writes)
-                update.append(Instruction(Op.WAIT, read, (), None))
+                runs = [instruction for instruction in update if instruction.op is Op.RUN]
+                results = tuple(value for instruction in runs for value in instruction.writes)
+                update.append(Instruction(Op.WAIT, results, (), None))
             enqueued: dict[int, Value] = {}
-            for what, value in made.items():
-                if isinstance(what, str):
-                    kept[what] = (home(value),)
-                elif what.kind == UpdateKind.PARAMETER:
-                    variables[what.key] = home(value)
-                elif what.kind == UpdateKind.STATE:
-                    leaves[what.key] = home(value)
-                elif what.kind == UpdateKind.ENQUEUED:
-                    enqueued[what.key] = value
-                elif what.kind == UpdateKind.GRADIENT and layout.num_replicas == 1:
-                    kept[what.key] = (home(value),)
+            for target, value in new_values.items():
+                if isinstance(target, str):
+                    accumulators[target] = (home(value),)
+                elif target.kind == UpdateKind.PARAMETER:
+                    variables[target.key] = home(value)
+                elif target.kind == UpdateKind.STATE:
+                    leaves[target.key] = home(value)
+                elif target.kind == UpdateKind.ENQUEUED:
+                    enqueued[target.key] = value
+                elif target.kind == UpdateKind.GRADIENT and layout.num_replicas == 1:
+                    accumulators[target.key] = (home(value),)
             updated = tuple(enqueued[number] for number in sorted(enqueued))
         block = Block("update", tuple(update)) if update else None
-        return _Ending(joins, gradients, waits, block, variables, leaves, kept, updated)
+        return _Ending(joins, gradients, waits, block, variables, leaves, accumulators, updated)
 
 
 def read_outputs(
@@ -474,7 +481,7 @@ def read_outputs(
         return [], {place: part for place, (part,) in zip(places, parts, strict=True)}
     joined = tuple(Value(("outputs of replicas", place), group) for place in places)
     outputs = {place: Value(("output", place), group) for place in places}
-    program = programs.between(group, functions.first_replica(group.replicated.mesh), "first_replica")
+    program = programs.between(group, first_replica(group.replicated.mesh), "first_replica")
     join = Instruction(Op.JOIN, tuple(value for some in parts for value in some), joined, group)
     return [join, Instruction(Op.RUN, joined, tuple(outputs.values()), group, program)], outputs
 
@@ -484,11 +491,11 @@ def kept_output(layout: Layout, name: str, replica: int, place: int) -> Value:
     return Value((name, place), layout.homes[replica].groups[-1], replica)
 
 
-def _itself(value: Value) -> Value:
+def _identity(value: Value) -> Value:
     return value
 
 
-# Makes the optimizer's state at the start, by a plan of its own.
+# The optimizer's first state, by a plan of its own.
 
 
 class FirstState:
@@ -502,12 +509,12 @@ class FirstState:
         code, outputs = read_outputs(layout, programs, FIRST, sorted(find_read(inits)))
         find_program = functools.partial(programs.of_init, placement=placement)
         code += lower_update(layout, inits, find_program, programs, {}, outputs)
-        made, home = update_results(code), passes.at_home(layout)
+        new_values, home = update_results(code), passes.at_home(layout)
         code = passes.place_update(layout, code)
         code = passes.load_and_store(code, home, 1, ({}, 1, lambda _value: True))
-        self._made = sorted(what.key for what in made if what.kind == UpdateKind.STATE)
-        values = {what.key: home(value) for what, value in made.items() if what.kind == UpdateKind.STATE}
-        results = Results({}, [values[number] for number in self._made], {}, (), (), (), (), ())
+        values = {leaf.key: home(v) for leaf, v in new_values.items() if leaf.kind == UpdateKind.STATE}
+        self._new_leaves = sorted(values)
+        results = Results({}, [values[number] for number in self._new_leaves], {}, (), (), (), (), ())
         self._plan = Registers().number(Laid([Block("first state", tuple(code))]), 1, results)
         self._linker = Linker(layout)
 
@@ -533,7 +540,7 @@ class FirstState:
             _fill(leaf.aval, updates.initial[number]) if number in updates.initial else None
             for number, leaf in enumerate(updates.state_leaves)
         ]
-        for number, register in zip(self._made, plan.results.leaves, strict=True):
+        for number, register in zip(self._new_leaves, plan.results.leaves, strict=True):
             leaves[number] = registers[register]
         return placement.place_optimizer_state(leaves)
 

@@ -34,84 +34,83 @@ from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedSta
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Reads a plan with shapes for values: what every register will hold, before anything has run.
-#
-# All micro-batches of some shapes are alike, so each block is followed once.
+# Shapes of values. All micro-batches of some shapes are alike, so each block is followed once.
 
 
 def find_shapes(
     plan: Plan,
     layout: Layout,
-    given: Callable[[Value], Any],
+    shape_of: Callable[[Value], Any],
     launch: Callable[[Program, Sequence[Any]], Sequence[Any]] | None = None,
 ) -> dict[Value, Any]:
     """The shape, dtype and sharding of each value."""
-    known: dict[Value, Any] = {}
+    shapes: dict[Value, Any] = {}
     launch = launch or trace
 
     def read(value: Value) -> Any:
-        if value not in known:
-            known[value] = given(value)
-        return known[value]
+        if value not in shapes:
+            shapes[value] = shape_of(value)
+        return shapes[value]
 
     for block in dict.fromkeys(numbered.block for numbered in plan.blocks):
-        for one in block.code:
-            if one.op in (Op.FEED, Op.COUNT):
-                made = list(map(given, one.writes))
-            elif one.op is Op.RUN:
-                assert one.program is not None
-                made = list(launch(one.program, list(map(read, one.reads))))
-            elif one.op in (Op.WAIT, Op.COLLECT):
-                made = []
+        for instruction in block.code:
+            if instruction.op in (Op.FEED, Op.COUNT):
+                results = list(map(shape_of, instruction.writes))
+            elif instruction.op is Op.RUN:
+                assert instruction.program is not None
+                results = list(launch(instruction.program, list(map(read, instruction.reads))))
+            elif instruction.op in (Op.WAIT, Op.COLLECT):
+                results = []
             else:
-                made = _move(one, layout, list(map(read, one.reads)))
-            known.update(zip(one.writes, made, strict=True))
-    return known
+                results = _move(instruction, layout, list(map(read, instruction.reads)))
+            shapes.update(zip(instruction.writes, results, strict=True))
+    return shapes
 
 
 def trace(program: Program, arguments: Sequence[Any]) -> list[Any]:
     """The shapes of a program's results."""
-    found = jax.eval_shape(program.jitted, *arguments)
-    given = program.shardings
-    shardings = given if isinstance(given, (list, tuple)) else [given] * len(found)
-    whole = program.group.replicated
-    return [made.update(sharding=own or whole) for made, own in zip(found, shardings, strict=True)]
+    shapes = jax.eval_shape(program.jitted, *arguments)
+    shardings = program.shardings
+    if not isinstance(shardings, (list, tuple)):
+        shardings = [shardings] * len(shapes)
+    replicated = program.group.replicated
+    pairs = zip(shapes, shardings, strict=True)
+    return [shape.update(sharding=sharding or replicated) for shape, sharding in pairs]
 
 
-def _move(one: Instruction, layout: Layout, values: Sequence[Any]) -> list[Any]:
-    """What instructions that compute nothing make of shapes."""
-    if one.op is Op.SPLIT:
-        number = len(one.writes) // len(values)
+def _move(instruction: Instruction, layout: Layout, values: Sequence[Any]) -> list[Any]:
+    """The shapes of the results of an instruction that computes nothing."""
+    if instruction.op is Op.SPLIT:
+        number = len(instruction.writes) // len(values)
         values = [value for value in values for _part in range(number)]
-    elif one.op is Op.JOIN:
-        values = values[:: len(values) // len(one.writes)]
-    found = []
-    for value, there in zip(values, one.writes, strict=True):
+    elif instruction.op is Op.JOIN:
+        values = values[:: len(values) // len(instruction.writes)]
+    shapes = []
+    for value, target in zip(values, instruction.writes, strict=True):
         value = value.wait() if hasattr(value, "wait") else value
         old, partition = value.sharding, WHOLE
         if isinstance(old, jax.sharding.NamedSharding):
-            is_apart = one.op in (Op.LOAD, Op.STORE) and old.mesh == there.group.replicated.mesh
-            is_apart = is_apart or one.op is Op.SAME
+            is_apart = instruction.op in (Op.LOAD, Op.STORE) and old.mesh == target.group.replicated.mesh
+            is_apart = is_apart or instruction.op is Op.SAME
             partition = old.spec if is_apart else divided_in_replica(old)
-            if one.op is Op.SEND or (one.op is Op.LOAD and not is_apart):
-                partition = layout.partition(there)
-        sharding = there.group.divided(partition)
-        kind = HOST_MEMORY if there.is_away else there.group.replicated.memory_kind
-        found.append(
+            if instruction.op is Op.SEND or (instruction.op is Op.LOAD and not is_apart):
+                partition = layout.partition(target)
+        sharding = target.group.divided(partition)
+        kind = HOST_MEMORY if target.is_away else target.group.replicated.memory_kind
+        shapes.append(
             jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding.with_memory_kind(kind))
         )
-    return found
+    return shapes
 
 
-# What a plan has on the devices of a replica: values are sizes. Nothing is compiled or run.
+# The memory of a plan on the devices of a replica: values are sizes.
 #
-# What is split, joined or renamed is the same memory, which is free when none of its registers is used any
-# more. Results take the memory of what is donated.
-#
-# The host may start all of a piece of work (an execution phase of a micro-batch, or a program of a weight
-# update) before devices have done any of it, so all that is made in a piece may be there at once, until the
-# piece has ended. A piece begins when all but a given number of those before it have ended. When a step
-# begins, the last pieces of the step before may still be there.
+# What is split, joined or renamed is the same memory, which is free when none of its registers is used
+# any more. Results take the memory of what is donated. The host may start all of a piece of work (an
+# execution phase of a micro-batch, or a program of a weight update) before devices have done any of it,
+# so all that is made in a piece may be there at once, until the piece has ended. A piece begins when all
+# but a given number of those before it have ended; when a step begins, the last pieces of the step before
+# may still be there.
 
 _CATEGORIES = ("variables", "optimizer", "accumulators", "activations")
 
@@ -151,10 +150,10 @@ class Sizes:
             return 0
         if kind is BindingKind.RESIDUAL:
             stage, number = key
-            own = self.programs[stage].residuals
-            size = num_bytes([own[number]])
+            residuals = self.programs[stage].residuals
+            size = num_bytes([residuals[number]])
             if stage in self.residual_bytes:
-                size = round(size * self.residual_bytes[stage] / num_bytes(own))
+                size = round(size * self.residual_bytes[stage] / num_bytes(residuals))
             return size * self.chunk_size
         source = key if kind is BindingKind.VALUE else key[0]
         return num_bytes([placement.traced.aval(source)]) * self.chunk_size
@@ -181,11 +180,11 @@ class Sizes:
 
 
 class Moment(NamedTuple):
-    """What an instruction does to the memory of the devices."""
+    """The memory of the devices behind an instruction."""
 
-    one: Instruction
+    instruction: Instruction
     micro_batch: int
-    held: Counter[Place]  # behind it, before it frees anything; changes with the next one
+    on_devices: Counter[Place]  # behind it, before it frees anything; changes with the next one
     ended: Counter[Place]  # what is not held any more, besides memory that was taken over
 
 
@@ -200,7 +199,7 @@ def follow_memory(
     plan: Plan, size: Callable[[Value], int], counts: Callable[[Value], bool] = lambda _value: True
 ) -> Iterator[Moment]:
     """Follows a step on the devices of the first replica. `counts` says which values do."""
-    held: Counter[Place] = Counter()
+    on_devices: Counter[Place] = Counter()
     memories: dict[int, _Memory] = {}
     ended: Counter[Place] = Counter()
 
@@ -210,14 +209,14 @@ def follow_memory(
             return  # its memory has been taken over, whatever other names it has
         memory.users = 0 if is_given else memory.users - 1
         if memory.users == 0:
-            held[memory.place] -= memory.size
+            on_devices[memory.place] -= memory.size
             if not is_given:
                 ended[memory.place] += memory.size
 
     def enter(register: int, memory: _Memory | None) -> None:
         drop(register)
         if memory is not None:
-            held[memory.place] += 0 if memory.users else memory.size
+            on_devices[memory.place] += 0 if memory.users else memory.size
             memory.users += 1
             memories[register] = memory
 
@@ -229,25 +228,26 @@ def follow_memory(
 
     for register in plan.given:
         enter(register, make(register))
-    for one, micro_batch in plan.instructions():
-        if one.op in (Op.SAME, Op.SPLIT, Op.JOIN) and one.writes:  # other names for the same memory
-            num_reads, num_writes = len(one.reads), len(one.writes)
-            sources = [one.reads[place * num_reads // num_writes] for place in range(num_writes)]
-            pairs = zip(one.writes, map(memories.get, sources), strict=True)
-            made = [None if plan.names[there].replica > 0 else memory for there, memory in pairs]
+    for instruction, micro_batch in plan.instructions():
+        # These write other names for the same memory.
+        if instruction.op in (Op.SAME, Op.SPLIT, Op.JOIN) and instruction.writes:
+            num_reads, num_writes = len(instruction.reads), len(instruction.writes)
+            sources = [instruction.reads[place * num_reads // num_writes] for place in range(num_writes)]
+            pairs = zip(instruction.writes, map(memories.get, sources), strict=True)
+            new_memories = [None if plan.names[target].replica > 0 else memory for target, memory in pairs]
         else:
-            made = [make(register) for register in one.writes]
-        for place in one.program.donated if one.program is not None else ():
-            drop(one.reads[place], is_given=True)
-        for register, memory in zip(one.writes, made, strict=True):
+            new_memories = [make(register) for register in instruction.writes]
+        for place in instruction.program.donated if instruction.program is not None else ():
+            drop(instruction.reads[place], is_given=True)
+        for register, memory in zip(instruction.writes, new_memories, strict=True):
             enter(register, memory)
-        yield Moment(one, micro_batch, held, ended)
-        for register in one.frees:
+        yield Moment(instruction, micro_batch, on_devices, ended)
+        for register in instruction.frees:
             drop(register)
 
 
 def category_of(value: Value) -> str:
-    """What a value counts as."""
+    """The category of a value."""
     what = value.what
     if type(what) is tuple:
         if what[0] != "new":
@@ -298,25 +298,25 @@ class Step:
 
 @dataclass(eq=False)
 class _Piece:
-    own: Counter[Place]  # what is on the devices until it has ended
-    kept: Counter[Place]  # what stays beyond that, when all of it has been started
+    temporary: Counter[Place]  # what is on the devices until it has ended
+    lasting: Counter[Place]  # what stays beyond that, when all of it has been started
 
 
 def find_brought(step: Step) -> dict[int, Brought]:
-    """What is on each device at the fullest moment of a step, besides what stays there."""
+    """The bytes on each device at the fullest moment of a step, besides what stays there."""
     if not step.leaves_devices:
         return {}
     pieces = _find_pieces(step)
     ahead = step.phases.num_ahead
     if ahead is None:  # everything of a step may be there
-        moments = [_sum([piece.own for piece in pieces])]
+        moments = [_sum([piece.temporary for piece in pieces])]
     else:
         moments = []
         for number, piece in enumerate(pieces):
-            there = pieces[max(0, number - ahead) : number + 1]
+            overlapping = pieces[max(0, number - ahead) : number + 1]
             if number <= ahead:
-                there = [*there, *pieces[max(0, len(pieces) - ahead) :]]
-            moments.append(_sum([*(one.own for one in dict.fromkeys(there)), piece.kept]))
+                overlapping = [*overlapping, *pieces[max(0, len(pieces) - ahead) :]]
+            moments.append(_sum([*(part.temporary for part in dict.fromkeys(overlapping)), piece.lasting]))
     ipus = {group.ipu for group in step.layout.whole.groups}
     return {
         ipu: max((Brought(*(moment[ipu, name] for name in _CATEGORIES)) for moment in moments), key=sum)
@@ -329,11 +329,11 @@ def _find_pieces(step: Step) -> list[_Piece]:
     before: Counter[Place] = Counter()
     moment: Moment | None = None
     for moment in follow_memory(step.plan, step.size, step.counts):
-        if moment.one.op is Op.WAIT:
-            pieces.append(_Piece(moment.ended - before, +moment.held))
+        if moment.instruction.op is Op.WAIT:
+            pieces.append(_Piece(moment.ended - before, +moment.on_devices))
             before = moment.ended.copy()
     if moment is not None and not pieces:  # nothing is waited for
-        pieces.append(_Piece(moment.ended - before, +moment.held))
+        pieces.append(_Piece(moment.ended - before, +moment.on_devices))
     return pieces
 
 
@@ -345,7 +345,7 @@ def _sum(parts: Sequence[Counter[Place]]) -> Counter[Place]:
 
 
 def find_host_memory(step: Step, link: LinkSpeed) -> HostMemory | None:
-    """What is brought to the devices and taken away, for the simulator.
+    """The bytes that are brought to the devices and taken away, for the simulator.
 
     `step` has two micro-batches or chunks, the second of which counts.
     """
@@ -355,25 +355,28 @@ def find_host_memory(step: Step, link: LinkSpeed) -> HostMemory | None:
     names = step.plan.names
     for numbered, micro_batch in zip(step.plan.blocks, step.plan.micro_batches, strict=True):
         brought, place = 0, None
-        for one in numbered.instructions:
-            is_other = any(names[register].replica > 0 for register in (*one.reads, *one.writes))
-            if is_other and one.op not in (Op.SPLIT, Op.JOIN):
+        for instruction in numbered.instructions:
+            registers, program = (*instruction.reads, *instruction.writes), instruction.program
+            is_other = any(names[register].replica > 0 for register in registers)
+            if is_other and instruction.op not in (Op.SPLIT, Op.JOIN):
                 continue
-            if one.op is Op.RUN and one.program is not None and one.program.binds:
-                kind = "update" if one.program.kind is None else one.program.kind.name.lower()
-                place = kind, one.program.stage
+            if instruction.op is Op.RUN and program is not None and program.binds:
+                kind = "update" if program.kind is None else program.kind.name.lower()
+                place = kind, program.stage
                 if kind == "update" or micro_batch == 1:
                     moved["to", *place] += brought
                 brought = 0
-            elif one.op is Op.STORE:
+            elif instruction.op is Op.STORE:
                 assert place is not None or micro_batch == ALL
                 if place is not None and (micro_batch == 1 or place[0] == "update"):
-                    moved["from", *place] += sum(step.size(names[register]) for register in one.reads)
-            elif one.op in (Op.LOAD, Op.SEND, Op.GATHER):
+                    moved["from", *place] += sum(
+                        step.size(names[register]) for register in instruction.reads
+                    )
+            elif instruction.op in (Op.LOAD, Op.SEND, Op.GATHER):
                 brought += sum(
-                    step.size(names[there])
-                    for register, there in zip(one.reads, one.writes, strict=True)
-                    if names[register].is_away or one.op is Op.GATHER
+                    step.size(names[target])
+                    for register, target in zip(instruction.reads, instruction.writes, strict=True)
+                    if names[register].is_away or instruction.op is Op.GATHER
                 )
 
     def of(way: str, kind: str) -> tuple[float, ...]:
@@ -391,23 +394,13 @@ def find_host_memory(step: Step, link: LinkSpeed) -> HostMemory | None:
     )
 
 
-# Adds up how much memory a pipeline or loop takes: the only place that does.
+# The memory of stages and devices: only this part adds it up.
 #
-# Between its forward and its backward of a micro-batch a stage holds what the backward reads: the residuals
-# that its forward returns, and those of its inputs that the backward takes. Between the halves of a
-# backward it holds what the second half, the weight gradients, reads. The formula for a stage is
-#
-#     live activation bytes = micro-batches in flight x bytes that are held per micro-batch
-#
-# where a stage has 2(N-i)-1 micro-batches in flight with Grouped, N-i with Interleaved and 1 with
-# Sequential (stage i of N, never more than there are micro-batches; see `schedules`), or the same number of
-# chunks of them; with halves, micro-batches before the first one and between the two count each with their
-# own bytes. The last stage holds nothing where its forward and backward are one program, and only what is
+# Between its forward and its backward of a micro-batch a stage holds the residuals that its forward
+# returns and the inputs that its backward takes; between the halves, what the second one reads. It holds
+# them of 2(N-i)-1 micro-batches or chunks with Grouped, N-i with Interleaved and 1 with Sequential (stage
+# i of N). The last stage holds nothing where its forward and backward are one program, and only what is
 # between the halves where its forward does the first half.
-#
-# A device takes what its stages hold, the state that lives there, its accumulators, the micro-batches that
-# wait there, and the temporary memory of the program that runs. What execution phases bring from host
-# memory counts as it is at the fullest moment (`execution.phase_memory`).
 
 
 def plan_stages(
@@ -419,11 +412,13 @@ def plan_stages(
 ) -> tuple[StageMemory, ...]:
     """Plans what each stage holds of micro-batches in flight."""
     plans = []
-    for index, (stage, own, moments) in enumerate(zip(traced.stages, programs, fullest, strict=True)):
-        share = residual_bytes[index] / num_bytes(own.residuals) if index in residual_bytes else 1
-        of_forward = _find_residuals(itertools.chain.from_iterable(own.forward.results))
-        sizes = _find_held(traced, stage, own, own.backwards, of_forward)
-        between = (0, 0) if own.weights is None else _find_held(traced, stage, own, [own.weights])
+    columns = zip(traced.stages, programs, fullest, strict=True)
+    for index, (stage, stage_programs, moments) in enumerate(columns):
+        residuals, weights = stage_programs.residuals, stage_programs.weights
+        share = residual_bytes[index] / num_bytes(residuals) if index in residual_bytes else 1
+        of_forward = _find_residuals(itertools.chain.from_iterable(stage_programs.forward.results))
+        sizes = _find_held(traced, stage, stage_programs, stage_programs.backwards, of_forward)
+        between = (0, 0) if weights is None else _find_held(traced, stage, stage_programs, [weights])
         plans.append(
             StageMemory(
                 index,
@@ -432,21 +427,22 @@ def plan_stages(
                 round(share * sizes[0]),
                 sizes[1],
                 round(share * between[0]) + between[1],
-                moments if own.is_halved else (),
+                moments if stage_programs.is_halved else (),
             )
         )
     return tuple(plans)
 
 
 def find_moments(programs: Sequence[StagePrograms], timetable: Timetable) -> list[Moments]:
-    """When each stage may hold most; see `StageMemory.fullest`."""
-    found = list(timetable.fullest)
-    for stage, own in enumerate(programs):
-        if own.backward is None and own.weights is not None:
-            gradients = [value for value in own.weights.arguments if value.kind is ValueKind.COTANGENT]
+    """The moments when each stage may hold most; see `StageMemory.fullest`."""
+    moments = list(timetable.fullest)
+    for stage, stage_programs in enumerate(programs):
+        weights = stage_programs.weights
+        if stage_programs.backward is None and weights is not None:
+            gradients = [value for value in weights.arguments if value.kind is ValueKind.COTANGENT]
             sending = {(value.consumer, _sends_in(programs[value.consumer])) for value in gradients}
-            found[stage] = timetable.fullest_after(stage, sending) if sending else found[stage]
-    return found
+            moments[stage] = timetable.fullest_after(stage, sending) if sending else moments[stage]
+    return moments
 
 
 def _sends_in(programs: StagePrograms) -> ActionKind:
@@ -459,7 +455,7 @@ def _sends_in(programs: StagePrograms) -> ActionKind:
 def _find_held(
     traced: TracedPipeline,
     stage: TracedStage,
-    own: StagePrograms,
+    stage_programs: StagePrograms,
     readers: Sequence[StageProgram],
     among: Collection[int] | None = None,
 ) -> tuple[int, int]:
@@ -468,12 +464,12 @@ def _find_held(
     `among`: residuals that count. None: all, and gradients that have come from other stages.
     """
     values = {value for program in readers for value in program.arguments}
-    read = _find_residuals(values)
-    residuals = [own.residuals[number] for number in read if among is None or number in among]
-    taken = [traced.aval(source) for source in read_sources(stage, *readers) if source.is_of_micro_batch]
+    numbers = _find_residuals(values)
+    residuals = [stage_programs.residuals[number] for number in numbers if among is None or number in among]
+    inputs = [traced.aval(source) for source in read_sources(stage, *readers) if source.is_of_micro_batch]
     if among is None:
-        taken += [stage.output_avals[v.index] for v in values if v.kind is ValueKind.COTANGENT]
-    return num_bytes(residuals), num_bytes(taken)
+        inputs += [stage.output_avals[v.index] for v in values if v.kind is ValueKind.COTANGENT]
+    return num_bytes(residuals), num_bytes(inputs)
 
 
 def _find_residuals(values: Iterable[ProgramValue]) -> set[int]:
@@ -481,29 +477,29 @@ def _find_residuals(values: Iterable[ProgramValue]) -> set[int]:
 
 
 def find_copies(traced: TracedPipeline, ipus: Sequence[int]) -> list[list[VariableSpec]]:
-    """Per stage, the variables copied to its device, if the stage is the first there that reads them."""
-    known: set[tuple[str, int]] = set()
-    found = []
+    """The variables copied to each stage's device, if the stage is the first there to read them."""
+    present: set[tuple[str, int]] = set()
+    copies = []
     for stage, ipu in zip(traced.stages, ipus, strict=True):
-        new = [spec for spec in stage.variables if (spec.name, ipu) not in known]
-        found.append([spec for spec in new if ipus[traced.owners[spec.name]] != ipu])
-        known.update((spec.name, ipu) for spec in new)
-    return found
+        new = [spec for spec in stage.variables if (spec.name, ipu) not in present]
+        copies.append([spec for spec in new if ipus[traced.owners[spec.name]] != ipu])
+        present.update((spec.name, ipu) for spec in new)
+    return copies
 
 
 def find_fed(
     traced: TracedPipeline, programs: Sequence[StagePrograms], ipus: Sequence[int], first: int = 0
 ) -> dict[int, list[Any]]:
     """Finds shapes and dtypes of a micro-batch's leaves, by the device that reads them."""
-    read: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
-    read[ipus[-1]].update(traced.outputs)  # outputs are collected where the last stage is
-    for ipu, stage, own in zip(ipus, traced.stages, programs, strict=True):
-        read[ipu] |= read_sources(stage, own.forward, *own.backwards)
+    sources: dict[int, set[Source]] = {ipu: set() for ipu in ipus}
+    sources[ipus[-1]].update(traced.outputs)  # outputs are collected where the last stage is
+    for ipu, stage, stage_programs in zip(ipus, traced.stages, programs, strict=True):
+        sources[ipu] |= read_sources(stage, stage_programs.forward, *stage_programs.backwards)
 
     def is_fed(source: Source) -> bool:
         return source.kind == "element" and source.index >= first
 
-    return {ipu: [traced.aval(source) for source in found if is_fed(source)] for ipu, found in read.items()}
+    return {ipu: list(map(traced.aval, filter(is_fed, group))) for ipu, group in sources.items()}
 
 
 def plan_ipus(
@@ -517,10 +513,10 @@ def plan_ipus(
     """Plans what each device takes."""
     traced, updates = placement.traced, placement.updates
     ipus = [group.ipu for group in placement.groups]
-    held: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, device, and whether it is in host memory
+    avals: dict[tuple[str, int, bool], list[Any]] = {}  # by kind, device, and whether it is in host memory
 
     def add(kind: str, stage: int, is_offloaded: bool, aval: Any) -> None:
-        held.setdefault((kind, ipus[stage], is_offloaded), []).append(aval)
+        avals.setdefault((kind, ipus[stage], is_offloaded), []).append(aval)
 
     for name in traced.variables:
         add("variables", traced.owners[name], name in placement.offloaded, placement.part_of_variable(name))
@@ -537,7 +533,7 @@ def plan_ipus(
             add("accumulators", stage, placement.offloads_accumulators, aval)
 
     def size(kind: str, ipu: int, is_offloaded: bool = False) -> int:
-        return num_bytes(held.get((kind, ipu, is_offloaded), ()))
+        return num_bytes(avals.get((kind, ipu, is_offloaded), ()))
 
     def of_micro_batches(ipu: int) -> int:
         return brought[ipu].num_activation_bytes if ipu in brought else activations.get(ipu, 0)

@@ -37,8 +37,8 @@ class Visit:
 
 
 @dataclass(frozen=True, eq=False)
-class _Made:
-    """Where a value comes from: a result of a program that was evaluated."""
+class _Maker:
+    """The program that made a value, evaluated, and the place among its results."""
 
     program: Program
     evaluated: Evaluated
@@ -49,17 +49,17 @@ class _Made:
         return has_nan(self.evaluated.results[self.place])
 
 
-_Makers: TypeAlias = "dict[Any, _Made]"  # by `Binding` or `UpdateValue`
+_Makers: TypeAlias = "dict[Any, _Maker]"  # by `Binding` or `UpdateValue`
 
 
 class OpByOp:
-    """Has the programs of a plan evaluated."""
+    """Evaluates the programs of a plan, an operation at a time."""
 
     def __init__(self, layout: Layout, collected: Sequence[Source], has_nan_checks: bool) -> None:
         """Computes nothing yet."""
         self._layout, self._has_nan_checks = layout, has_nan_checks
         loss, group = layout.whole.traced.loss, layout.whole.groups[-1]
-        self._wanted = [
+        self._results = [
             source_at(source, group, 0).what for source in (*([] if loss is None else [loss]), *collected)
         ]
         self._flat: dict[Program, FlatJaxpr] = {}
@@ -68,27 +68,29 @@ class OpByOp:
         self._num_done = self._num_each = self._num_all = 0  # programs
 
     def link(self, plan: Plan, linked: Sequence[list[Linked]]) -> list[list[Linked]]:
-        """The same blocks, whose programs are evaluated."""
-        numbers = [number for one, number in plan.instructions() if _is_evaluated(one)]
+        """Returns the same blocks, with programs that are evaluated."""
+        numbers = [number for instruction, number in plan.instructions() if _is_evaluated(instruction)]
         self._num_each, self._num_all = numbers.count(0), len(numbers)
-        known: dict[Numbered, list[Linked]] = {}
+        blocks: dict[Numbered, list[Linked]] = {}
         for numbered, block in zip(plan.blocks, linked, strict=True):
-            if numbered not in known:
-                known[numbered] = [
-                    (functools.partial(self._run, one), *own[1:]) if _is_evaluated(one) else own
-                    for one, own in zip(numbered.instructions, block, strict=True)
+            if numbered not in blocks:
+                blocks[numbered] = [
+                    (functools.partial(self._run, instruction), *entry[1:])
+                    if _is_evaluated(instruction)
+                    else entry
+                    for instruction, entry in zip(numbered.instructions, block, strict=True)
                 ]
-        return [known[numbered] for numbered in plan.blocks]
+        return [blocks[numbered] for numbered in plan.blocks]
 
-    def _run(self, one: Instruction, *arguments: Any) -> list[Any]:
-        program = one.program
+    def _run(self, instruction: Instruction, *arguments: Any) -> list[Any]:
+        program = instruction.program
         assert program is not None
         if program not in self._flat:
             self._flat[program] = flatten(jax.make_jaxpr(program.source)(*arguments))
         evaluated = evaluate(self._flat[program], arguments)
         results = _place(program, evaluated.results)
         if self._has_nan_checks:
-            self._note(program, one.replica, evaluated)
+            self._note(program, instruction.replica, evaluated)
         return results
 
     # Nans.
@@ -98,7 +100,7 @@ class OpByOp:
         makers = self._of_update if program.kind is None else self._of_replicas[replica]
         for place, bound in enumerate(program.results):
             for name in [bound] if program.kind is None else bound:
-                makers[name] = _Made(program, evaluated, place)
+                makers[name] = _Maker(program, evaluated, place)
         self._num_done += 1
         number, num_left = divmod(self._num_done, self._num_each)
         if program.kind is not None and num_left == 0:
@@ -112,7 +114,7 @@ class OpByOp:
         for replica, makers in enumerate(self._of_replicas):
             enqueued = sorted(name for name in makers if name.kind is BindingKind.ENQUEUED)
             state = [n for n in makers if n.kind in (BindingKind.ACCUMULATOR, BindingKind.ASSIGNED)]
-            for name in (*self._wanted, *enqueued, *state):
+            for name in (*self._results, *enqueued, *state):
                 if name in makers and makers[name].has_nan:
                     where = f"micro-batch {number * num_replicas + replica}"
                     raise self._explain(
@@ -121,27 +123,27 @@ class OpByOp:
             makers.clear()
 
     def _explain(self, name: Binding, makers: _Makers, where: str) -> FloatingPointError:
-        made, cause = _follow(name, makers, lambda name: name.kind is BindingKind.ACCUMULATOR)
-        if made is None:
+        maker, cause = _follow(name, makers, lambda name: name.kind is BindingKind.ACCUMULATOR)
+        if maker is None:
             return FloatingPointError(
                 f"A nan came with {_describe(cause)}; found in {where}, before any operation made one."
             )
-        stage = self._layout.whole.traced.stages[made.program.stage]
+        stage = self._layout.whole.traced.stages[maker.program.stage]
         # The last stage does its backward with its forward.
-        is_backward = made.program.kind is not ActionKind.FORWARD or _is_of_backward(cause)
+        is_backward = maker.program.kind is not ActionKind.FORWARD or _is_of_backward(cause)
         return _make_error(cause, f"{stage.place}, {'backward' if is_backward else 'forward'}, {where}")
 
     def _check_update(self) -> None:
         """Raises if what a weight update leaves has a nan."""
-        wanted = (UpdateKind.PARAMETER, UpdateKind.STATE, UpdateKind.ENQUEUED)
-        for value, made in self._of_update.items():
-            if value.kind in wanted and made.has_nan:
+        kinds = (UpdateKind.PARAMETER, UpdateKind.STATE, UpdateKind.ENQUEUED)
+        for value, maker in self._of_update.items():
+            if value.kind in kinds and maker.has_nan:
                 raise self._explain_update(value)
 
     def _explain_update(self, value: UpdateValue) -> FloatingPointError:
         of = self._describe_update(value)
-        made, cause = _follow(value, self._of_update, lambda value: value.kind != UpdateKind.SENT)
-        if made is not None:
+        maker, cause = _follow(value, self._of_update, lambda value: value.kind != UpdateKind.SENT)
+        if maker is not None:
             return _make_error(cause, f"the weight update of {of}")
         return FloatingPointError(
             f"A nan came with {self._describe_update(cause)} to the weight update of {of}."
@@ -171,39 +173,40 @@ def find_nans(progress: Progress) -> str:
     named += [(f"variable {name}", value) for name, value in state.variables.items()]
     named += [("the optimizer's state", leaf) for leaf in jax.tree.leaves(state.optimizer_state)]
     is_nan = [
-        (what, jnp.isnan(value).any())
-        for what, value in named
+        (name, jnp.isnan(value).any())
+        for name, value in named
         if value is not None and jnp.issubdtype(value.dtype, jnp.inexact)
     ]  # all are started before the first one is waited for
-    return next((what for what, answer in is_nan if answer), "")
+    return next((name for name, answer in is_nan if answer), "")
 
 
-def _is_evaluated(one: Instruction) -> bool:
+def _is_evaluated(instruction: Instruction) -> bool:
     """Whether an instruction runs a program of a stage or update, not one that passes put between."""
-    return one.program is not None and bool(one.program.results)
+    return instruction.program is not None and bool(instruction.program.results)
 
 
 def _place(program: Program, results: Sequence[Any]) -> list[Any]:
     """Puts results where the program would; copies, as programs that follow may take their memory."""
-    given, group = program.shardings, program.group
-    shardings = given if isinstance(given, (list, tuple)) else [given] * len(results)
+    shardings, group = program.shardings, program.group
+    if not isinstance(shardings, (list, tuple)):
+        shardings = [shardings] * len(results)
     return [
         put([result], group)[0] if sharding is None else jax.device_put(result, sharding, may_alias=False)
         for result, sharding in zip(results, shardings, strict=True)
     ]
 
 
-def _follow(name: Any, makers: _Makers, is_given: Callable[[Any], bool]) -> tuple[_Made | None, Any]:
+def _follow(name: Any, makers: _Makers, is_given: Callable[[Any], bool]) -> tuple[_Maker | None, Any]:
     """Goes back from a nan to who made it, and the equation; None for that of a constant.
 
     If it was there before, returns None and its name.
     """
     while name in makers:
-        made = makers[name]
-        origin = find_nan(made.evaluated, made.evaluated.flat.outputs[made.place])
+        maker = makers[name]
+        origin = find_nan(maker.evaluated, maker.evaluated.flat.outputs[maker.place])
         if origin.equation is not None or origin.argument < 0:
-            return made, origin.equation
-        name = made.program.binds[origin.argument]
+            return maker, origin.equation
+        name = maker.program.binds[origin.argument]
         if is_given(name):
             break
     return None, name
@@ -222,7 +225,7 @@ def _make_error(equation: Any, place: str) -> FloatingPointError:
 
 
 def _describe(binding: Binding) -> str:
-    """What a nan came with that no operation of the step made."""
+    """Describes the value that brought a nan into a step."""
     if binding.kind is BindingKind.VARIABLE:
         return f"variable {binding.key}"
     if binding.kind is BindingKind.VALUE:

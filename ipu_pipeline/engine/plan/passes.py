@@ -19,9 +19,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.plan import lowering as functions
-from ipu_pipeline.engine.plan.lowering import Code, Key, Layout, Programs, accumulator, assigned
-from ipu_pipeline.engine.plan.plan import ALL, Instruction, Op, Program, Value
+from ipu_pipeline.engine.plan.lowering import (
+    Code,
+    Key,
+    Layout,
+    Programs,
+    accumulator,
+    add_collected,
+    assigned,
+    mean_over_replicas,
+    spread,
+)
+from ipu_pipeline.engine.plan.plan import ALL, Instruction, Op, Program, Value, values_in
 from ipu_pipeline.engine.programs.stage_programs import Binding, BindingKind
 from ipu_pipeline.engine.schedules.timetables import ActionKind
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
@@ -37,13 +46,14 @@ def kind_of(value: Value) -> BindingKind | None:
 def send_results(code: Code, collected: Iterable[Value]) -> Code:
     """Sends what a program makes to the other groups where it is read, once it has been started."""
     readers: dict[Any, dict[DeviceGroup, None]] = {}
-    read = [value for block in code.values() for one in block for value in one.reads]
-    for value in [*read, *collected]:
+    reads = [value for block in code.values() for instruction in block for value in instruction.reads]
+    for value in [*reads, *collected]:
         readers.setdefault(value.what, {})[value.group] = None
-    found: Code = {}
+    new_code: Code = {}
     for key, block in code.items():
         targets: dict[DeviceGroup, list[Value]] = {}
-        for value in [value for one in block for value in one.writes if value.micro_batch != ALL]:
+        written = [v for instruction in block for v in instruction.writes if v.micro_batch != ALL]
+        for value in written:
             for group in readers.get(value.what, ()):
                 if group is not value.group:
                     targets.setdefault(group, []).append(value)
@@ -59,15 +69,15 @@ def send_results(code: Code, collected: Iterable[Value]) -> Code:
             )
             for group, values in targets.items()
         ]
-        found[key] = [*block, *sends]
-    return found
+        new_code[key] = [*block, *sends]
+    return new_code
 
 
 # Collecting.
 
 
 def collect(
-    code: Code, wanted: Sequence[Value], is_summed: bool, size: int | None, programs: Programs, last: Key
+    code: Code, values: Sequence[Value], is_summed: bool, size: int | None, programs: Programs, last: Key
 ) -> tuple[Code, tuple[Value, ...], dict[int, Value]]:
     """Collects values of each micro-batch, and what stages enqueue.
 
@@ -75,40 +85,37 @@ def collect(
       The code; the registers of sums, or of one list; and by number of the leaf, the lists of what is
       enqueued.
     """
-    found = {key: list(block) for key, block in code.items()}
-    kept: tuple[Value, ...] = ()
-    if wanted:
-        (group, replica), made = (wanted[0].group, wanted[0].replica), list(wanted)
+    new_code = {key: list(block) for key, block in code.items()}
+    collection: tuple[Value, ...] = ()
+    if values:
+        (group, replica), entries = (values[0].group, values[0].replica), list(values)
         run = functools.partial(Instruction, Op.RUN, group=group, replica=replica, micro_batch=0)
-        alike = [] if size is None else [place for place, v in enumerate(made) if v.micro_batch == ALL]
+        alike = [] if size is None else [place for place, v in enumerate(entries) if v.micro_batch == ALL]
         if alike:
-            reads = tuple(made[place] for place in alike)
+            reads = tuple(entries[place] for place in alike)
             for place in alike:
-                made[place] = Value(("spread", place), group, replica, 0)
+                entries[place] = Value(("spread", place), group, replica, 0)
             assert size is not None
-            spread = programs.between(group, functions.spread(size), "spread")
-            found[last].append(run(reads, tuple(made[place] for place in alike), program=spread))
+            repeat = programs.between(group, spread(size), "spread")
+            new_code[last].append(run(reads, tuple(entries[place] for place in alike), program=repeat))
         if is_summed:
-            kept = tuple(Value(("sum", place), group, replica) for place in range(len(made)))
-            add = programs.between(group, functions.add_collected, "add", donated=range(len(kept)))
-            found[last].append(run((*kept, *made), kept, program=add))
+            collection = tuple(Value(("sum", place), group, replica) for place in range(len(entries)))
+            add = programs.between(group, add_collected, "add", donated=range(len(collection)))
+            new_code[last].append(run((*collection, *entries), collection, program=add))
         else:
-            kept = (Value(("collected",), group, replica),)
-            found[last].append(
-                Instruction(Op.COLLECT, (*kept, *made), (), group, None, replica, 0, size=size)
+            collection = (Value(("collected",), group, replica),)
+            new_code[last].append(
+                Instruction(Op.COLLECT, (*collection, *entries), (), group, None, replica, 0, size=size)
             )
     lists: dict[int, Value] = {}
-    for block in found.values():
-        for one in list(block):
-            for value in one.writes if one.op in (Op.RUN, Op.SAME) else ():
+    for block in new_code.values():
+        for instruction in list(block):
+            for value in instruction.writes if instruction.op in (Op.RUN, Op.SAME) else ():
                 if kind_of(value) is BindingKind.ENQUEUED:
-                    own = lists[value.what.key] = value._replace(micro_batch=ALL)
-                    block.append(
-                        Instruction(
-                            Op.COLLECT, (own, value), (), value.group, None, value.replica, 0, size=size
-                        )
-                    )
-    return found, kept, lists
+                    enqueued = lists[value.what.key] = value._replace(micro_batch=ALL)
+                    origin = value.group, None, value.replica, 0
+                    block.append(Instruction(Op.COLLECT, (enqueued, value), (), *origin, size))
+    return new_code, collection, lists
 
 
 # Offloading.
@@ -119,30 +126,31 @@ def leave_activations(code: Code) -> Code:
     last: dict[Value, Key] = {}  # -> the last forward that makes or reads it
     read_behind: dict[Value, None] = {}
     for key, block in code.items():
-        for one in block:
+        for instruction in block:
             if key[0] is ActionKind.FORWARD:
-                last.update(dict.fromkeys((*one.reads, *one.writes), key))
+                last.update(dict.fromkeys((*instruction.reads, *instruction.writes), key))
             else:
-                read_behind.update(dict.fromkeys(one.reads))
+                read_behind.update(dict.fromkeys(instruction.reads))
     leaving = {value: last[value] for value in read_behind if value in last and _is_held(value)}
-    found: Code = {}
+    new_code: Code = {}
     for key, block in code.items():
         if key[0] is not ActionKind.FORWARD:
-            block = [one._replace(reads=_send_away(one.reads, leaving)) for one in block]
-        of_groups = _by_group(value for value, own in leaving.items() if own == key)
-        found[key] = [*block, *map(_store, of_groups.values())]
-    return found
+            block = [_read_away(instruction, leaving) for instruction in block]
+        of_groups = _by_group(value for value, last_key in leaving.items() if last_key == key)
+        new_code[key] = [*block, *map(_store, of_groups.values())]
+    return new_code
 
 
-def _send_away(values: Iterable[Value], away: Any) -> tuple[Value, ...]:
-    return tuple([value._replace(is_away=True) if value in away else value for value in values])
+def _read_away(instruction: Instruction, away: Any) -> Instruction:
+    reads = [value._replace(is_away=True) if value in away else value for value in instruction.reads]
+    return instruction._replace(reads=tuple(reads))
 
 
 def _by_group(values: Iterable[Value]) -> dict[DeviceGroup, list[Value]]:
-    found: dict[DeviceGroup, list[Value]] = {}
+    groups: dict[DeviceGroup, list[Value]] = {}
     for value in values:
-        found.setdefault(value.group, []).append(value)
-    return found
+        groups.setdefault(value.group, []).append(value)
+    return groups
 
 
 def _is_held(value: Value) -> bool:
@@ -150,9 +158,10 @@ def _is_held(value: Value) -> bool:
 
 
 def _store(values: Sequence[Value]) -> Instruction:
-    there = tuple(value._replace(is_away=True, copy=0) for value in values)
-    (first, *_rest) = values
-    return Instruction(Op.STORE, tuple(values), there, first.group, None, first.replica, first.micro_batch)
+    targets = tuple(value._replace(is_away=True, copy=0) for value in values)
+    first = values[0]
+    place = first.group, None, first.replica, first.micro_batch
+    return Instruction(Op.STORE, tuple(values), targets, *place)
 
 
 def load_and_store(
@@ -162,55 +171,59 @@ def load_and_store(
     shared: tuple[dict[Value, None], int, Callable[[Value], bool]] | None = None,
 ) -> list[Instruction]:
     """Brings what programs read from host memory, and what they write there back."""
-    found: list[Instruction] = []
-    known, shared_copy, is_shared = shared or ({}, copy, lambda _value: False)
-    for one in block:
-        is_copy_of_update = one.op is Op.SAME and type(one.writes[0].what) is tuple
-        if one.op not in (Op.RUN, Op.JOIN, Op.COLLECT) and not is_copy_of_update:
-            found.append(one)
+    new_code: list[Instruction] = []
+    loaded, shared_copy, is_shared = shared or ({}, copy, lambda _value: False)
+    for instruction in block:
+        is_copy_of_update = instruction.op is Op.SAME and type(instruction.writes[0].what) is tuple
+        if instruction.op not in (Op.RUN, Op.JOIN, Op.COLLECT) and not is_copy_of_update:
+            new_code.append(instruction)
             continue
-        away = {value: there for value in one.reads if (there := home(value)).is_away}
+        away = {value: target for value in instruction.reads if (target := home(value)).is_away}
         changed = {
             value: value._replace(
-                is_away=False, copy=shared_copy if is_shared(value) else copy, micro_batch=one.micro_batch
+                is_away=False,
+                copy=shared_copy if is_shared(value) else copy,
+                micro_batch=instruction.micro_batch,
             )
             for value in away
         }
-        brought = [value for value in away if changed[value] not in known]
-        known.update(dict.fromkeys(changed[value] for value in brought if is_shared(value)))
-        move = functools.partial(one._replace, program=None)
+        brought = [value for value in away if changed[value] not in loaded]
+        loaded.update(dict.fromkeys(changed[value] for value in brought if is_shared(value)))
+        move = functools.partial(instruction._replace, program=None)
         for group, values in _by_group(brought).items():
             reads, writes = tuple(away[v] for v in values), tuple(changed[v] for v in values)
-            found.append(move(op=Op.LOAD, reads=reads, writes=writes, group=group))
-        stored = [value for value in one.writes if home(value).is_away]
+            new_code.append(move(op=Op.LOAD, reads=reads, writes=writes, group=group))
+        stored = [value for value in instruction.writes if home(value).is_away]
         changed |= {value: value._replace(copy=copy) for value in stored if value not in changed}
-        reads, writes = (tuple([changed.get(v, v) for v in some]) for some in (one.reads, one.writes))
-        found.append(one._replace(reads=reads, writes=writes))
+        reads, writes = (
+            tuple([changed.get(v, v) for v in some]) for some in (instruction.reads, instruction.writes)
+        )
+        new_code.append(instruction._replace(reads=reads, writes=writes))
         if stored:
             reads, writes = tuple(changed[v] for v in stored), tuple(map(home, stored))
-            found.append(move(op=Op.STORE, reads=reads, writes=writes, group=reads[0].group))
-    return found
+            new_code.append(move(op=Op.STORE, reads=reads, writes=writes, group=reads[0].group))
+    return new_code
 
 
 def at_home(layout: Layout) -> Callable[[Value], Value]:
     """A function that says where a value lies while no program uses it."""
-    whole = layout.whole
+    placement = layout.whole
 
     def home(value: Value) -> Value:
         kind, what = kind_of(value), value.what
         if value.copy:  # it was brought to the devices
             return value
         if type(what) is tuple:
-            is_result = what[0] == "new" and whole.is_offloaded(what[1])
-            is_zeros = what[0] in ("zeros", "joined zeros") and whole.offloads_accumulators
+            is_result = what[0] == "new" and placement.is_offloaded(what[1])
+            is_zeros = what[0] in ("zeros", "joined zeros") and placement.offloads_accumulators
             return value._replace(is_away=True) if is_result or is_zeros else value
-        if kind is BindingKind.VARIABLE and what.key in whole.offloaded:
-            if value.replica != ALL and what.key in whole.sharded:
+        if kind is BindingKind.VARIABLE and what.key in placement.offloaded:
+            if value.replica != ALL and what.key in placement.sharded:
                 return value  # it is gathered from host memory
             return value._replace(is_away=True, group=layout.home(what.key, value.replica))
-        if kind is BindingKind.ACCUMULATOR and whole.offloads_accumulators:
+        if kind is BindingKind.ACCUMULATOR and placement.offloads_accumulators:
             return value._replace(is_away=True)
-        if isinstance(what, UpdateValue) and what.kind == UpdateKind.STATE and whole.offloads_state:
+        if isinstance(what, UpdateValue) and what.kind == UpdateKind.STATE and placement.offloads_state:
             return value._replace(is_away=True)
         return value
 
@@ -227,34 +240,35 @@ def in_phases(
     offloads: bool,
     home: Callable[[Value], Value],
 ) -> Code:
-    """What a later phase reads waits in host memory, and weights are brought once a phase."""
+    """Stores what a later phase reads in host memory, and brings weights once a phase."""
     phases = list(dict.fromkeys(map(phase_of, code)))
     numbers = {key: phases.index(phase_of(key)) for key in code}
-    left: dict[Value, Key] = {}  # -> the program behind which a value is stored; it stays for its phase
+    stores: dict[Value, Key] = {}  # -> the program behind which a value is stored; it stays for its phase
     for key, block in code.items() if empties or offloads else ():
-        for value in [value for one in block for value in (*one.reads, *one.writes) if _is_held(value)]:
+        for value in filter(_is_held, values_in(block)):
             if empties:
-                left.setdefault(value, key)
+                stores.setdefault(value, key)
             elif key[0] is ActionKind.FORWARD:
-                left[value] = key
-    found: Code = {}
-    read: dict[Value, None] = {}
-    known: dict[int, dict[Value, None]] = {number: {} for number in numbers.values()}
+                stores[value] = key
+    new_code: Code = {}
+    late_reads: dict[Value, None] = {}
+    loaded: dict[int, dict[Value, None]] = {number: {} for number in numbers.values()}
     for place, (key, block) in enumerate(code.items()):
         number, changed = numbers[key], []
-        for one in block:
-            is_reading = one.op is not Op.SEND and (empties or key[0] is not ActionKind.FORWARD)
-            late = [v for v in one.reads if is_reading and number > numbers[left.get(v, key)]]
-            read.update(dict.fromkeys(late))
-            changed.append(one._replace(reads=_send_away(one.reads, late)))
-        shared = known[number], 1000 + number, lambda value: kind_of(value) is BindingKind.VARIABLE
-        found[key] = load_and_store(changed, home, place + 1, shared)
+        for instruction in block:
+            is_reading = instruction.op is not Op.SEND and (empties or key[0] is not ActionKind.FORWARD)
+            late = [v for v in instruction.reads if is_reading and number > numbers[stores.get(v, key)]]
+            late_reads.update(dict.fromkeys(late))
+            changed.append(_read_away(instruction, late))
+        # Numbers of copies: each program's own from 1, those that a phase shares from 1,000.
+        shared = loaded[number], 1000 + number, lambda value: kind_of(value) is BindingKind.VARIABLE
+        new_code[key] = load_and_store(changed, home, place + 1, shared)
     of_programs: dict[tuple[Key, DeviceGroup], list[Value]] = {}
-    for value in read:
-        of_programs.setdefault((left[value], value.group), []).append(value)
+    for value in late_reads:
+        of_programs.setdefault((stores[value], value.group), []).append(value)
     for (key, _group), values in of_programs.items():
-        found[key].append(_store(values))
-    return found
+        new_code[key].append(_store(values))
+    return new_code
 
 
 def end_phase(code: Iterable[Instruction]) -> list[Instruction]:
@@ -265,25 +279,26 @@ def end_phase(code: Iterable[Instruction]) -> list[Instruction]:
 
 def wait_for_updates(code: Sequence[Instruction]) -> list[Instruction]:
     """Waits behind each program of a weight update until few enough are on the devices."""
-    found, made = list[Instruction](), list[Instruction]()
-    for one in code:
-        if one.op is not Op.STORE and any(own.op is Op.RUN for own in made):
-            found += [_note(made, ALL), Instruction(Op.WAIT, (UNDERWAY,), (), None)]
-            made = []
-        found.append(one)
-        made.append(one)
-    return [*found, _note(made, ALL), Instruction(Op.WAIT, (UNDERWAY,), (), None)]
+    new_code, piece = list[Instruction](), list[Instruction]()
+    for instruction in code:
+        if instruction.op is not Op.STORE and any(earlier.op is Op.RUN for earlier in piece):
+            new_code += [_note(piece, ALL), Instruction(Op.WAIT, (UNDERWAY,), (), None)]
+            piece = []
+        new_code.append(instruction)
+        piece.append(instruction)
+    return [*new_code, _note(piece, ALL), Instruction(Op.WAIT, (UNDERWAY,), (), None)]
 
 
 def _note(code: Iterable[Instruction], micro_batch: int) -> Instruction:
     """Notes the last program on each IPU, and what goes to host memory: devices work in order."""
-    made: dict[Any, tuple[Value, ...]] = {}
+    last_writes: dict[Any, tuple[Value, ...]] = {}
     stored: set[Value] = set()  # it is not held on the devices for that
-    for one in code:
-        if one.op in (Op.RUN, Op.STORE):
-            made[one.group if one.op is Op.RUN else one.writes] = one.writes
-            stored.update(one.reads if one.op is Op.STORE else ())
-    values = dict.fromkeys(value for values in made.values() for value in values if value not in stored)
+    for instruction in code:
+        if instruction.op in (Op.RUN, Op.STORE):
+            key = instruction.group if instruction.op is Op.RUN else instruction.writes
+            last_writes[key] = instruction.writes
+            stored.update(instruction.reads if instruction.op is Op.STORE else ())
+    values = dict.fromkeys(v for writes in last_writes.values() for v in writes if v not in stored)
     return Instruction(Op.COLLECT, (UNDERWAY, *values), (), None, micro_batch=micro_batch)
 
 
@@ -296,16 +311,16 @@ def run_together(layout: Layout, codes: Sequence[Code], joint: Mapping[Key, Prog
     `joint`: by kind and stage, programs that run on the devices of all replicas at once. Before a program,
     whole weights are gathered of which replicas have parts.
     """
-    found: Code = {}
+    new_code: Code = {}
     for copy, key in enumerate(codes[0], 1):
-        found[key] = []
-        for own in zip(*(code[key] for code in codes), strict=True):
-            if own[0].op is Op.RUN and layout.whole.sharded:
-                gathered, own = _gather_weights(layout, own, copy)
-                found[key] += gathered
-            is_joint = own[0].op is Op.RUN and own[0].program.kind is not None and key in joint
-            found[key] += _run_jointly(layout, own, joint[key], copy) if is_joint else own
-    return found
+        new_code[key] = []
+        for runs in zip(*(code[key] for code in codes), strict=True):
+            if runs[0].op is Op.RUN and layout.whole.sharded:
+                gathered, runs = _gather_weights(layout, runs, copy)
+                new_code[key] += gathered
+            is_joint = runs[0].op is Op.RUN and runs[0].program.kind is not None and key in joint
+            new_code[key] += _run_jointly(layout, runs, joint[key], copy) if is_joint else runs
+    return new_code
 
 
 def _gather_weights(
@@ -320,18 +335,18 @@ def _gather_weights(
     if not places:
         return [], tuple(runs)
     parts = [home(_whole_variable(layout, runs[0].reads[place].what.key)) for place in places]
-    whole = tuple(value._replace(is_away=False, micro_batch=0, copy=copy) for value in parts)
-    own = [[one.reads[p]._replace(micro_batch=0, copy=copy) for p in places] for one in runs]
+    gathered = tuple(value._replace(is_away=False, micro_batch=0, copy=copy) for value in parts)
+    replica_values = [[run.reads[p]._replace(micro_batch=0, copy=copy) for p in places] for run in runs]
     changed = []
-    for one, values in zip(runs, own, strict=True):
-        reads = list(one.reads)
+    for run, values in zip(runs, replica_values, strict=True):
+        reads = list(run.reads)
         for place, value in zip(places, values, strict=True):
             reads[place] = value
-        changed.append(one._replace(reads=tuple(reads)))
-    group, split = parts[0].group, tuple(v for some in zip(*own, strict=True) for v in some)
+        changed.append(run._replace(reads=tuple(reads)))
+    group, split = parts[0].group, tuple(v for some in zip(*replica_values, strict=True) for v in some)
     return [
-        Instruction(Op.GATHER, tuple(parts), whole, group, micro_batch=0),
-        Instruction(Op.SPLIT, whole, split, group, micro_batch=0),
+        Instruction(Op.GATHER, tuple(parts), gathered, group, micro_batch=0),
+        Instruction(Op.SPLIT, gathered, split, group, micro_batch=0),
     ], tuple(changed)
 
 
@@ -348,7 +363,7 @@ def _run_jointly(
         return tuple(Value((name, place), group, micro_batch=0, copy=copy) for place in range(len(values)))
 
     def parts(of: str) -> tuple[Value, ...]:
-        return tuple(v for some in zip(*(getattr(one, of) for one in runs), strict=True) for v in some)
+        return tuple(v for some in zip(*(getattr(run, of) for run in runs), strict=True) for v in some)
 
     reads, writes = joined("joint argument", runs[0].reads), joined("joint result", runs[0].writes)
     join = Instruction(Op.JOIN, parts("reads"), reads, group, micro_batch=0)
@@ -367,70 +382,71 @@ def reduce(
     Returns:
       By group, the instructions; by key, the means; and by variable, what was assigned.
     """
-    whole, replicas, home = layout.whole, range(layout.num_replicas), at_home(layout)
+    placement, replicas, home = layout.whole, range(layout.num_replicas), at_home(layout)
     code: dict[DeviceGroup, list[Instruction]] = {}
     means: dict[str, Value] = {}
     joined: dict[str, Value] = {}
-    for group in dict.fromkeys(whole.groups):
-        own = [key for key in keys if whole.groups[layout.stage_of(key)] is group]
-        given = [name for name in names if layout.home(name) is group]
-        parts = [[accumulator(layout, key, replica) for replica in replicas] for key in own]
-        parts += [[assigned(layout, name, replica) for replica in replicas] for name in given]
+    for group in dict.fromkeys(placement.groups):
+        group_keys = [key for key in keys if placement.groups[layout.stage_of(key)] is group]
+        group_names = [name for name in names if layout.home(name) is group]
+        parts = [[accumulator(layout, key, replica) for replica in replicas] for key in group_keys]
+        parts += [[assigned(layout, name, replica) for replica in replicas] for name in group_names]
         if not parts:
             continue
-        whats = [*(("mean", key) for key in own), *(("assigned", name) for name in given)]
-        reads = tuple(Value(("joined", *what), group) for what in whats)
+        labels = [*(("mean", key) for key in group_keys), *(("assigned", name) for name in group_names)]
+        reads = tuple(Value(("joined", *label), group) for label in labels)
         code[group] = [Instruction(Op.JOIN, tuple(v for some in parts for v in some), reads, group)]
         if not layout.joins_assigned:
-            joined.update(zip(given, reads[len(own) :], strict=True))
-            given, reads, whats = [], reads[: len(own)], whats[: len(own)]
+            joined.update(zip(group_names, reads[len(group_keys) :], strict=True))
+            group_names, reads, labels = [], reads[: len(group_keys)], labels[: len(group_keys)]
         if not reads:
             continue
-        writes = tuple(Value(what, group) for what in whats)
-        zeros = tuple(Value(("joined zeros", key), group) for key in own)
-        means.update(zip(own, writes, strict=False))
-        joined.update(zip(given, writes[len(own) :], strict=True))
-        variables = [*map(layout.variable_of, own), *given]
-        lie = [whole.sharding_in_program(name, group) for name in variables]
-        mesh, partitions = group.replicated.mesh, tuple(one.spec for one in lie)
-        function = functions.mean_over_replicas(mesh, partitions, len(own))
-        shardings = [*lie, *lie[: len(own)]]
-        program = programs.between(group, function, "join_parts", shardings, range(len(own)))
+        writes = tuple(Value(label, group) for label in labels)
+        zeros = tuple(Value(("joined zeros", key), group) for key in group_keys)
+        means.update(zip(group_keys, writes, strict=False))
+        joined.update(zip(group_names, writes[len(group_keys) :], strict=True))
+        variables = [*map(layout.variable_of, group_keys), *group_names]
+        lie = [placement.sharding_in_program(name, group) for name in variables]
+        mesh, partitions = group.replicated.mesh, tuple(sharding.spec for sharding in lie)
+        function = mean_over_replicas(mesh, partitions, len(group_keys))
+        shardings = [*lie, *lie[: len(group_keys)]]
+        program = programs.between(group, function, "join_parts", shardings, range(len(group_keys)))
         code[group].append(Instruction(Op.RUN, reads, (*writes, *zeros), group, program))
-        if own:
-            back = tuple(home(value) for some in parts[: len(own)] for value in some)
+        if group_keys:
+            back = tuple(home(value) for some in parts[: len(group_keys)] for value in some)
             split = Instruction(Op.SPLIT, tuple(map(home, zeros)), back, group)
             code[group].append(split)
     return code, means, joined
 
 
 def replica_parts(layout: Layout, code: Iterable[Instruction]) -> list[Instruction]:
-    """What comes first: each replica's part of the variables, and copies of those that stages share."""
-    found: list[Instruction] = []
-    needed: dict[tuple[str, bool], None] = {}  # variables of replicas, and whether in host memory
-    sends, same = list[Instruction](), list[Instruction]()
-    for value in dict.fromkeys(value for one in code for value in one.reads):
+    """Makes what comes first: each replica's part of the variables, and copies of shared ones."""
+    splits: list[Instruction] = []
+    replica_variables: dict[tuple[str, bool], None] = {}  # names, and whether in host memory
+    sends, renames = list[Instruction](), list[Instruction]()
+    for value in dict.fromkeys(value for instruction in code for value in instruction.reads):
         kind, what = kind_of(value), value.what
         if kind is BindingKind.ASSIGNED:
-            own = value._replace(what=Binding(BindingKind.VARIABLE, what.key))
-            same.append(Instruction(Op.SAME, (own,), (value,), value.group, None, value.replica))
+            variable = value._replace(what=Binding(BindingKind.VARIABLE, what.key))
+            renames.append(Instruction(Op.SAME, (variable,), (value,), value.group, None, value.replica))
         elif kind is BindingKind.VARIABLE and value.replica != ALL and not value.copy:
-            own = value
+            variable = value
         else:
             continue
         home = layout.home(what.key, value.replica)
-        needed[what.key, own.is_away] = None
-        if own.group is not home:
-            here = own._replace(group=home)
-            sends.append(Instruction(Op.SEND, (here,), (own,), own.group, None, own.replica))
-    for name, is_away in needed:
+        replica_variables[what.key, variable.is_away] = None
+        if variable.group is not home:
+            home_value = variable._replace(group=home)
+            place = variable.group, None, variable.replica
+            sends.append(Instruction(Op.SEND, (home_value,), (variable,), *place))
+    for name, is_away in replica_variables:
         source = _whole_variable(layout, name)._replace(is_away=is_away)
         parts = tuple(
             Value(source.what, layout.home(name, replica), replica, is_away=is_away)
             for replica in range(layout.num_replicas)
         )
-        found.append(Instruction(Op.SPLIT if len(parts) > 1 else Op.SAME, (source,), parts, source.group))
-    return [*found, *sends, *same]
+        splits.append(Instruction(Op.SPLIT if len(parts) > 1 else Op.SAME, (source,), parts, source.group))
+    return [*splits, *sends, *renames]
 
 
 # The weight update.
@@ -438,33 +454,33 @@ def replica_parts(layout: Layout, code: Iterable[Instruction]) -> list[Instructi
 
 def place_update(layout: Layout, code: Sequence[Instruction]) -> list[Instruction]:
     """Brings what the programs of a weight update read to their groups, once for all programs there."""
-    whole, home, found = layout.whole, at_home(layout), list[Instruction]()
-    there: set[Value] = set()
+    placement, home, new_code = layout.whole, at_home(layout), list[Instruction]()
+    arrived: set[Value] = set()
 
     def is_apart(value: Value) -> bool:
         of_state = isinstance(value.what, UpdateValue) and value.what.kind == UpdateKind.STATE
-        of_variable = kind_of(value) is BindingKind.VARIABLE and value.what.key in whole.sharded
-        return (of_state and whole.shards_state) or of_variable
+        of_variable = kind_of(value) is BindingKind.VARIABLE and value.what.key in placement.sharded
+        return (of_state and placement.shards_state) or of_variable
 
-    for one in code:
-        if one.op is not Op.RUN:
-            found.append(one)
+    for instruction in code:
+        if instruction.op is not Op.RUN:
+            new_code.append(instruction)
             continue
-        reads, sent = list(one.reads), list[int]()
-        for place, value in enumerate(one.reads):
-            if value.group is one.group:
+        reads, sent = list(instruction.reads), list[int]()
+        for place, value in enumerate(instruction.reads):
+            if value.group is instruction.group:
                 continue
-            reads[place] = value._replace(group=one.group, is_away=False, copy=1)
-            if reads[place] not in there:
-                there.add(reads[place])
+            reads[place] = value._replace(group=instruction.group, is_away=False, copy=1)
+            if reads[place] not in arrived:
+                arrived.add(reads[place])
                 sent.append(place)
-        sources = [home(one.reads[place]) for place in sent]
+        sources = [home(instruction.reads[place]) for place in sent]
         for number, value in enumerate(sources):
             if is_apart(value):
                 sources[number] = value._replace(is_away=False, copy=2)
-                found.append(Instruction(Op.GATHER, (value,), (sources[number],), value.group))
+                new_code.append(Instruction(Op.GATHER, (value,), (sources[number],), value.group))
         if sent:
             copies = tuple(reads[place] for place in sent)
-            found.append(Instruction(Op.SEND, tuple(sources), copies, one.group))
-        found.append(one._replace(reads=tuple(reads)))
-    return found
+            new_code.append(Instruction(Op.SEND, tuple(sources), copies, instruction.group))
+        new_code.append(instruction._replace(reads=tuple(reads)))
+    return new_code

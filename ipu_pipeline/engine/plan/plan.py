@@ -10,28 +10,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-# A step as data: blocks of instructions over numbered registers.
-#
 #     schedule, traced stages, layout
-#             |  lowering                 the code of one micro-batch, and of the weight update
+#             |  lowering           the code of one micro-batch, and of the weight update, over named values
+#             |  passes             sends, offloading, replicas, sharding, phases
 #             v
-#     instructions over named values
-#             |  passes                   sends, offloading, replicas, sharding, phases
+#     Maker                         blocks along the schedule
+#             |  Registers          numbers, and when each register is free
 #             v
-#     making                              blocks along the schedule
-#             |  registers                numbers, and when each register is free
-#             v
-#           Plan  ->  readers             run, compile, watch, op by op, memory, times, describe
+#           Plan  ->  readers       run, compilation, op_by_op, memory, describe
 #
 # Before they are numbered, instructions read and write `Value`s, which are names; behind that, numbers of
-# registers. A register is free behind the last instruction that uses it: nothing else says how long an
-# array lives. Where all is on one device, its code becomes one program (`readers.in_trace`).
+# registers. The name of a register says what it holds and where, so that a pass needs no context. A
+# register is free behind the last instruction that uses it: nothing else says how long an array lives.
+# All that a program takes is a register, so that the loop that runs a step has no branch, and unused
+# features cost nothing. Where all is on one device, its code becomes one program (`traced_code`).
 
 ALL = -1  # in place of a replica, micro-batch or frame: what is one for all of them
 
 
 class Group(Protocol):
-    """What a plan knows of a group of devices."""
+    """A group of devices, as plans know it."""
 
     @property
     def ipu(self) -> int:
@@ -39,7 +37,7 @@ class Group(Protocol):
 
 
 class Op(enum.IntEnum):
-    """What an instruction does."""
+    """The operation of an instruction."""
 
     FEED = 0  # a replica's next micro-batch comes from the feed to the groups that read it
     COUNT = 1  # the number of the micro-batch comes to the groups that read it
@@ -123,12 +121,13 @@ class Numbered:
         """The instructions, over registers."""
         pairs = zip(self.block.code, self.registers, strict=True)
         return tuple(
-            one._replace(reads=reads, writes=writes, frees=frees) for one, (reads, writes, frees) in pairs
+            instruction._replace(reads=reads, writes=writes, frees=frees)
+            for instruction, (reads, writes, frees) in pairs
         )
 
 
 class Results(NamedTuple):
-    """What a step leaves: values, and once they are numbered, registers."""
+    """The results of a step: values, and once they are numbered, registers."""
 
     variables: Mapping[str, Any]  # those that change, by full name
     leaves: Sequence[Any]  # of the optimizer's state
@@ -153,16 +152,15 @@ class Plan:
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
         """All instructions, each with the number of its micro-batch."""
-        known = {numbered: numbered.instructions for numbered in dict.fromkeys(self.blocks)}
+        by_block = {numbered: numbered.instructions for numbered in dict.fromkeys(self.blocks)}
         for numbered, micro_batch in zip(self.blocks, self.micro_batches, strict=True):
-            for one in known[numbered]:
-                yield one, micro_batch
+            for instruction in by_block[numbered]:
+                yield instruction, micro_batch
 
 
-# Gives the values of a step numbers, and finds when each register is free.
-#
-# A micro-batch's registers are its frame, which another micro-batch takes over once it is complete. So a
-# plan has as many registers, and as many different instructions, as the micro-batches in flight need.
+# Registers. Those of a micro-batch are its frame, which another micro-batch takes over once it is
+# complete. So a plan has as many registers, and as many different instructions, as the micro-batches in
+# flight need: for 64 stages and 4,096 micro-batches it is made in 0.5 s, with 23 MiB.
 
 _Frees: TypeAlias = "tuple[tuple[Value, ...], ...]"  # by instruction, what is not used behind it
 
@@ -227,26 +225,26 @@ class Registers:
 
     def _make_plan(self, laid: Laid, num_kept: int, results: Results) -> Plan:
         blocks, numbers = laid.blocks, laid.numbers
-        used = self._number_micro_batches(laid)
+        distinct = self._number_micro_batches(laid)
         shared = dict.fromkeys(
-            value for block in used for value in _used(block) if value.micro_batch == ALL
+            value for block in distinct for value in values_in(block.code) if value.micro_batch == ALL
         )
-        left = set(values_of(results))
+        live = set(values_of(results))
 
         def number_once(begin: int, stop: int) -> None:
             for place in reversed(range(begin, stop)):
                 if numbers[place] == ALL:
-                    blocks[place] = self._number(blocks[place], ALL, _find_frees(blocks[place], left))
+                    blocks[place] = self._number(blocks[place], ALL, _find_frees(blocks[place], live))
 
         number_once(num_kept, len(blocks))
         # What micro-batches use stays until all of them are complete.
-        end = self._number(_END, ALL, (tuple(value for value in shared if value not in left),))
-        left.update(shared)
+        end = self._number(_END, ALL, (tuple(value for value in shared if value not in live),))
+        live.update(shared)
         number_once(0, num_kept)
         laid.insert(num_kept, end)
         left_behind: Results = _map(self.find, results)
-        given = self._find_given(blocks, left_behind)
-        return Plan(blocks, numbers, num_kept + 1, given, left_behind, self.names)
+        inputs = self._find_inputs(blocks, left_behind)
+        return Plan(blocks, numbers, num_kept + 1, inputs, left_behind, self.names)
 
     def _number_micro_batches(self, laid: Laid) -> Collection[Block]:
         """Numbers the blocks of micro-batches. Returns the different ones."""
@@ -257,14 +255,14 @@ class Registers:
                 if number not in courses:
                     courses[number] = array.array("i")
                 courses[number].append(place)
-        taken: list[tuple[int, int, Any]] = []  # frames in use: end, number and scope
+        frames: list[tuple[int, int, Any]] = []  # frames in use: end, number and scope
         free: dict[Any, list[int]] = {}
         counts: dict[Any, int] = {}
-        used: dict[Block, None] = {}
-        known: dict[tuple[Any, ...], list[Numbered]] = {}
-        for places in sorted(courses.values(), key=lambda own: own[0]):
-            while taken and taken[0][0] < places[0]:
-                _end, frame, scope = heapq.heappop(taken)
+        distinct: dict[Block, None] = {}
+        by_course: dict[tuple[Any, ...], list[Numbered]] = {}
+        for places in sorted(courses.values(), key=lambda course_places: course_places[0]):
+            while frames and frames[0][0] < places[0]:
+                _end, frame, scope = heapq.heappop(frames)
                 heapq.heappush(free[scope], frame)
             course = tuple([blocks[place] for place in places])
             scope = course[0].scope
@@ -272,82 +270,85 @@ class Registers:
                 frame = heapq.heappop(free[scope])
             else:
                 frame = counts[scope] = counts.get(scope, -1) + 1
-            heapq.heappush(taken, (places[-1], frame, scope))
-            own = known.get((course, frame))
-            if own is None:
-                used.update(dict.fromkeys(course))
+            heapq.heappush(frames, (places[-1], frame, scope))
+            numbered_blocks = by_course.get((course, frame))
+            if numbered_blocks is None:
+                distinct.update(dict.fromkeys(course))
                 pairs = zip(course, self._find_course(course), strict=True)
-                own = [self._number(block, (scope, frame), frees) for block, frees in pairs]
-                known[course, frame] = own
-            for place, numbered in zip(places, own, strict=True):
+                numbered_blocks = [self._number(block, (scope, frame), frees) for block, frees in pairs]
+                by_course[course, frame] = numbered_blocks
+            for place, numbered in zip(places, numbered_blocks, strict=True):
                 blocks[place] = numbered
-        return used
+        return distinct
 
     def _find_course(self, course: tuple[Block, ...]) -> list[_Frees]:
-        """What each block frees, where a micro-batch's blocks have this order."""
-        found = self._courses.get(course)
-        if found is None:
-            left, written = set[Value](), set[Value]()
-            for one in (one for block in course for one in block.code):
-                for value in one.reads:
+        """The values that each block frees, where a micro-batch's blocks have this order."""
+        frees = self._courses.get(course)
+        if frees is None:
+            live, written = set[Value](), set[Value]()
+            for instruction in (instruction for block in course for instruction in block.code):
+                for value in instruction.reads:
                     if value.micro_batch != ALL and value not in written:
-                        raise AssertionError(f"{one} reads {value}, which nothing has written.")
-                written.update(one.writes)
-            backwards = [_find_frees(block, left, 0) for block in reversed(course)]
-            found = self._courses[course] = list(reversed(backwards))
-        return found
+                        raise AssertionError(f"{instruction} reads {value}, which nothing has written.")
+                written.update(instruction.writes)
+            backwards = [_find_frees(block, live, 0) for block in reversed(course)]
+            frees = self._courses[course] = list(reversed(backwards))
+        return frees
 
     def _number(self, block: Block, frame: Any, frees: _Frees) -> Numbered:
         frees = self._frees.setdefault(frees, frees)
         key = block, frame, id(frees)
-        found = self._numbered.get(key)
-        if found is None:
+        result = self._numbered.get(key)
+        if result is None:
             numbered = []
-            for one, values in zip(block.code, frees, strict=True):
-                _check_places(one)
-                reads, writes, own = (
+            for instruction, values in zip(block.code, frees, strict=True):
+                _check_places(instruction)
+                reads, writes, freed = (
                     tuple([self.find(value, frame) for value in some])
-                    for some in (one.reads, one.writes, values)
+                    for some in (instruction.reads, instruction.writes, values)
                 )
-                numbered.append((reads, writes, own))
-            found = self._numbered[key] = Numbered(block, frame, tuple(numbered))
-        return found
+                numbered.append((reads, writes, freed))
+            result = self._numbered[key] = Numbered(block, frame, tuple(numbered))
+        return result
 
-    def _find_given(self, blocks: Sequence[Numbered], results: Results) -> dict[int, Value]:
+    def _find_inputs(self, blocks: Sequence[Numbered], results: Results) -> dict[int, Value]:
         """The registers that are read, or left, before they are written."""
-        written, given = set[int](), dict[int, None]()
-        for reads, writes, _frees in (own for one in dict.fromkeys(blocks) for own in one.registers):
-            given.update(dict.fromkeys(register for register in reads if register not in written))
+        written, inputs = set[int](), dict[int, None]()
+        for reads, writes, _frees in (
+            registers for numbered in dict.fromkeys(blocks) for registers in numbered.registers
+        ):
+            inputs.update(dict.fromkeys(register for register in reads if register not in written))
             written.update(writes)
-        given.update(dict.fromkeys(register for register in values_of(results) if register not in written))
-        return {register: self.names[register] for register in given}
+        inputs.update(dict.fromkeys(register for register in values_of(results) if register not in written))
+        return {register: self.names[register] for register in inputs}
 
 
-def _used(block: Block) -> Iterator[Value]:
-    for one in block.code:
-        yield from one.reads
-        yield from one.writes
+def values_in(code: Iterable[Instruction]) -> Iterator[Value]:
+    """The values that instructions read and write."""
+    for instruction in code:
+        yield from instruction.reads
+        yield from instruction.writes
 
 
-def _find_frees(block: Block, left: set[Value], micro_batch: int = ALL) -> _Frees:
-    """What is not used behind each instruction; `left` has what is used behind the block, and gets more."""
+def _find_frees(block: Block, live: set[Value], micro_batch: int = ALL) -> _Frees:
+    """The values not used behind each instruction; `live`: those used behind the block, extended."""
     frees = []
-    for one in reversed(block.code):
+    for instruction in reversed(block.code):
         free = [
             value
-            for value in dict.fromkeys((*one.reads, *one.writes))
-            if value.micro_batch == micro_batch and value not in left
+            for value in dict.fromkeys((*instruction.reads, *instruction.writes))
+            if value.micro_batch == micro_batch and value not in live
         ]
-        left.update(free)
+        live.update(free)
         frees.append(tuple(free))
     return tuple(reversed(frees))
 
 
-def _check_places(one: Instruction) -> None:
+def _check_places(instruction: Instruction) -> None:
     """Raises an AssertionError if a program does not find what it reads on its devices."""
-    for value in one.reads if one.op is Op.RUN else ():
-        if value.is_away or value.group is not one.group:
-            raise AssertionError(f"{one} reads {value}, which is elsewhere.")
+    for value in instruction.reads if instruction.op is Op.RUN else ():
+        if value.is_away or value.group is not instruction.group:
+            raise AssertionError(f"{instruction} reads {value}, which is elsewhere.")
 
 
 def _map(function: Callable[[Any], Any], part: Any) -> Any:
@@ -355,8 +356,8 @@ def _map(function: Callable[[Any], Any], part: Any) -> Any:
     if isinstance(part, Value):
         return function(part)
     if isinstance(part, Mapping):
-        return {key: _map(function, own) for key, own in part.items()}
-    parts = [_map(function, own) for own in part]
+        return {key: _map(function, item) for key, item in part.items()}
+    parts = [_map(function, item) for item in part]
     return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
 
 
@@ -365,14 +366,11 @@ def values_of(part: Any) -> Iterator[Any]:
     if isinstance(part, (Value, int)):
         yield part
     else:
-        for own in part.values() if isinstance(part, Mapping) else part:
-            yield from values_of(own)
+        for item in part.values() if isinstance(part, Mapping) else part:
+            yield from values_of(item)
 
 
-# Readers of plans: each gives the same instructions another meaning.
-
-
-# What a plan does, in words: a line for each block.
+# Plans as text.
 
 
 def describe(plan: Plan) -> str:
@@ -387,17 +385,17 @@ def describe(plan: Plan) -> str:
         if isinstance(name, tuple):
             name = f"{name[0].letter}{name[1]}"
         number = "" if micro_batch == ALL else f"{'.' if len(name) == 2 else ' '}{micro_batch}"
-        parts = [part for one in numbered.instructions for part in _parts(one)]
+        parts = [part for instruction in numbered.instructions for part in _parts(instruction)]
         lines.append(f"{name}{number}: {', '.join(parts) or 'nothing'}")
     return "\n".join(lines)
 
 
-def _parts(one: Instruction) -> list[str]:
-    freed = [f"free {len(one.frees)}"] if one.frees else []
-    if one.op is Op.SAME and not one.reads:
+def _parts(instruction: Instruction) -> list[str]:
+    freed = [f"free {len(instruction.frees)}"] if instruction.frees else []
+    if instruction.op is Op.SAME and not instruction.reads:
         return freed
-    if one.op is Op.RUN and one.program is not None:
-        return [f"run {one.program.name}", *freed]
-    number = len(one.writes) if one.writes else len(one.reads)
-    target = f" to {one.group.ipu}" if one.op is Op.SEND else ""
-    return [f"{one.op.name.lower()} {number}{target}", *freed]
+    if instruction.op is Op.RUN and instruction.program is not None:
+        return [f"run {instruction.program.name}", *freed]
+    number = len(instruction.writes) if instruction.writes else len(instruction.reads)
+    target = f" to {instruction.group.ipu}" if instruction.op is Op.SEND else ""
+    return [f"{instruction.op.name.lower()} {number}{target}", *freed]

@@ -23,11 +23,7 @@ from ipu_pipeline.engine.programs.stage_programs import ValueKind
 from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.engine.watching import Launch, LaunchKind, Watcher
 
-# Runs a plan on the devices: values are arrays.
-#
-# An instruction is a function of what it reads, so the loop asks for nothing: it calls, keeps, and lets go.
-
-# its function, and the registers that it reads, writes and frees
+# An instruction's function, and the registers that it reads, writes and frees.
 Linked: TypeAlias = "tuple[Callable[..., Sequence[Any]], tuple[int, ...], tuple[int, ...], tuple[int, ...]]"
 
 
@@ -54,15 +50,15 @@ class Numbers:
     """Counts micro-batches as they come from the feed."""
 
     def __init__(self, first: int, num_accumulated: int) -> None:
-        """Begins: the number of the first one, and of those that have been accumulated before."""
+        """Begins with the number of the first one, and of those accumulated before."""
         self.micro_batch, self.accumulated = first, num_accumulated
 
     def take(self, size: int) -> tuple[int, int]:
         """Takes a micro-batch or chunk. Returns the two numbers of its first one."""
-        taken = self.micro_batch, self.accumulated
+        numbers = self.micro_batch, self.accumulated
         self.micro_batch += size
         self.accumulated += size
-        return taken
+        return numbers
 
 
 class Gathered(NamedTuple):
@@ -73,24 +69,24 @@ class Gathered(NamedTuple):
 
 
 class Cursor:
-    """Where a step is that is being started, for whoever asks. It costs nothing."""
+    """The place of a step that is being started. Keeping it costs nothing."""
 
     def __init__(self, plan: Plan, step: int, first: int, size: int) -> None:
-        """Begins before the step: its number, that of the first micro-batch, and how many go together."""
+        """Begins before the step: its number, the first micro-batch's, and micro-batches per program."""
         self.plan, self.step = plan, step
         self._first, self._size = first, size
-        self._left: Iterator[Any] = iter(())
+        self._blocks: Iterator[Any] = iter(())
         self._end = 0
 
     def over(self, blocks: Sequence[Any], begin: int, end: int) -> Iterator[Any]:
         """The blocks from one place of the plan to another, one after the other."""
-        self._end, self._left = end, iter(blocks[begin:end])
-        return self._left
+        self._end, self._blocks = end, iter(blocks[begin:end])
+        return self._blocks
 
     @property
     def place(self) -> int:
         """The place of the block that it came to last."""
-        return self._end - operator.length_hint(self._left) - 1  # an iterator knows how much is left
+        return self._end - operator.length_hint(self._blocks) - 1  # an iterator knows how much is left
 
     @property
     def number(self) -> int:
@@ -105,19 +101,19 @@ class Cursor:
 
     @property
     def count(self) -> int:
-        """How many micro-batches that block handles."""
+        """The number of micro-batches that block handles."""
         return 0 if self.plan.micro_batches[self.place] == ALL else self._size
 
     def describe(self, places: Sequence[str]) -> str:
-        """Such as "stage 2 (encode), forward of micro-batch 5 of step 17"; "" if there is none."""
+        """Says "stage 2 (encode), forward of micro-batch 5 of step 17"; "" if there is none."""
         for place in range(min(self.place, len(self.plan.blocks) - 1), -1, -1):
             name, number = self.plan.blocks[place].block.name, self.plan.micro_batches[place]
             if isinstance(name, tuple):
                 kind, stage = name
                 first = self._first + number * self._size
                 last = first + self._size - 1
-                which = f"micro-batch {first}" if last == first else f"micro-batches {first} to {last}"
-                return f"{places[stage]}, {kind.words} of {which} of step {self.step}"
+                words = f"micro-batch {first}" if last == first else f"micro-batches {first} to {last}"
+                return f"{places[stage]}, {kind.words} of {words} of step {self.step}"
         return ""
 
 
@@ -125,8 +121,8 @@ def run(blocks: Iterator[Sequence[Linked]], registers: list[Any]) -> None:
     """Follows instructions. Devices run behind: nothing is waited for."""
     for block in blocks:
         for function, reads, writes, frees in block:
-            made = function(*[registers[register] for register in reads])
-            for register, value in zip(writes, made):  # noqa: B905  # a keyword takes a fiftieth of the loop
+            results = function(*[registers[register] for register in reads])
+            for register, value in zip(writes, results):  # noqa: B905  # a keyword takes a fiftieth of the loop
                 registers[register] = value
             for register in frees:
                 registers[register] = None
@@ -148,7 +144,7 @@ class Linker:
         self._of_device = {
             group.devices[0]: group for placement in layout.homes for group in placement.groups
         }
-        self._known: dict[Numbered, list[Linked]] = {}
+        self._linked: dict[Numbered, list[Linked]] = {}
         self._functions: dict[Block, list[Callable[..., Sequence[Any]]]] = {}
         self._has_peers = layout.whole.has_peers
         self._received = set[Value]()  # what other processes send
@@ -157,19 +153,21 @@ class Linker:
 
     def link(self, plan: Plan) -> list[list[Linked]]:
         """The blocks of a plan, with the function of each instruction."""
-        known, functions = self._known, self._functions  # another thread may let them be forgotten
-        new = [numbered for numbered in dict.fromkeys(plan.blocks) if numbered not in known]
-        for one in (one for numbered in new for one in numbered.block.code if self._has_peers):
-            if one.op is Op.SEND and one.group.is_here:
-                pairs = zip(one.reads, one.writes, strict=True)
-                self._received |= {there for value, there in pairs if not value.group.is_here}
+        linked, functions = self._linked, self._functions  # another thread may let them be forgotten
+        new = [numbered for numbered in dict.fromkeys(plan.blocks) if numbered not in linked]
+        for instruction in (
+            instruction for numbered in new for instruction in numbered.block.code if self._has_peers
+        ):
+            if instruction.op is Op.SEND and instruction.group.is_here:
+                pairs = zip(instruction.reads, instruction.writes, strict=True)
+                self._received |= {target for value, target in pairs if not value.group.is_here}
         for numbered in new:
-            known[numbered] = self._link(numbered, functions)
-        return [known[numbered] for numbered in plan.blocks]
+            linked[numbered] = self._link(numbered, functions)
+        return [linked[numbered] for numbered in plan.blocks]
 
     def forget(self) -> None:
         """Forgets functions, since programs have others."""
-        self._known, self._functions = {}, {}
+        self._linked, self._functions = {}, {}
         self.version += 1
 
     def _link(
@@ -178,29 +176,29 @@ class Linker:
         block = numbered.block
         if block not in functions:
             functions[block] = [
-                self._told(self._find(one, f"{block.scope} {block.name} {number}"), one)
-                for number, one in enumerate(block.code)
+                self._with_log(self._find(instruction, f"{block.scope} {block.name} {number}"), instruction)
+                for number, instruction in enumerate(block.code)
             ]
         pairs = zip(functions[block], numbered.registers, strict=True)
         return [(function, *registers) for function, registers in pairs]
 
-    def _told(
-        self, function: Callable[..., Sequence[Any]], one: Instruction
+    def _with_log(
+        self, function: Callable[..., Sequence[Any]], instruction: Instruction
     ) -> Callable[..., Sequence[Any]]:
-        """A program, which other processes may wait for: what this one has started is logged."""
-        program, placement = one.program, self._layout.whole
+        """Makes a program log what this process has started, where others may wait for it."""
+        program, placement = instruction.program, self._layout.whole
         if program is None or not self._has_peers or not program.group.is_here:
             return function
         group = program.group
         is_join, is_update = not program.binds, program.kind is None
         if is_join and not group.is_joined:
             return function
-        came = [place for place, value in enumerate(one.reads) if value in self._received]
+        came = [place for place, value in enumerate(instruction.reads) if value in self._received]
         stage = placement.groups.index(group) if is_join else program.stage
 
         def start(*arguments: Any) -> Sequence[Any]:
             with peers.waiting("the weight update") if is_join else contextlib.nullcontext():
-                made = function(*arguments)
+                results = function(*arguments)
             cursor, log = self.cursor, action_log.current()
             if log is not None and cursor is not None:
                 if is_join:
@@ -210,49 +208,50 @@ class Linker:
                 else:
                     words = program.kind.words
                     action = action_log.Started(words, stage, cursor.step, cursor.micro_batch, cursor.count)
-                log.note(action, made, made if is_join else [arguments[place] for place in came])
-            return made
+                log.note(action, results, results if is_join else [arguments[place] for place in came])
+            return results
 
         return start
 
-    def _find(self, one: Instruction, edge: str) -> Callable[..., Sequence[Any]]:
+    def _find(self, instruction: Instruction, edge: str) -> Callable[..., Sequence[Any]]:
         """The function of an instruction over values; `edge` tells its transfers from others."""
-        if one.op is Op.RUN:
-            assert one.program is not None
-            return one.program.function
-        if one.op is Op.FEED:
+        if instruction.op is Op.RUN:
+            assert instruction.program is not None
+            return instruction.program.function
+        if instruction.op is Op.FEED:
             return _take
-        if one.op is Op.COUNT:
-            return self._counting(one)
-        if one.op is Op.SAME:
+        if instruction.op is Op.COUNT:
+            return self._counting(instruction)
+        if instruction.op is Op.SAME:
             return _same
-        if one.op is Op.WAIT:
+        if instruction.op is Op.WAIT:
             return _wait
-        if one.op is Op.COLLECT:
-            return self._collecting(one)
-        if one.op is Op.SEND:
-            return self._sending(one, edge)
-        group = one.group
-        if one.op is Op.GATHER:
+        if instruction.op is Op.COLLECT:
+            return self._collecting(instruction)
+        if instruction.op is Op.SEND:
+            return self._sending(instruction, edge)
+        group = instruction.group
+        if instruction.op is Op.GATHER:
             return lambda *values: gather_replicas(values, group)
-        if one.op is Op.SPLIT:
+        if instruction.op is Op.SPLIT:
             return self._split
-        if one.op is Op.JOIN:
+        if instruction.op is Op.JOIN:
             number = group.num_replicas
             return lambda *parts: [
                 join(parts[first : first + number], group) for first in range(0, len(parts), number)
             ]
-        is_away = one.op is Op.STORE
-        partitions = self._partitions(one)
+        is_away = instruction.op is Op.STORE
+        partitions = self._partitions(instruction)
         return lambda *values: _relocate(values, group, is_away, partitions)
 
-    def _partitions(self, one: Instruction) -> list[Any] | None:
-        """How copies lie on the devices of an IPU."""
-        return list(map(self._layout.partition, one.writes)) if one.group.is_divided else None
+    def _partitions(self, instruction: Instruction) -> list[Any] | None:
+        """The partitions of copies on the devices of an IPU."""
+        is_divided = instruction.group.is_divided
+        return list(map(self._layout.partition, instruction.writes)) if is_divided else None
 
-    def _sending(self, one: Instruction, edge: str) -> Callable[..., Sequence[Any]]:
-        group, partitions = one.group, self._partitions(one)
-        if one.micro_batch != ALL:
+    def _sending(self, instruction: Instruction, edge: str) -> Callable[..., Sequence[Any]]:
+        group, partitions = instruction.group, self._partitions(instruction)
+        if instruction.micro_batch != ALL:
             if self._has_peers:
                 return lambda *values: copy_to(values, group, self._tag(edge))
             if group.copy is not None:
@@ -276,25 +275,25 @@ class Linker:
             )
         ]
 
-    def _counting(self, one: Instruction) -> Callable[..., Sequence[Any]]:
-        constants = self._layout.homes[one.replica].constants
-        slots = [(value.what.key is ValueKind.ACCUMULATED, value.group) for value in one.writes]
+    def _counting(self, instruction: Instruction) -> Callable[..., Sequence[Any]]:
+        constants = self._layout.homes[instruction.replica].constants
+        slots = [(value.what.key is ValueKind.ACCUMULATED, value.group) for value in instruction.writes]
 
         def count(numbers: Numbers) -> list[Any]:
-            taken = numbers.take(one.size or 1)
-            return [constants.scalar(taken[is_accumulated], group) for is_accumulated, group in slots]
+            counts = numbers.take(instruction.size or 1)
+            return [constants.scalar(counts[is_accumulated], group) for is_accumulated, group in slots]
 
         return count
 
-    def _collecting(self, one: Instruction) -> Callable[..., Sequence[Any]]:
-        size = one.size
-        if one.reads[0].what == ("underway",):
+    def _collecting(self, instruction: Instruction) -> Callable[..., Sequence[Any]]:
+        size = instruction.size
+        if instruction.reads[0].what == ("underway",):
             return lambda pieces, *values: pieces.add(values) or ()
-        if one.reads[0].what == ("collected",):
+        if instruction.reads[0].what == ("collected",):
             collect = self._collect
             assert collect is not None
-            return lambda found, *values: found.append(collect(values, size)) or ()
-        return lambda found, value: found.append(Gathered(value, size)) or ()
+            return lambda entries, *values: entries.append(collect(values, size)) or ()
+        return lambda entries, value: entries.append(Gathered(value, size)) or ()
 
 
 def _take(take: Callable[[], Sequence[Any]]) -> Sequence[Any]:
@@ -318,7 +317,7 @@ def _arrays(value: Any) -> Any:
     """The arrays of a register, which may have a list of what was collected."""
     if not isinstance(value, list):
         return value
-    return [(one.outputs, one.loss) if isinstance(one, Collected) else one.value for one in value]
+    return [(entry.outputs, entry.loss) if isinstance(entry, Collected) else entry.value for entry in value]
 
 
 def _relocate(values: Sequence[Any], group: Any, is_away: bool, partitions: Any) -> Sequence[Any]:
@@ -329,47 +328,46 @@ def _relocate(values: Sequence[Any], group: Any, is_away: bool, partitions: Any)
     return put(values, group, is_away, partitions=partitions)
 
 
-# Tells a watcher of a plan's programs and sends; see `engine.watching`.
+# Telling a watcher of programs and sends; see `engine.watching`.
 
 
 def watched(
     plan: Plan, linked: Sequence[list[Linked]], watcher: Watcher, runner: Any, cursor: Cursor
 ) -> list[list[Linked]]:
-    """The same blocks, of which the watcher hears."""
-    telling = _Telling(watcher, runner, cursor)
-    known = {
-        numbered: telling.wrap(numbered, own) for numbered, own in zip(plan.blocks, linked, strict=True)
-    }
-    return [known[numbered] for numbered in plan.blocks]
+    """Returns the same blocks, with functions that tell the watcher."""
+    watched_blocks = _WatchedBlocks(watcher, runner, cursor)
+    pairs = zip(plan.blocks, linked, strict=True)
+    by_block = {numbered: watched_blocks.wrap(numbered, functions) for numbered, functions in pairs}
+    return [by_block[numbered] for numbered in plan.blocks]
 
 
-class _Telling:
+class _WatchedBlocks:
     def __init__(self, watcher: Watcher, runner: Any, cursor: Cursor) -> None:
         self._watcher, self._runner, self._cursor = watcher, runner, cursor
         self._last: dict[int, Launch] = {}  # by replica, the program that sends belong to
-        self._known: dict[Numbered, list[Linked]] = {}
+        self._linked: dict[Numbered, list[Linked]] = {}
 
     def wrap(self, numbered: Numbered, linked: Sequence[Linked]) -> list[Linked]:
-        """A block whose functions tell the watcher."""
-        if numbered not in self._known:
-            self._known[numbered] = [
-                (self._wrap(one, own[0]), *own[1:])
-                for one, own in zip(numbered.instructions, linked, strict=True)
+        """Makes the functions of a block tell the watcher."""
+        if numbered not in self._linked:
+            self._linked[numbered] = [
+                (self._wrap(instruction, entry[0]), *entry[1:])
+                for instruction, entry in zip(numbered.instructions, linked, strict=True)
             ]
-        return self._known[numbered]
+        return self._linked[numbered]
 
-    def _wrap(self, one: Instruction, function: Callable[..., Any]) -> Callable[..., Any]:
-        if one.op is Op.RUN:
-            assert one.program is not None
-            if one.program.binds and one.program.group.is_here:
-                return functools.partial(self._start, one, function)
-            return functools.partial(self._forget, one, function)
-        if one.op is Op.SEND and one.micro_batch != ALL:
-            return functools.partial(self._send, one, function)
-        return functools.partial(self._feed, function) if one.op is Op.FEED else function
+    def _wrap(self, instruction: Instruction, function: Callable[..., Any]) -> Callable[..., Any]:
+        if instruction.op is Op.RUN:
+            assert instruction.program is not None
+            if instruction.program.binds and instruction.program.group.is_here:
+                return functools.partial(self._start, instruction, function)
+            return functools.partial(self._forget, instruction, function)
+        if instruction.op is Op.SEND and instruction.micro_batch != ALL:
+            return functools.partial(self._send, instruction, function)
+        return functools.partial(self._feed, function) if instruction.op is Op.FEED else function
 
-    def _start(self, one: Instruction, function: Callable[..., Any], *arguments: Any) -> Any:
-        program, cursor = one.program, self._cursor
+    def _start(self, instruction: Instruction, function: Callable[..., Any], *arguments: Any) -> Any:
+        program, cursor = instruction.program, self._cursor
         assert program is not None
         is_update = program.kind is None
         launch = Launch(
@@ -383,22 +381,22 @@ class _Telling:
             program.name,
             program.function is not program.jitted,
         )
-        if one.replica == ALL:  # sends that follow belong to a program of all replicas
+        if instruction.replica == ALL:  # sends that follow belong to a program of all replicas
             self._last.clear()
         else:
-            self._last[one.replica] = launch
+            self._last[instruction.replica] = launch
         return self._watcher.run(launch, function, list(arguments))
 
-    def _forget(self, one: Instruction, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _forget(self, instruction: Instruction, function: Callable[..., Any], *arguments: Any) -> Any:
         """Starts a program of another process, or one between stages, which has no sends."""
-        if one.program is not None and one.program.binds:
-            self._last.pop(one.replica, None)
+        if instruction.program is not None and instruction.program.binds:
+            self._last.pop(instruction.replica, None)
         return function(*arguments)
 
-    def _send(self, one: Instruction, function: Callable[..., Any], *values: Any) -> Any:
+    def _send(self, instruction: Instruction, function: Callable[..., Any], *values: Any) -> Any:
         copies = function(*values)
-        if one.replica in self._last:
-            self._watcher.moved(self._last[one.replica], one.group.first_devices, copies)
+        if instruction.replica in self._last:
+            self._watcher.moved(self._last[instruction.replica], instruction.group.first_devices, copies)
         return copies
 
     def _feed(self, function: Callable[..., Any], take: Any) -> Any:

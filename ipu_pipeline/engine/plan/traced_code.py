@@ -50,18 +50,19 @@ class TracedCode:
         if placement.offloads_activations:
             code = passes.leave_activations(code)
 
-        def given(value: Value) -> Any:
+        def find_value(value: Value) -> Any:
             kind, key = value.what
             if kind is BindingKind.KEY_NUMBER:
                 return np.uint32(key)
             is_assigned = kind is BindingKind.ASSIGNED
             return environment[Binding(BindingKind.VARIABLE, key) if is_assigned else value.what]
 
-        blocks = (passes.load_and_store(own, home, number) for number, own in enumerate(code.values(), 1))
-        values = _evaluate(itertools.chain.from_iterable(blocks), given)
+        pairs = enumerate(code.values(), 1)
+        blocks = (passes.load_and_store(block, home, number) for number, block in pairs)
+        values = _evaluate(itertools.chain.from_iterable(blocks), find_value)
         return environment | {
-            value.what: made
-            for value, made in values.items()
+            value.what: result
+            for value, result in values.items()
             if not value.copy and value == home(value._replace(is_away=False))
         }
 
@@ -73,7 +74,7 @@ class TracedCode:
         return value if size == 1 else jnp.broadcast_to(value, (size, *jnp.shape(value)))
 
     def update(
-        self, keys: Iterable[str], places: Collection[int], given: Callable[[Any], Any]
+        self, keys: Iterable[str], places: Collection[int], find_value: Callable[[Any], Any]
     ) -> dict[Any, Any]:
         """Runs a weight update.
 
@@ -92,21 +93,23 @@ class TracedCode:
         )
         values = _evaluate(
             passes.load_and_store(code, home, 1, ({}, 1, lambda _value: True)),
-            lambda value: given(value.what),
+            lambda value: find_value(value.what),
         )
-        return {what: values[home(value)] for what, value in update_results(code).items()}
+        return {target: values[home(value)] for target, value in update_results(code).items()}
 
 
-def _evaluate(code: Iterable[Instruction], given: Callable[[Value], Any]) -> dict[Value, Any]:
-    """What instructions make; `given` finds what they read that none of them makes."""
+def _evaluate(code: Iterable[Instruction], find_value: Callable[[Value], Any]) -> dict[Value, Any]:
+    """Evaluates instructions; `find_value` finds what they read that none of them makes."""
     values: dict[Value, Any] = {}
-    for one in code:
-        made: Sequence[Any] = [values[value] if value in values else given(value) for value in one.reads]
-        if one.op is Op.RUN:
-            assert one.program is not None
-            made = one.program.source(*made)
-        elif one.op is not Op.SAME:
-            move = load if one.op is Op.LOAD else store
-            made = [move(value, one.group) for value in made]
-        values.update(zip(one.writes, made, strict=True))
+    for instruction in code:
+        results: Sequence[Any] = [
+            values[value] if value in values else find_value(value) for value in instruction.reads
+        ]
+        if instruction.op is Op.RUN:
+            assert instruction.program is not None
+            results = instruction.program.source(*results)
+        elif instruction.op is not Op.SAME:
+            move = load if instruction.op is Op.LOAD else store
+            results = [move(value, instruction.group) for value in results]
+        values.update(zip(instruction.writes, results, strict=True))
     return values

@@ -14,8 +14,6 @@ from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.tables import describe_bytes
 
-# The dispatch plan: the number of micro-batches that a program handles.
-
 
 @dataclass(frozen=True)
 class Chunking:
@@ -61,24 +59,22 @@ def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_pr
             "dispatch_plan: all stages are on one device, where everything is one program. Leave it out."
         )
     if plan.chunk_size > 1 and (num_micro_batches is None or num_micro_batches % plan.chunk_size):
-        known = "is only known at run time" if num_micro_batches is None else f"is {num_micro_batches}"
+        clause = "is only known at run time" if num_micro_batches is None else f"is {num_micro_batches}"
         raise ValueError(
             f"dispatch_plan: chunk_size must divide the number of micro-batches per weight update, which "
-            f"{known}; got {plan.chunk_size}."
+            f"{clause}; got {plan.chunk_size}."
         )
 
 
-# Chooses a dispatch plan, by how long a step takes with it.
+# The choice of a plan.
 #
-# Every dispatch costs the host and the device some time, however little it computes. Chunks of
-# micro-batches have fewer dispatches, but a pipeline of chunks takes longer to fill and to drain, and has
-# more micro-batches in flight.
-#
-# All sizes of chunks are compared by simulated steps, first with the programs' operations and the nominal
-# figures below, which take no device. The virtual devices of a CPU share its cores in it. Operations say
-# little of sorts, softmaxes and loops over short programs. So where steps may be run on zeros, the size
-# that seems best is timed, whole steps of it; the estimate is corrected by that, and if another size then
-# seems better, or compiles quickly, steps of both are timed in turns.
+# Every dispatch costs the host and the device some time. Chunks of micro-batches have fewer dispatches,
+# but take longer to fill and to drain the pipeline, and have more micro-batches in flight. All sizes are
+# compared by simulated steps, first with the programs' operations and the nominal figures below, which
+# take no device. Operations say little of sorts, softmaxes and loops over short programs. So where steps
+# may be run on zeros, the size that seems best is timed; the estimate is corrected by that, and if
+# another size then seems better, or compiles quickly, steps of both are timed in turns.
+# A backward and the next forward of a stage as one program gained nothing: 0.99 to 1.02 of a step.
 
 HOST_SECONDS = 20e-6  # in which a host starts a program
 _MAX_CHUNK_SIZE = 16
@@ -114,7 +110,7 @@ def nominal_speed(platform: str) -> Speed:
 
 
 def count_seconds(program: StageProgram | None, speed: Speed) -> float:
-    """What a program takes by its operations, with its dispatch; nothing if there is none."""
+    """The time of a program by its operations, with its dispatch; 0 if there is none."""
     if program is None or not program.num_operations:
         return 0.0
     return program.num_operations * speed.per_operation + speed.per_dispatch
@@ -179,7 +175,7 @@ class Rehearsal(Protocol):
     """Times whole steps on zeros."""
 
     compile_seconds: float
-    """How long the programs of the last plan took to compile."""
+    """The seconds that the programs of the last plan took to compile."""
 
     def time(self, chunk_sizes: Sequence[int]) -> Mapping[int, float]:
         """The medians of the seconds that a step takes with plans that take turns, by size."""
@@ -187,13 +183,13 @@ class Rehearsal(Protocol):
 
 def choose_dispatch_plan(step: ChunkedStep, platform: str, rehearsal: Rehearsal | None = None) -> Chunking:
     """Chooses the plan with which a step is shortest."""
-    everything = [program for own in step.programs for program in (own.forward, *own.backwards)]
-    uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in everything))))
+    all_programs = [program for stage in step.programs for program in (stage.forward, *stage.backwards)]
+    uncounted = ", ".join(sorted(frozenset().union(*(program.uncounted for program in all_programs))))
     reasons = {
         "the number of micro-batches is only known at run time": step.num_micro_batches is None,
         "the schedule was chosen for its order or its memory": not step.is_grouped,
         "recomputation or offloading saves memory, which chunks would need": step.saves_memory,
-        "stages print or call back into Python": any(program.reaches_python for program in everything),
+        "stages print or call back into Python": any(program.reaches_python for program in all_programs),
         f"{uncounted} has no known cost, and is not measured here": bool(uncounted) and rehearsal is None,
     }
     for reason, holds in reasons.items():
@@ -228,11 +224,11 @@ class _Choice:
         self._cores = count_cores() / step.num_replicas if speed.shares_cores else None
         # Fewer chunks than devices that compute at the same time leave some of them idle.
         fewest = 1 if speed.shares_cores and rehearsal is not None else _LEAST_CHUNKS
-        self._sizes, self._held_back = [1], ""
+        self._sizes, self._limit_reason = [1], ""
         for size in possible_chunk_sizes(step.num_micro_batches, fewest)[1:]:
             if step.live_bytes(size) > step.max_live_bytes:
                 most = describe_bytes(step.max_live_bytes)
-                self._held_back = f"; larger chunks would hold more than {most} on a stage"
+                self._limit_reason = f"; larger chunks would hold more than {most} on a stage"
                 break
             self._sizes.append(size)
 
@@ -245,11 +241,11 @@ class _Choice:
             return self._tell(first, estimated, {})
         measured = dict(self._rehearsal.time([first]))
         corrected = self._estimate(self._fit(first, measured[first]))
-        others = {size: seconds for size, seconds in corrected.items() if size != first}
-        second = min(others, key=others.__getitem__)
+        alternatives = {size: seconds for size, seconds in corrected.items() if size != first}
+        second = min(alternatives, key=alternatives.__getitem__)
         if measured[first] > _LONG_STEP:
             return self._tell(_choose_least(corrected, _LEAST_GAIN), corrected, measured)
-        is_better = others[second] < (1 - _LEAST_GAIN) * corrected[first]
+        is_better = alternatives[second] < (1 - _LEAST_GAIN) * corrected[first]
         is_quick = self._rehearsal.compile_seconds < _QUICK
         if is_better or is_quick:
             measured = dict(self._rehearsal.time([first, second]))
@@ -279,8 +275,8 @@ class _Choice:
         programs = self._step.programs
         costs = Costs.of(
             len(programs),
-            forward=[cost(own.forward) for own in programs],
-            backward=[cost(own.backward) for own in programs],
+            forward=[cost(stage.forward) for stage in programs],
+            backward=[cost(stage.backward) for stage in programs],
             host=HOST_SECONDS,
         )
         assert self._step.num_micro_batches is not None
@@ -289,34 +285,34 @@ class _Choice:
 
     def _fit(self, size: int, seconds: float) -> float:
         """The factor with which a step of this size is estimated to take what it does, by secants."""
-        known = [(0.0, self._predict(size, 0.0)), (1.0, self._predict(size, 1.0))]
+        points = [(0.0, self._predict(size, 0.0)), (1.0, self._predict(size, 1.0))]
         for _round in range(4):
-            (before, low), (factor, found) = known[-2:]
-            if factor == before or found == low or abs(found - seconds) < 1e-3 * seconds:
+            (before, low), (factor, high) = points[-2:]
+            if factor == before or high == low or abs(high - seconds) < 1e-3 * seconds:
                 break
-            factor = max(0.0, before + (seconds - low) * (factor - before) / (found - low))
-            known.append((factor, self._predict(size, factor)))
-        return known[-1][0]
+            factor = max(0.0, before + (seconds - low) * (factor - before) / (high - low))
+            points.append((factor, self._predict(size, factor)))
+        return points[-1][0]
 
     def _tell(self, chosen: int, estimated: Mapping[int, float], measured: Mapping[int, float]) -> Chunking:
-        """The plan, with the time of a step and that of the best of the others."""
+        """Makes the plan, whose reason compares its step with the best alternative's."""
         if len(estimated) == 1:
             alone = f"{self._step.num_micro_batches} micro-batches cannot be divided into equal chunks"
-            return Chunking(reason=self._held_back.removeprefix("; ") or alone)
-        known = measured if len(measured) > 1 else estimated
-        others = {size: seconds for size, seconds in known.items() if size != chosen}
-        other = min(others, key=others.__getitem__)
-        own = measured.get(chosen)
-        verb = "is estimated to take" if own is None else "takes"
-        about = "about " if own is not None and other not in measured else ""
+            return Chunking(reason=self._limit_reason.removeprefix("; ") or alone)
+        compared = measured if len(measured) > 1 else estimated
+        alternatives = {size: seconds for size, seconds in compared.items() if size != chosen}
+        alternative = min(alternatives, key=alternatives.__getitem__)
+        timed = measured.get(chosen)
+        verb = "is estimated to take" if timed is None else "takes"
+        about = "about " if timed is not None and alternative not in measured else ""
         reason = (
-            f"a step {verb} {describe_seconds(estimated[chosen] if own is None else own)}, "
-            f"with {other} per program {about}{describe_seconds(others[other])}"
+            f"a step {verb} {describe_seconds(estimated[chosen] if timed is None else timed)}, "
+            f"with {alternative} per program {about}{describe_seconds(alternatives[alternative])}"
         )
         if chosen > 1:
             live, alone = (describe_bytes(self._step.live_bytes(size)) for size in (chosen, 1))
             reason += f"; a stage holds at most {live} of activations, with 1 per program {alone}"
-        return Chunking(chosen, reason + self._held_back)
+        return Chunking(chosen, reason + self._limit_reason)
 
 
 def describe_seconds(seconds: float) -> str:

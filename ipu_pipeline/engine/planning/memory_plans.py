@@ -1,7 +1,4 @@
-"""The memory of stages, devices and values in transit, as data. Imports no JAX.
-
-`memory` and `crossings` fill it in.
-"""
+"""The memory of stages, devices and values in transit, as data. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -45,13 +42,13 @@ class StageMemory:
     @property
     def num_live_bytes(self) -> int:
         """The bytes for all micro-batches in flight."""
-        held, between = self.num_held_bytes, self.num_between_bytes
+        held_bytes, between = self.num_held_bytes, self.num_between_bytes
         moments = self.fullest or ((self.in_flight, 0),)
-        return max(before * held + after * between for before, after in moments)
+        return max(before * held_bytes + after * between for before, after in moments)
 
 
 class Brought(NamedTuple):
-    """What execution phases have on a device at the fullest moment, besides what stays there, in bytes."""
+    """The bytes of execution phases on a device at the fullest moment, besides what stays there."""
 
     num_variable_bytes: int
     num_optimizer_bytes: int

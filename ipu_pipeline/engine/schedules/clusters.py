@@ -11,19 +11,14 @@ from typing import Any
 from ipu_pipeline.engine.schedules.timetables import UPDATE, ActionKind
 from ipu_pipeline.ground.checks import is_int, is_real
 
-# Where the replicas of a pipeline run: processes, and the links between their devices. No JAX.
+# Replicas, processes and links.
 #
-# A link takes its latency, and then the bytes over its bandwidth. Each device has its own links, so devices
-# do not delay each other's transfers.
-#
-# Replicas average their gradients once per weight update: a stage's gradients go around a ring of R
-# devices, one per replica. A reduce-scatter and an all-gather take R-1 rounds each, and in a round each
-# device sends an R-th of the bytes to the next one. So each takes (R-1) (latency + bytes / R / bandwidth)
-# of the slowest link, and together they are an all-reduce: 2 (R-1) / R of the bytes, which is the least
-# possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-# 2009). Where each replica keeps an R-th of the optimizer's state, the update comes between the two, and
-# each does an R-th of it (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-# Parameter Models", 2020).
+# Each device has its own links, so devices do not delay each other's transfers. Replicas average
+# gradients once per weight update, around a ring of R devices: a reduce-scatter and an all-gather, each
+# of which takes (R-1) (latency + bytes / R / bandwidth) of the slowest link, the least possible
+# (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+# Where replicas share the optimizer's state, the update comes between the two (Rajbhandari et al., "ZeRO:
+# Memory Optimizations Toward Training Trillion Parameter Models", 2020).
 
 
 @dataclass(frozen=True)
@@ -93,9 +88,9 @@ class Cluster:
                 raise ValueError(
                     f"Cluster: processes must be integers from 0, one per device; got {process!r}."
                 )
-        found = set(self.processes)
-        if found and max(found) >= len(found):
-            missing = min(set(range(max(found))) - found)
+        processes = set(self.processes)
+        if processes and max(processes) >= len(processes):
+            missing = min(set(range(max(processes))) - processes)
             raise ValueError(
                 f"Cluster: processes must be counted from 0 without a gap; process {missing} has no device."
             )
@@ -165,16 +160,11 @@ class Cluster:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON values, for `from_dict`; an infinite bandwidth is None."""
-
-        def describe(speed: LinkSpeed) -> dict[str, float | None]:
-            bandwidth = speed.bandwidth if math.isfinite(speed.bandwidth) else None
-            return {"latency": speed.latency, "bandwidth": bandwidth}
-
         return {
             "num_replicas": self.num_replicas,
             "processes": list(self.processes),
-            "within": describe(self.within),
-            "between": describe(self.between),
+            "within": _write_speed(self.within),
+            "between": _write_speed(self.between),
             "shards_optimizer_state": self.shards_optimizer_state,
         }
 
@@ -183,11 +173,20 @@ class Cluster:
         """Makes a cluster from a result of `as_dict`; missing entries get their defaults."""
         entries = dict(entries)
         for name in ("within", "between"):
-            speed = dict(entries.pop(name, {}))
-            if speed.get("bandwidth") is None:
-                speed["bandwidth"] = math.inf
-            entries[name] = LinkSpeed(**speed)
+            entries[name] = _read_speed(entries.pop(name, {}))
         return cls(**{**entries, "processes": tuple(entries.get("processes", ()))})
+
+
+def _write_speed(speed: LinkSpeed) -> dict[str, float | None]:
+    bandwidth = speed.bandwidth if math.isfinite(speed.bandwidth) else None
+    return {"latency": speed.latency, "bandwidth": bandwidth}
+
+
+def _read_speed(entries: Mapping[str, Any]) -> LinkSpeed:
+    entries = dict(entries)
+    if entries.get("bandwidth") is None:
+        entries["bandwidth"] = math.inf
+    return LinkSpeed(**entries)
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -195,14 +194,10 @@ def _check_count(name: str, value: Any) -> None:
         raise ValueError(f"Cluster: {name} must be an integer of at least 1; got {value!r}.")
 
 
-# Execution phases: levels of a pipeline that run as one, and the values offloaded between phases.
+# Execution phases.
 #
-# A micro-batch goes through all phases before the next one begins: forwards phase by phase, and then
-# backwards in the opposite order. The last phase's backwards belong to the phase of its forwards, or are a
-# phase of their own. With two phases: forward 0, forward and backward 1, backward 0; or forward 0, forward
-# 1, backward 1, backward 0.
-#
-# Source: PopTorch's phased execution, and PopART's execution phases.
+# A micro-batch goes through all phases before the next one begins: forwards phase by phase, and backwards
+# in the opposite order. Source: PopTorch's phased execution, and PopART's execution phases.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +273,7 @@ class ExecutionPhases:
         return (ActionKind.BACKWARD if level == last else kind), phase
 
 
-# The transfers of execution phases from and to host memory, for the simulator. No JAX.
+# Transfers of execution phases from and to host memory.
 
 _KINDS: dict[int, str] = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", UPDATE: "update"}
 _SIZES = tuple(f"num_bytes_{way}_{kind}" for way in ("to", "from") for kind in _KINDS.values())
@@ -381,13 +376,9 @@ class HostMemory:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON values, for `from_dict`; an infinite bandwidth is None."""
-        bandwidth = self.link.bandwidth
         return {
             "phases": {**dataclasses.asdict(self.phases), "of_levels": list(self.phases.of_levels)},
-            "link": {
-                "latency": self.link.latency,
-                "bandwidth": bandwidth if math.isfinite(bandwidth) else None,
-            },
+            "link": _write_speed(self.link),
             **{name: list(getattr(self, name)) for name in _SIZES},
         }
 
@@ -395,7 +386,5 @@ class HostMemory:
     def from_dict(cls, entries: Mapping[str, Any]) -> HostMemory:
         """Makes one from a result of `as_dict`; missing entries get their defaults."""
         entries = dict(entries)
-        link = dict(entries.pop("link", {}))
-        if link.get("bandwidth") is None:
-            link["bandwidth"] = math.inf
-        return cls(phases=ExecutionPhases(**entries.pop("phases")), link=LinkSpeed(**link), **entries)
+        link = _read_speed(entries.pop("link", {}))
+        return cls(phases=ExecutionPhases(**entries.pop("phases")), link=link, **entries)

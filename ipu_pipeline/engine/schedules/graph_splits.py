@@ -51,16 +51,16 @@ def find_graph_split(
     if not is_exact:
         for order in orders:
             with contextlib.suppress(ValueError):  # this order has no split that fits the memory
-                found = find_split(reorder(problem, order), most // (4 * len(orders)))
-                search.improve(_stages(order, found.split))
-    order, split = _in_order(min(search.known, key=lambda stages: (search.known[stages], stages)))
+                result = find_split(reorder(problem, order), most // (4 * len(orders)))
+                search.improve(_stages(order, result.split))
+    order, split = _in_order(min(search.judgements, key=lambda stages: (search.judgements[stages], stages)))
     ordered = reorder(problem, order)
-    found = find_split(ordered, most // 4, [split])
+    result = find_split(ordered, most // 4, [split])
     return (
         order,
         ordered,
         dataclasses.replace(
-            found, is_exact=is_exact, num_simulated=found.num_simulated + len(search.known)
+            result, is_exact=is_exact, num_simulated=result.num_simulated + len(search.judgements)
         ),
     )
 
@@ -75,30 +75,30 @@ def find_orders(
     until they have been read; and some that are drawn, the same each time.
     """
     number = len(before)
-    needed = [set(nodes) for nodes in before]
-    after = _find_after(needed)
+    predecessors = [set(nodes) for nodes in before]
+    after = _find_after(predecessors)
     last = number - 1 if keeps_last else -1
 
     def make(rank: Callable[[int, int], Any]) -> Order:
         """Takes the node of the least rank, which is asked for when it could be the next one."""
-        missing = [len(nodes) for nodes in needed]
+        missing = [len(nodes) for nodes in predecessors]
         ready: list[tuple[bool, Any, int]] = []
-        found: list[int] = []
+        order: list[int] = []
 
         def add(node: int) -> None:
-            heapq.heappush(ready, (node == last, rank(node, len(found)), node))
+            heapq.heappush(ready, (node == last, rank(node, len(order)), node))
 
         for node in range(number):
             if not missing[node]:
                 add(node)
         while ready:
             node = heapq.heappop(ready)[2]
-            found.append(node)
-            for other in after[node]:
-                missing[other] -= 1
-                if not missing[other]:
-                    add(other)
-        return tuple(found)
+            order.append(node)
+            for successor in after[node]:
+                missing[successor] -= 1
+                if not missing[successor]:
+                    add(successor)
+        return tuple(order)
 
     generator = np.random.default_rng(0)
     orders = [
@@ -106,37 +106,37 @@ def find_orders(
         make(lambda _node, place: -place),
         make(lambda node, place: (-place, -node)),
         make(lambda _node, place: place),
-        _keep_little(needed, after, weight, last),
+        _keep_little(predecessors, after, weight, last),
     ]
     orders += [make(lambda _node, _place: generator.random()) for _time in range(_NUM_DRAWN)]
     return list(dict.fromkeys(orders))
 
 
 def _keep_little(
-    needed: Sequence[set[int]], after: Sequence[Sequence[int]], weight: Callable[[int], float], last: int
+    before: Sequence[set[int]], after: Sequence[Sequence[int]], weight: Callable[[int], float], last: int
 ) -> Order:
     """Takes the node next that adds least to what is kept: its own weight, without those it reads last."""
-    number = len(needed)
-    missing = [len(nodes) for nodes in needed]
+    number = len(before)
+    missing = [len(nodes) for nodes in before]
     unread = list(map(len, after))
     ready = {node for node in range(number) if not missing[node]}
-    found = []
+    order = []
     while ready:
 
         def added(node: int) -> tuple[bool, float, int]:
-            freed = sum(weight(other) for other in needed[node] if unread[other] == 1)
+            freed = sum(weight(earlier) for earlier in before[node] if unread[earlier] == 1)
             return node == last, weight(node) - freed, node
 
         node = min(ready, key=added)
         ready.remove(node)
-        found.append(node)
-        for other in needed[node]:
-            unread[other] -= 1
-        for other in after[node]:
-            missing[other] -= 1
-            if not missing[other]:
-                ready.add(other)
-    return tuple(found)
+        order.append(node)
+        for neighbour in before[node]:
+            unread[neighbour] -= 1
+        for neighbour in after[node]:
+            missing[neighbour] -= 1
+            if not missing[neighbour]:
+                ready.add(neighbour)
+    return tuple(order)
 
 
 def reorder(problem: SplitProblem, order: Order) -> SplitProblem:
@@ -197,26 +197,26 @@ class _Search:
     problem: SplitProblem
     before: Sequence[Iterable[int]]
     most: int
-    known: dict[Stages, tuple[int, float]] = field(default_factory=dict)  # excess bytes, judged
+    judgements: dict[Stages, tuple[int, float]] = field(default_factory=dict)  # excess bytes, judged
 
     def judge(self, stages: Stages) -> tuple[int, float]:
-        found = self.known.get(stages)
-        if found is None:
+        judgement = self.judgements.get(stages)
+        if judgement is None:
             order, split = _in_order(stages)
             ordered = reorder(self.problem, order)
-            found = self.known[stages] = ordered.excess(split), ordered.judge(split)
-        return found
+            judgement = self.judgements[stages] = ordered.excess(split), ordered.judge(split)
+        return judgement
 
     def judge_all(self) -> bool:
         """Simulates all splits, if there are few enough; returns whether there are."""
-        every = list(itertools.islice(self._every(()), self.most + 1))
-        if len(every) > self.most:
+        splits = list(itertools.islice(self._splits_from(()), self.most + 1))
+        if len(splits) > self.most:
             return False
-        for stages in every:
+        for stages in splits:
             self.judge(stages)
         return True
 
-    def _every(self, begun: Stages) -> Iterator[Stages]:
+    def _splits_from(self, begun: Stages) -> Iterator[Stages]:
         """All splits that begin with the stages of some layers."""
         layer, number = len(begun), self.problem.num_stages
         last = self.problem.num_layers - 1
@@ -224,9 +224,9 @@ class _Search:
             if len(set(begun)) == number:
                 yield begun
             return
-        first = max((begun[other] for other in self.before[layer]), default=0)
+        first = max((begun[predecessor] for predecessor in self.before[layer]), default=0)
         for stage in range(number - 1 if layer == last else first, number):
-            yield from self._every((*begun, stage))
+            yield from self._splits_from((*begun, stage))
 
     def improve(self, stages: Stages) -> None:
         """Moves layers for as long as that helps."""
@@ -234,12 +234,12 @@ class _Search:
         is_better = True
         while is_better:
             is_better = False
-            for other in self._neighbours(stages):
-                if len(self.known) >= self.most:
+            for neighbour in self._neighbours(stages):
+                if len(self.judgements) >= self.most:
                     return
-                found = self.judge(other)
-                if found < best:
-                    stages, best, is_better = other, found, True
+                judgement = self.judge(neighbour)
+                if judgement < best:
+                    stages, best, is_better = neighbour, judgement, True
                     break
 
     def _neighbours(self, stages: Stages) -> Iterator[Stages]:
@@ -255,9 +255,9 @@ class _Search:
                 continue
             for other, other_step in steps:
                 # Either may be in a stage of its own, in whose place the other one comes.
-                both = self._moved(moved, other, other_step) if other != layer else None
-                if self._is_split(both) and both != stages:
-                    yield both
+                moved_again = self._moved(moved, other, other_step) if other != layer else None
+                if self._is_split(moved_again) and moved_again != stages:
+                    yield moved_again
 
     def _is_split(self, stages: Stages | None) -> TypeGuard[Stages]:
         return stages is not None and len(set(stages)) == self.problem.num_stages
@@ -272,7 +272,7 @@ class _Search:
             if layer == len(stages) - 1 or not 0 <= stage < self.problem.num_stages:
                 return None
             along = self.before[layer] if step < 0 else self._after[layer]
-            moving += [other for other in along if (moved[other] - stage) * step < 0]
+            moving += [neighbour for neighbour in along if (moved[neighbour] - stage) * step < 0]
         return tuple(moved)
 
     @functools.cached_property
@@ -281,21 +281,21 @@ class _Search:
 
 
 def _find_after(before: Sequence[Iterable[int]]) -> list[list[int]]:
-    """For each layer, those that need its result."""
+    """The layers that need each layer's result."""
     after: list[list[int]] = [[] for _layer in before]
     for layer, layers in enumerate(before):
-        for other in layers:
-            after[other].append(layer)
+        for predecessor in layers:
+            after[predecessor].append(layer)
     return after
 
 
 def _stages(order: Order, split: Split) -> Stages:
     """The stage of each layer."""
-    found = [0] * len(order)
+    stages = [0] * len(order)
     for stage, (first, end) in enumerate(itertools.pairwise((*split, len(order)))):
         for place in range(first, end):
-            found[order[place]] = stage
-    return tuple(found)
+            stages[order[place]] = stage
+    return tuple(stages)
 
 
 def _in_order(stages: Stages) -> tuple[Order, Split]:

@@ -12,15 +12,10 @@ from typing import TypeAlias
 
 from ipu_pipeline.engine.schedules.timetables import Action, ActionKind, Rows, number_actions
 
-# What an order is made for: times, bytes and a limit; and the cost of an order. No JAX.
-#
-# A device follows its row, and waits at an action until its inputs are there: a forward needs the stage
-# before to have gone forward, input gradients need the stage's own forward and the input gradients of the
-# stage after, weight gradients the stage's input gradients. Results take their time on a link, which sends
-# one after another while devices compute. That is `free_running`, but for actions that take no time: here
-# they wait in their row like any other, so that memory is free when the row says so.
-#
-# Every stage is halved. A whole backward is input gradients and, directly after them, weight gradients.
+# A device follows its row, and waits at an action until its inputs are there; a link sends one result
+# after another while devices compute. Unlike in the simulator, actions that take no time wait in their
+# row, too, so that memory is free when the row says so. Every stage is halved: a whole backward is input
+# gradients and, directly after them, weight gradients.
 
 FORWARD, INPUTS, WEIGHTS = ActionKind.FORWARD, ActionKind.INPUT_GRADIENTS, ActionKind.WEIGHT_GRADIENTS
 
@@ -83,7 +78,7 @@ class OrderProblem:
 
     @cached_property
     def times(self) -> tuple[tuple[float, ...], ...]:
-        """By kind of action, the time in which each stage's device is busy; of a whole backward nothing."""
+        """The time of each stage by kind of action; whole backwards have none."""
         forward, inputs = list(self.forward), list(self.input_gradients)
         if self.is_fused:
             forward[-1], inputs[-1] = forward[-1] + inputs[-1], 0.0
@@ -98,15 +93,15 @@ class OrderProblem:
     @cached_property
     def num_least_bytes(self) -> tuple[int, ...]:
         """The bytes that each device needs to do one micro-batch after another."""
-        found = []
+        sizes = []
         for ipu, stages in enumerate(self.stages_of):
-            held = [self.num_held_bytes[stage] for stage in stages]
-            most, now = sum(held), sum(held)
+            held_bytes = [self.num_held_bytes[stage] for stage in stages]
+            most, now = sum(held_bytes), sum(held_bytes)
             for stage in reversed(stages):
                 now += self.num_between_bytes[stage] - self.num_held_bytes[stage]
                 most, now = max(most, now), now - self.num_between_bytes[stage]
-            found.append(self.num_constant_bytes[ipu] + most)
-        return tuple(found)
+            sizes.append(self.num_constant_bytes[ipu] + most)
+        return tuple(sizes)
 
     def is_both(self, stage: int) -> bool:
         """Whether a stage's forward does its input gradients as well."""
@@ -118,7 +113,7 @@ class OrderProblem:
         return tuple(sum(self.updates[stage] for stage in stages) for stages in self.stages_of)
 
     def find_end(self, free: Sequence[float]) -> float:
-        """When all is done, updates too, if that is when each device has done its actions."""
+        """The time when all is done, with updates, from the times when devices have done their actions."""
         return max(map(operator.add, free, self.updates_of_ipus), default=0.0)
 
 
@@ -130,7 +125,7 @@ def find_step_time(problem: OrderProblem, order: Order) -> float:
     # When the inputs of each stage's actions are there, by micro-batch; those of a row are ready in it.
     arrived: list[list[list[float]]] = [[[] for _stage in ipus] for _kind in times]
     arrived[FORWARD][0] = [0.0] * problem.num_micro_batches
-    done = [[0] * len(ipus) for _kind in times]
+    num_done = [[0] * len(ipus) for _kind in times]
     down, up = (*problem.forward_transfers, 0.0), (0.0, *problem.backward_transfers)
     free, places = [0.0] * len(order), [0] * len(order)
     waiting = list(range(len(order)))
@@ -139,33 +134,33 @@ def find_step_time(problem: OrderProblem, order: Order) -> float:
         row, place, now = order[ipu], places[ipu], free[ipu]
         while place < len(row):
             kind, stage = row[place]
-            number = done[kind][stage]
+            number = num_done[kind][stage]
             if kind != WEIGHTS and not (kind == INPUTS and stage == last):
                 arrivals = arrived[kind][stage]
                 if number == len(arrivals):
                     break
                 if arrivals[number] > now:
                     now = arrivals[number]
-            if (kind == INPUTS and done[FORWARD][stage] <= number) or (
-                kind == WEIGHTS and done[INPUTS][stage] <= number
+            if (kind == INPUTS and num_done[FORWARD][stage] <= number) or (
+                kind == WEIGHTS and num_done[INPUTS][stage] <= number
             ):
                 return math.inf
             now += times[kind][stage]
-            done[kind][stage] = number + 1
+            num_done[kind][stage] = number + 1
             place += 1
             if kind == FORWARD and stage < last:
                 target, time = arrived[FORWARD][stage + 1], down[stage]
-                other = ipus[stage + 1]
+                receiver = ipus[stage + 1]
             elif stage and (
                 (kind == INPUTS and not (fused and stage == last)) or (kind == FORWARD and fused)
             ):
                 target, time = arrived[INPUTS][stage - 1], up[stage]
-                other = ipus[stage - 1]
+                receiver = ipus[stage - 1]
             else:
                 continue
             target.append(max(now, target[-1] if target else 0.0) + time if time else now)
-            if other != ipu and other not in waiting:
-                waiting.append(other)
+            if receiver != ipu and receiver not in waiting:
+                waiting.append(receiver)
         places[ipu], free[ipu] = place, now
     if any(place < len(row) for place, row in zip(places, order, strict=True)):
         return math.inf
@@ -216,25 +211,21 @@ def as_order(rows: Iterable[Sequence[Action | None]]) -> Order:
     return tuple(order)
 
 
-# Lower bounds of the step time: what no order of a problem can be faster than. No JAX.
+# Lower bounds of the step time.
 #
-# Heads and tails: an action cannot begin before its head, and after its end at least its tail passes before
-# all is done. They are longest paths over what every order has to keep: results and their transfers,
-# micro-batches in order, and the limit of bytes. If a stage can have n micro-batches in flight, its forward
-# of micro-batch k+n begins after its input gradients of k; and where only c may be between the halves, the
-# weight gradients of micro-batch k-c come before the forward of k. Of all that must be done on a device
-# between two actions, the sum of the times is a path as well.
-#
-# Then each device alone has to do its actions, no two at a time, within heads and tails. Jackson's
-# preemptive schedule, most urgent tail first, is the shortest one if actions could be interrupted (Carlier,
-# "The one-machine sequencing problem", 1982).
+# An action cannot begin before its head, and after its end at least its tail passes: longest paths over
+# what every order keeps (results and transfers, micro-batches in order, the limit of bytes). If a stage
+# can have n micro-batches in flight, its forward of k+n begins after its input gradients of k; where only
+# c may be between the halves, the weight gradients of k-c come before the forward of k. Within heads and
+# tails each device does its actions one at a time; Jackson's preemptive schedule, most urgent tail first,
+# is the shortest (Carlier, "The one-machine sequencing problem", 1982).
 
 Times = list[list[list[float]]]  # by kind, stage and micro-batch
 
 
 @dataclass(frozen=True)
 class Caps:
-    """How many micro-batches a stage can hold.
+    """The number of micro-batches that a stage can hold.
 
     Attributes:
       flying: the most that have gone forward, with their input gradients not done.
@@ -266,13 +257,13 @@ def find_caps(problem: OrderProblem) -> list[Caps]:
     count, caps = problem.num_micro_batches, []
     for stage, ipu in enumerate(problem.device_mapping):
         # A micro-batch that a stage holds is also held by the stages before on the same device.
-        before = sum(problem.num_held_bytes[other] for other in problem.stages_of[ipu] if other < stage)
-        held, between = problem.num_held_bytes[stage], problem.num_between_bytes[stage]
+        before = sum(problem.num_held_bytes[s] for s in problem.stages_of[ipu] if s < stage)
+        held_bytes, between = problem.num_held_bytes[stage], problem.num_between_bytes[stage]
         room = problem.num_free_bytes[ipu]
-        flying = max(1, _divide(room - max(0, between - held), before + held, count))
-        least = max(held, between) if problem.is_both(stage) else held
-        rooms = [room - (number - 1) * (before + held) - before - least for number in range(1, flying + 1)]
-        caps.append(Caps(flying, tuple(_divide(own, between, count) for own in rooms)))
+        flying = max(1, _divide(room - max(0, between - held_bytes), before + held_bytes, count))
+        least = max(held_bytes, between) if problem.is_both(stage) else held_bytes
+        rooms = [room - number * (before + held_bytes) - before - least for number in range(flying)]
+        caps.append(Caps(flying, tuple(_divide(space, between, count) for space in rooms)))
     return caps
 
 
@@ -299,25 +290,25 @@ def find_heads(problem: OrderProblem) -> Times:
                 if problem.is_both(stage):
                     begin = max(begin, ends[INPUTS][stage][number - 1])
             cap = caps[stage]
-            own, own_weights = ends[INPUTS][stage], ends[WEIGHTS][stage]
+            input_ends, weight_ends = ends[INPUTS][stage], ends[WEIGHTS][stage]
             if number >= cap.flying:
                 # One of the ways to have room: that many flying, and the others back or even done.
                 begin = max(
                     begin,
                     min(
-                        max(own[number - flying], own_weights[number - flying - between])
+                        max(input_ends[number - flying], weight_ends[number - flying - between])
                         if number >= flying + between
-                        else own[number - flying]
+                        else input_ends[number - flying]
                         for flying, between in enumerate(cap.between, start=1)
                     ),
                 )
                 # All that must have been done since the input gradients of an earlier micro-batch began.
-                own, f = heads[INPUTS][stage], forward[stage]
+                input_heads, f = heads[INPUTS][stage], forward[stage]
                 for ahead in range(cap.flying, number + 1):
                     work = (ahead - cap.flying) * f + works[stage][ahead]
-                    begin = max(begin, own[number - ahead] + work)
+                    begin = max(begin, input_heads[number - ahead] + work)
             if number >= cap.begun:
-                begin = max(begin, own_weights[number - cap.begun])
+                begin = max(begin, weight_ends[number - cap.begun])
             heads[FORWARD][stage][number] = begin
             end = ends[FORWARD][stage][number] = begin + forward[stage]
             if stage < last:
@@ -360,13 +351,13 @@ def find_tails(problem: OrderProblem) -> Times:
                 tail = max(tail, wholes[INPUTS][stage][number + 1])
                 if problem.is_both(stage):
                     tail = max(tail, wholes[FORWARD][stage][number + 1])
-            f, i, w, rest = forward[stage], inputs[stage], weights[stage], count - number
+            f, i, w, remaining = forward[stage], inputs[stage], weights[stage], count - number
             # Up to a later forward: what must be done between.
-            own = tails[FORWARD][stage]
-            for ahead in range(cap.flying, rest):
+            forward_tails = tails[FORWARD][stage]
+            for ahead in range(cap.flying, remaining):
                 work = (ahead - cap.flying + 1) * f + works[stage][ahead] - i
-                tail = max(tail, own[number + ahead] + work)
-            work = (rest - 1) * i + rest * w + max(0, rest - cap.flying) * f
+                tail = max(tail, forward_tails[number + ahead] + work)
+            work = (remaining - 1) * i + remaining * w + max(0, remaining - cap.flying) * f
             tail = max(tail, work + update)
             if stage:
                 links_up[stage] = max(links_up[stage], wholes[INPUTS][stage - 1][number]) + up[stage]
@@ -400,18 +391,18 @@ def find_bound(problem: OrderProblem) -> tuple[float, str]:
         ),
         "the longest path",
     )
-    for ipu, own in enumerate(problem.stages_of):
-        if not own:
+    for ipu, ipu_stages in enumerate(problem.stages_of):
+        if not ipu_stages:
             continue
         jobs = [
             (heads[kind][stage][n], times[kind][stage], tails[kind][stage][n])
             for kind in kinds
-            for stage in own
+            for stage in ipu_stages
             for n in numbers
             if times[kind][stage]
         ]
-        if (found := find_preemptive(jobs)) > best:
-            best, reason = found, f"the work of device {ipu}"
+        if (ipu_bound := find_preemptive(jobs)) > best:
+            best, reason = ipu_bound, f"the work of device {ipu}"
     return best, reason
 
 

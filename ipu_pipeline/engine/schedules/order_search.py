@@ -30,11 +30,11 @@ from ipu_pipeline.engine.schedules.order_problems import (
 from ipu_pipeline.engine.schedules.schedule_arguments import named_schedules
 from ipu_pipeline.engine.schedules.timetables import ActionKind, Rows, ScheduleError
 
-# Makes an order by dispatching: a device that is free takes the most urgent action that it can do. No JAX.
+# Dispatching: a device that is free takes the most urgent action that it can do.
 #
-# A forward is done only if its device can still finish all that it has begun: one micro-batch after the
-# other, each through all stages of the device (the banker's algorithm: Dijkstra, EWD 623). As all devices
-# can do so in the same order of micro-batches, they never wait for each other's memory for ever.
+# A forward is done only if its device can still finish all that it has begun, one micro-batch after the
+# other (the banker's algorithm: Dijkstra, EWD 623). As all devices can do so in the same order of
+# micro-batches, they never wait for each other's memory for ever.
 
 # By kind and stage, how urgent each micro-batch is: the less, the more urgent.
 Urgency: TypeAlias = "Sequence[Sequence[Sequence[float]]]"
@@ -42,7 +42,7 @@ Urgency: TypeAlias = "Sequence[Sequence[Sequence[float]]]"
 
 @dataclass(frozen=True)
 class Rule:
-    """How a device chooses.
+    """A rule by which devices choose.
 
     Attributes:
       base: how urgent the actions are, in micro-batches.
@@ -70,7 +70,8 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
     for_forward = rule.base[FORWARD]
     for_inputs = _delay(rule.base[INPUTS], rule.inputs)
     for_weights = _delay(rule.base[WEIGHTS], rule.weights)
-    held, between = problem.num_held_bytes, problem.num_between_bytes
+    held_bytes, between = problem.num_held_bytes, problem.num_between_bytes
+    # The devices' state: bytes that are free, actions done, arrivals of inputs, and when each is free.
     room = list(problem.num_free_bytes)
     is_limited = problem.num_bytes_per_ipu is not None
     down, up = (*problem.forward_transfers, 0.0), (0.0, *problem.backward_transfers)
@@ -91,7 +92,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
             if number < inputs_done[stage]:
                 can.append((for_weights[stage][number], now, WEIGHTS, stage, weights[stage]))
             number = inputs_done[stage]
-            fits = not is_limited or between[stage] - held[stage] <= room[ipu]
+            fits = not is_limited or between[stage] - held_bytes[stage] <= room[ipu]
             if number < forwards_done[stage] and number < len(returned[stage]) and fits:
                 ready = max(now, returned[stage][number])
                 can.append((for_inputs[stage][number], ready, INPUTS, stage, inputs[stage]))
@@ -104,21 +105,23 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
                 continue
             ready = max(now, arrived[stage][number])
             can.append((for_forward[stage][number], ready, FORWARD, stage, forward[stage]))
+        # The most urgent one that is worth waiting for.
         if not can:
             return math.inf, 0, 0
         if len(can) > 1:
             can.sort()
-            first = min(ready for _urgency, ready, *_rest in can)
-            for best in can:  # the most urgent one that is worth waiting for
+            first = min(ready for _urgency, ready, *_details in can)
+            for best in can:
                 _urgency, ready, kind, stage, _time = best
                 if ready <= first:
                     return ready, kind, stage
-                other = min((o for o in can if o[1] <= first), default=best)
-                if first + other[4] - ready > patience[ipu] * other[4]:
+                alternative = min((o for o in can if o[1] <= first), default=best)
+                if first + alternative[4] - ready > patience[ipu] * alternative[4]:
                     return ready, kind, stage
         _urgency, ready, kind, stage, _time = can[0]
         return ready, kind, stage
 
+    # The device that can begin first does its action, and chooses again, as does the one that it sends to.
     for ipu in range(len(free)):
         chosen[ipu] = choose(ipu)
     while True:
@@ -132,7 +135,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
         touched = ipu
         if kind == FORWARD:
             forwards_done[stage] += 1
-            room[ipu] -= held[stage]
+            room[ipu] -= held_bytes[stage]
             if stage < last:
                 target, time, touched = arrived[stage + 1], down[stage], ipus[stage + 1]
                 target.append(max(end, target[-1] if target else end) + time)
@@ -146,7 +149,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
             room[ipu] += between[stage]
         if kind == INPUTS:
             inputs_done[stage] += 1
-            room[ipu] -= between[stage] - held[stage]
+            room[ipu] -= between[stage] - held_bytes[stage]
             if stage:
                 target, time, touched = returned[stage - 1], up[stage], ipus[stage - 1]
                 target.append(max(end, target[-1] if target else end) + time)
@@ -157,7 +160,7 @@ def dispatch(problem: OrderProblem, rule: Rule) -> tuple[float, Order]:
 
 
 def _delay(urgency: Sequence[Sequence[float]], later: Sequence[float]) -> list[list[float]]:
-    return [[own + more for own in values] for values, more in zip(urgency, later, strict=True)]
+    return [[value + more for value in values] for values, more in zip(urgency, later, strict=True)]
 
 
 def _is_safe(
@@ -170,38 +173,36 @@ def _is_safe(
     weights_done: Sequence[int],
 ) -> bool:
     """Whether a device can still finish all that it has begun after one more forward of a stage."""
-    held, between = problem.num_held_bytes, problem.num_between_bytes
-    if room < (max(held[stage], between[stage]) if problem.is_both(stage) else held[stage]):
+    held_bytes, between = problem.num_held_bytes, problem.num_between_bytes
+    if room < (max(held_bytes[stage], between[stage]) if problem.is_both(stage) else held_bytes[stage]):
         return False
-    room -= held[stage]
-    own = problem.stages_of[ipu]
-    room += sum((inputs_done[s] - weights_done[s]) * between[s] for s in own)
-    if len(own) == 1:
-        return room >= between[stage] - held[stage]
-    done = [forwards_done[s] + (s == stage) for s in own]
-    first = min(inputs_done[s] for s in own)
-    for micro_batch in range(first, max(done)):
-        flying = [s for s, number in zip(own, done, strict=True) if inputs_done[s] <= micro_batch < number]
-        missing = sum(held[s] for s, number in zip(own, done, strict=True) if micro_batch >= number)
+    room -= held_bytes[stage]
+    stages = problem.stages_of[ipu]
+    room += sum((inputs_done[s] - weights_done[s]) * between[s] for s in stages)
+    if len(stages) == 1:
+        return room >= between[stage] - held_bytes[stage]
+    counts = {s: forwards_done[s] + (s == stage) for s in stages}
+    first = min(inputs_done[s] for s in stages)
+    for micro_batch in range(first, max(counts.values())):
+        flying = [s for s, number in counts.items() if inputs_done[s] <= micro_batch < number]
+        missing = sum(held_bytes[s] for s, number in counts.items() if micro_batch >= number)
         if missing > room:
             return False
         now = room - missing  # all forwards done; then back through the stages that are not done
-        for s in reversed(own):
+        for s in reversed(stages):
             if inputs_done[s] <= micro_batch:
-                now -= between[s] - held[s]
+                now -= between[s] - held_bytes[s]
                 if now < 0:
                     return False
                 now += between[s]
-        room += sum(held[s] for s in flying)
+        room += sum(held_bytes[s] for s in flying)
     return True
 
 
-# Searches for an order with a short step under a memory limit, with a lower bound. No JAX.
-#
-# It starts with the named schedules, and with dispatching by simple rules. The best rule is then changed at
-# random, and better results, at first also slightly worse ones, are kept (threshold accepting: Dueck and
-# Scheuer, 1990). The search is deterministic: it ends after a number of orders, not of seconds, or as soon
-# as an order takes no longer than the lower bound (`order_bounds`).
+# The search: named schedules first, then simple rules, of which the best is changed at random; better
+# results, at first also slightly worse ones, are kept (threshold accepting: Dueck and Scheuer, 1990). It
+# ends after a number of orders, not of seconds, so that it is deterministic; or with an order that
+# reaches the lower bound.
 
 _MOST_ORDERS = 1_000  # that are tried
 _MOST_ACTIONS = 500_000  # in all of them together: about two seconds
@@ -242,12 +243,12 @@ class Searched:
 
     def __str__(self) -> str:
         """Describes the result, such as "searched, at most 2.1% above the best"."""
-        told = "the best there is" if self.gap <= _SAME else f"at most {self.gap:.1%} above the best"
-        return "searched" + ("" if self.name == "searched" else f" (as {self.name})") + f", {told}"
+        quality = "the best there is" if self.gap <= _SAME else f"at most {self.gap:.1%} above the best"
+        return "searched" + ("" if self.name == "searched" else f" (as {self.name})") + f", {quality}"
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Candidate:
     """An order that fits."""
 
     step_time: float
@@ -284,19 +285,19 @@ def search(problem: OrderProblem) -> Searched:
     return Searched(as_rows(best.order), best.step_time, bound, reason, best.name, peaks)
 
 
-def _get_time(known: _Known) -> float:
-    return known.step_time
+def _get_time(candidate: _Candidate) -> float:
+    return candidate.step_time
 
 
-def _follow_named(problem: OrderProblem) -> Iterator[_Known]:
+def _follow_named(problem: OrderProblem) -> Iterator[_Candidate]:
     """The schedules with names that fit."""
     for name, function in named_schedules().items():
         with contextlib.suppress(ScheduleError):
             rows = function(problem.num_stages, problem.num_micro_batches, problem.device_mapping)
-            given = as_order(rows)
-            for order in (given, _settle(problem, given)):
+            named_order = as_order(rows)
+            for order in (named_order, _settle(problem, named_order)):
                 if fits(problem, order):
-                    yield _Known(find_step_time(problem, order), order, name)
+                    yield _Candidate(find_step_time(problem, order), order, name)
 
 
 def _settle(problem: OrderProblem, order: Order) -> Order:
@@ -328,21 +329,22 @@ def _make_simple(problem: OrderProblem, bound: float) -> Iterator[Rule]:
     by_number: Urgency = [[range(count)] * number] * len(ActionKind)
     unit = -count / bound if bound else 0.0
     by_tail: Urgency = [
-        [[unit * (tail + time) for tail in own] for own, time in zip(tails, times, strict=False)]
+        [[unit * (tail + time) for tail in row] for row, time in zip(tails, times, strict=False)]
         for tails, times in zip(find_tails(problem), problem.times, strict=True)
     ]
     for base, inputs, weights, patience in (
         (by_number, (-count, 0, count), (-2 * count, 0, 3, 2 * count), (1.0, 0.5, 0.0)),
         (by_tail, (0,), (0, 3, 2 * count), (1.0, 0.8, 0.5, 0.2, 0.0)),
     ):
-        for one, other, share in itertools.product(inputs, weights, patience):
-            yield Rule(base, (one,) * number, (other,) * number, (share,) * problem.num_ipus, most)
+        for input_delay, weight_delay, share in itertools.product(inputs, weights, patience):
+            shares = (share,) * problem.num_ipus
+            yield Rule(base, (input_delay,) * number, (weight_delay,) * number, shares, most)
 
 
-def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Known:
+def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Candidate:
     """Changes the best simple rule at random, and keeps what is better or little worse."""
-    tried = [(_Known(*dispatch(problem, rule)), rule) for rule in _make_simple(problem, bound)]
-    best, rule = min(tried, key=lambda one: one[0].step_time)
+    tried = [(_Candidate(*dispatch(problem, rule)), rule) for rule in _make_simple(problem, bound)]
+    best, rule = min(tried, key=lambda pair: pair[0].step_time)
     num_actions = 3 * problem.num_stages * problem.num_micro_batches
     num_left = min(_MOST_ORDERS, _MOST_ACTIONS // num_actions) - len(tried)
     chance = random.Random(0)  # noqa: S311  # the same for every search
@@ -354,10 +356,10 @@ def _follow_rules(problem: OrderProblem, bound: float, enough: float) -> _Known:
         changed = rule
         for _change in range(chance.choice((1, 1, 2, 3))):
             changed = _change_one(problem, changed, most, chance)
-        found = _Known(*dispatch(problem, changed))
-        if found.step_time < now + threshold * (1 - number / num_left) * chance.random():
-            now, rule = found.step_time, changed
-        best = min(best, found, key=_get_time)
+        candidate = _Candidate(*dispatch(problem, changed))
+        if candidate.step_time < now + threshold * (1 - number / num_left) * chance.random():
+            now, rule = candidate.step_time, changed
+        best = min(best, candidate, key=_get_time)
     return best
 
 

@@ -198,14 +198,14 @@ def _in_lock_step(layout: Layout, times: Mapping[ActionKind, Callable[[int], Ite
     for row, stages in zip(rows, layout.stages_of, strict=True):
         timed: list[tuple[int, int, Action]] = []
         for stage, (kind, find_times) in itertools.product(stages, times.items()):
-            found = list(itertools.islice(find_times(layout.levels[stage]), len(counts)))
+            time_steps = list(itertools.islice(find_times(layout.levels[stage]), len(counts)))
             actions = map(Action._make, zip(repeat(kind), repeat(stage), counts, strict=False))
             if has_own_ipu:
-                row += [None] * (found[-1] - len(row))
-                for time_step, action in zip(found, actions, strict=True):
+                row += [None] * (time_steps[-1] - len(row))
+                for time_step, action in zip(time_steps, actions, strict=True):
                     row[time_step - 1] = action
             else:
-                timed += zip(found, repeat(stage), actions, strict=False)
+                timed += zip(time_steps, repeat(stage), actions, strict=False)
         row += [action for _time_step, _stage, action in sorted(timed)]
     return tuple(map(tuple, rows))
 
@@ -217,7 +217,7 @@ def _infer(layout: Layout) -> Rows:
 
 def _named(
     member: str,
-    *others: str,
+    *aliases: str,
     purpose: str,
     form: _Form | None = None,
     infer: Callable[[Layout], Rows] = _infer,
@@ -244,7 +244,7 @@ def _named(
         make_rows.__name__ = make_rows.__qualname__ = train.__name__
         if train.__doc__:  # not with python -OO
             make_rows.__doc__ = train.__doc__ + _ARGUMENTS + (_ERRORS if form else "")
-        _schedules.append(NamedSchedule(make_rows, member, others, purpose))
+        _schedules.append(NamedSchedule(make_rows, member, aliases, purpose))
         return make_rows
 
     return name
@@ -273,11 +273,11 @@ def grouped(layout: Layout) -> Rows:
     number, count = layout.num_levels, layout.num_micro_batches
 
     def find_forwards(level: int) -> Iterable[int]:
-        """Without a pause while the pipeline fills, and then every other time-step."""
+        """Time-steps without a pause while the pipeline fills, and then every other one."""
         return itertools.chain(range(level + 1, number + 1), itertools.count(number + 2, 2))
 
     def find_backwards(level: int) -> Iterable[int]:
-        """After the last level's, one time-step for each hop, or two while there are forwards between."""
+        """Time-steps after the last level's: one for each hop, or two while there are forwards between."""
         hops = number - 1 - level
         return (number + 1 + 2 * k + hops + min(hops, count - 1 - k) for k in range(count))
 
@@ -381,8 +381,8 @@ def all_forwards(layout: Layout) -> Rows:
 def _find_groups(layout: Layout) -> list[range]:
     """Groups of at least p micro-batches, as many and as equal as possible; the larger ones first."""
     number = max(1, layout.num_micro_batches // layout.num_ipus)
-    size, rest = divmod(layout.num_micro_batches, number)
-    ends = [0, *itertools.accumulate(size + (place < rest) for place in range(number))]
+    size, remainder = divmod(layout.num_micro_batches, number)
+    ends = [0, *itertools.accumulate(size + (place < remainder) for place in range(number))]
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
@@ -479,16 +479,16 @@ def zero_bubble(layout: Layout) -> Rows:
         """Chooses what a level does, as the list that the time-step goes to; None: it waits."""
         next_forward, next_input = len(forwards[level]), len(inputs[level])
         # When the last level needs the next forward; those behind the first p wait for weight gradients.
-        needed = level + 1 + 2 * next_forward + max(0, next_forward - number + 1)
+        due = level + 1 + 2 * next_forward + max(0, next_forward - number + 1)
         is_full = next_forward - len(weights[level]) == number
         has_forward = next_forward < count and (
             not level or has_arrived(forwards[level - 1], next_forward, now)
         )
         can_forward = has_forward and not is_full
         has_weights = len(weights[level]) < next_input
-        if can_forward and now >= needed:
+        if can_forward and now >= due:
             return forwards[level]
-        if is_full and has_weights and next_forward < count and now + 1 >= needed:
+        if is_full and has_weights and next_forward < count and now + 1 >= due:
             return weights[level]
         if next_input < next_forward and (
             level + 1 == number or has_arrived(inputs[level + 1], next_input, now)
@@ -534,9 +534,9 @@ def zero_bubble_h2(layout: Layout) -> Rows:
     num_steady = max(0, layout.num_micro_batches - 2 * number + 1)
 
     def find_times(letter: str, level: int) -> Iterable[int]:
-        rest = 2 * (number - level) - 1
-        pattern = "F" * rest + "IF" * (2 * level) + "IWF" * num_steady + "IW" * rest + "W" * (2 * level)
-        return (time_step for time_step, other in enumerate(pattern, level + 1) if other == letter)
+        outer = 2 * (number - level) - 1  # at either end
+        pattern = "F" * outer + "IF" * (2 * level) + "IWF" * num_steady + "IW" * outer + "W" * (2 * level)
+        return (time_step for time_step, symbol in enumerate(pattern, level + 1) if symbol == letter)
 
     rows = _in_lock_step(layout, {kind: partial(find_times, kind.letter) for kind in (F, I, W)})
     # After a first wait none is needed: there is always something to do, or data to wait for.
@@ -558,16 +558,18 @@ def _fill(due: Sequence[Iterable[tuple[int, Action]]], limit: int) -> Rows:
     `due` has the forwards and input gradients of each device, with a number that is less for what goes
     first, `limit` is the most micro-batches that it may hold from a forward to the weight gradients.
     """
-    forwards, inputs = ([[one for one in own if one[1].kind is kind] for own in due] for kind in (F, I))
+    forwards, inputs = (
+        [[entry for entry in entries if entry[1].kind is kind] for entries in due] for kind in (F, I)
+    )
     # How many micro-batches each stage has done, which is the number of its next one. The last entry is for
     # what is before the first stage and after the last one: nothing waits there.
-    num_stages = 1 + max(action.stage for own in due for _time, action in own)
+    num_stages = 1 + max(action.stage for entries in due for _time, action in entries)
     num_forwards, num_inputs = ([0] * num_stages + [math.inf] for _kind in range(2))
-    rows: list[list[Action]] = [[] for _own in due]
-    places = [[0, 0, 0] for _own in due]  # of the next forward, input gradients and weight gradients
+    rows: list[list[Action]] = [[] for _ipu in due]
+    places = [[0, 0, 0] for _ipu in due]  # of the next forward, input gradients and weight gradients
     num_left = 3 * sum(map(len, forwards))
     while num_left:
-        done: list[Action] = []
+        actions: list[Action] = []
         for row, place, own_forwards, own_inputs in zip(rows, places, forwards, inputs, strict=True):
             f, i, w = place
             # When the next ones are due, if they can be done now.
@@ -596,14 +598,14 @@ def _fill(due: Sequence[Iterable[tuple[int, Action]]], limit: int) -> Rows:
             else:
                 continue
             row.append(action)
-            done.append(action)
-        assert done, "the order in which actions are due is not possible"
-        for kind, stage, _number in done:  # only now: results are there for the next time-step
+            actions.append(action)
+        assert actions, "the order in which actions are due is not possible"
+        for kind, stage, _number in actions:  # only now: results are there for the next time-step
             if kind is F:
                 num_forwards[stage] += 1
             elif kind is I:
                 num_inputs[stage] += 1
-        num_left -= len(done)
+        num_left -= len(actions)
     return tuple(map(tuple, rows))
 
 

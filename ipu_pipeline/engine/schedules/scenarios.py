@@ -22,7 +22,7 @@ from ipu_pipeline.engine.schedules.schedule_arguments import (
 from ipu_pipeline.engine.schedules.timetables import ActionKind, Timetable, check
 from ipu_pipeline.ground.checks import is_int, is_real
 
-# The costs of a step's actions, in time and memory.
+# Costs and memory of actions.
 
 StageEdge: TypeAlias = "tuple[int, int]"  # the stage that sends, and the one that receives
 
@@ -77,8 +77,8 @@ class Costs:
         for name, default in (("forward_cores", 1.0), ("backward_cores", 1.0), ("num_gradient_bytes", 0.0)):
             if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * len(self.forward))
-        own = ("forward", "backward", "update", "forward_cores", "backward_cores", "num_gradient_bytes")
-        for name in (*own, "weight_gradients"):
+        names = ("forward", "backward", "update", "forward_cores", "backward_cores", "num_gradient_bytes")
+        for name in (*names, "weight_gradients"):
             values = getattr(self, name)
             if len(values) != len(self.forward):
                 raise ValueError(
@@ -86,8 +86,8 @@ class Costs:
                     f"forward has; got {len(values)}: {values!r}. Costs.of spreads one number over all."
                 )
             _check_numbers(f"Costs: {name}", values)
-        for whole, half in zip(self.backward, self.weight_gradients, strict=True):
-            if half > whole:
+        for total, half in zip(self.backward, self.weight_gradients, strict=True):
+            if half > total:
                 raise ValueError(
                     f"Costs: weight_gradients are a part of backward, which takes {self.backward!r}; got "
                     f"{self.weight_gradients!r}."
@@ -158,23 +158,23 @@ class Costs:
             not finite.
         """
 
-        def spread(name: str, given: float | Sequence[float], number: int) -> tuple[float, ...]:
-            if isinstance(given, (int, float)):
-                return (float(given),) * number
-            if len(given) != number:
+        def spread(name: str, values: float | Sequence[float], number: int) -> tuple[float, ...]:
+            if isinstance(values, (int, float)):
+                return (float(values),) * number
+            if len(values) != number:
                 raise ValueError(
-                    f"Costs: {name} must be one number or {number}; got {len(given)}: {given!r}."
+                    f"Costs: {name} must be one number or {number}; got {len(values)}: {values!r}."
                 )
-            _check_numbers(f"Costs: {name}", given)
-            return tuple(map(float, given))
+            _check_numbers(f"Costs: {name}", values)
+            return tuple(map(float, values))
 
         def by_edge(
-            name: str, given: float | Sequence[float] | Mapping[StageEdge, float]
+            name: str, values: float | Sequence[float] | Mapping[StageEdge, float]
         ) -> dict[StageEdge, float]:
-            if isinstance(given, Mapping):
-                return dict(given)
+            if isinstance(values, Mapping):
+                return dict(values)
             edges = {}
-            for stage, value in enumerate(spread(name, given, max(0, num_stages - 1))):
+            for stage, value in enumerate(spread(name, values, max(0, num_stages - 1))):
                 if value:
                     edges[stage, stage + 1] = edges[stage + 1, stage] = value
             return edges
@@ -275,7 +275,7 @@ def _check_numbers(name: str, values: Any) -> None:
             raise ValueError(f"{name} must be finite and at least 0; got {value!r}.")
 
 
-# A scenario to simulate: a schedule, and the time and memory of its actions.
+# Scenarios.
 
 
 @dataclass(frozen=True)
@@ -360,8 +360,8 @@ class Scenario:
                 f"Scenario: chunk_size must divide num_micro_batches, which is {self.num_micro_batches}; "
                 f"got {self.chunk_size}."
             )
-        found = _find_ipus(self.schedule, number) if isinstance(self.schedule, Timetable) else range(number)
-        for name, default in (("device_mapping", found), ("levels", range(number))):
+        ipus = _find_ipus(self.schedule, number) if isinstance(self.schedule, Timetable) else range(number)
+        for name, default in (("device_mapping", ipus), ("levels", range(number))):
             value = tuple(getattr(self, name)) or tuple(default)
             object.__setattr__(self, name, value)
             if len(value) != number or min(value) < 0:
@@ -469,7 +469,7 @@ class Scenario:
     def half_ring(self, ipu: int) -> float:
         """The time of a reduce-scatter of a device's gradients; an all-gather takes as long again."""
         mapping, gradients = self.device_mapping, self.costs.num_gradient_bytes
-        num_bytes = sum(own for own, there in zip(gradients, mapping, strict=True) if there == ipu)
+        num_bytes = sum(size for size, home in zip(gradients, mapping, strict=True) if home == ipu)
         devices = {self.ipu_of(replica, ipu) for replica in range(self.cluster.num_replicas)}
         return self.cluster.half_ring(devices, num_bytes) if self.training else 0.0
 
@@ -513,7 +513,7 @@ class Scenario:
                 )
         memory, size = memory or Memory((0,) * self.num_ipus, (0,) * number), self.chunk_size
         forward, _backward, inputs, weights = (
-            tuple(size * own for own in times) for times in costs.of_actions
+            tuple(size * time for time in times) for times in costs.of_actions
         )
         pairs = list(itertools.pairwise(range(number)))
         problem = OrderProblem(
@@ -526,16 +526,16 @@ class Scenario:
             backward_transfers=tuple(self.transfer(0, (after, before)) for before, after in pairs),
             updates=tuple(self.update(stage) for stage in range(number)),
             is_fused=self.is_fused,
-            num_held_bytes=tuple(size * own for own in memory.num_held_bytes),
-            num_between_bytes=tuple(size * own for own in memory.num_between_bytes),
+            num_held_bytes=tuple(size * num_bytes for num_bytes in memory.num_held_bytes),
+            num_between_bytes=tuple(size * num_bytes for num_bytes in memory.num_between_bytes),
             num_constant_bytes=memory.num_constant_bytes,
             num_bytes_per_ipu=num_bytes_per_ipu,
         )
-        for ipu, needed in enumerate(problem.num_least_bytes):
-            if num_bytes_per_ipu is not None and needed > num_bytes_per_ipu:
+        for ipu, least in enumerate(problem.num_least_bytes):
+            if num_bytes_per_ipu is not None and least > num_bytes_per_ipu:
                 raise ValueError(
                     "PipelineSchedule.searched: bytes_per_ipu must be enough for one micro-batch; device "
-                    f"{ipu} needs {needed:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the "
+                    f"{ipu} needs {least:,} bytes ({problem.num_constant_bytes[ipu]:,} of them all the "
                     f"time), and the limit is {num_bytes_per_ipu:,}. Raise it, or recompute or offload "
                     "activations."
                 )
@@ -554,10 +554,10 @@ class Scenario:
         way = range(source, target, turn)
         through = sum(self.transfer(0, (stage, stage + turn)) for stage in way)
         through += self.chunk_size * sum(times[stage] for stage in way[1:])
-        own = times[source]
+        busy = times[source]
         if turn < 0 and self.is_fused and source == self.costs.num_stages - 1:
-            own += self.costs.forward[source]
-        return self.transfer(0, edge) > min(self.chunk_size * own, through)
+            busy += self.costs.forward[source]
+        return self.transfer(0, edge) > min(self.chunk_size * busy, through)
 
     @functools.cached_property
     def searched(self) -> Searched | None:
@@ -625,7 +625,7 @@ class Scenario:
             "cores": self.cores,
             "costs": self.costs.as_dict(),
             "cluster": self.cluster.as_dict(),
-            "layers": [[dataclasses.asdict(layer) for layer in own] for own in self.layers],
+            "layers": [list(map(dataclasses.asdict, layers)) for layers in self.layers],
             "host_memory": None if self.host_memory is None else self.host_memory.as_dict(),
             "memory": None
             if self.memory is None
@@ -643,11 +643,12 @@ class Scenario:
             entries = dict(entries)
             costs = Costs.from_dict(entries.pop("costs"))
             cluster = Cluster.from_dict(entries.pop("cluster", {}))
-            memory, found = entries.pop("memory", None), entries.pop("host_memory", None)
+            memory, host_entries = entries.pop("memory", None), entries.pop("host_memory", None)
             if (limit := entries.pop("bytes_per_ipu", None)) is not None:
                 entries["schedule"] = SearchedSchedule(limit)
-            host_memory = None if found is None else HostMemory.from_dict(found)
-            layers = tuple(tuple(Layer(**one) for one in own) for own in entries.pop("layers", ()))
+            host_memory = None if host_entries is None else HostMemory.from_dict(host_entries)
+            stages = entries.pop("layers", ())
+            layers = tuple(tuple(Layer(**layer) for layer in stage) for stage in stages)
             if memory is not None:
                 memory = Memory(**{name: tuple(values) for name, values in dict(memory).items()})
             return cls(
@@ -666,9 +667,9 @@ class Scenario:
 
 
 def _find_ipus(timetable: Timetable, num_stages: int) -> Sequence[int]:
-    found = {action.stage: ipu for ipu, row in enumerate(timetable.rows) for action in row if action}
-    if sorted(found) != list(range(num_stages)):
+    ipus = {action.stage: ipu for ipu, row in enumerate(timetable.rows) for action in row if action}
+    if sorted(ipus) != list(range(num_stages)):
         raise ValueError(
-            f"Scenario: the timetable must have the {num_stages} stages of the costs; it has {len(found)}."
+            f"Scenario: the timetable must have the {num_stages} stages of the costs; it has {len(ipus)}."
         )
-    return [found[stage] for stage in range(num_stages)]
+    return [ipus[stage] for stage in range(num_stages)]

@@ -30,15 +30,14 @@ from ipu_pipeline.ground.checks import is_int
 
 # Schedules in CSV files, in the format of PyTorch's `torch.distributed.pipelining`.
 #
-# There is no header. Line r is the row of rank r, which is device r, from 0. An empty cell is a time-step
-# of waiting; others have a stage, a type and a micro-batch: `0F3` is the forward of stage 0 for micro-batch
-# 3, `B` a backward, `I` its input gradients and `W` its weight gradients. `(0F8;7B0)OVERLAP_F_B` is several
-# actions, which run one after another here. Cells of the types UNSHARD, RESHARD, REDUCE_GRAD, SEND_F,
-# RECV_F, SEND_B and RECV_B are left out: the engine plans these by itself.
+# Line r is the row of rank r, without a header. A cell is empty (a time-step of waiting) or has a stage,
+# a type and a micro-batch: `0F3`, `B` a backward, `I` its input gradients, `W` its weight gradients. The
+# actions of `(0F8;7B0)OVERLAP_F_B` run one after another here. Cells of the types UNSHARD, RESHARD,
+# REDUCE_GRAD, SEND_F, RECV_F, SEND_B and RECV_B are left out: the engine plans these by itself.
 #
-# If all stages take their backwards in the same order, but another than the micro-batches' (as in PyTorch's
-# ScheduleLoopedBFS, from the last to the first), micro-batches are numbered in the order of their
-# backwards. All forwards that these need are done by then, so times and memory stay the same.
+# If all stages take their backwards in the same order, but another than the micro-batches' (as in
+# PyTorch's ScheduleLoopedBFS, from the last to the first), micro-batches are numbered in the order of
+# their backwards. All forwards that these need are done by then, so times and memory stay the same.
 
 _KINDS = {kind.letter: kind for kind in ActionKind}
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
@@ -182,7 +181,7 @@ def load_schedule(path: Any) -> FileSchedule:
     name = os.fspath(path)
     cells = _read_cells(name)
     rows: list[list[Action | None]] = []
-    found: list[_Cell] = []
+    action_cells: list[_Cell] = []
     for rank, row in enumerate(cells):
         rows.append([])
         for column, text in enumerate(row):
@@ -190,13 +189,13 @@ def load_schedule(path: Any) -> FileSchedule:
             if actions is None:
                 raise _fault(name, cells, rank, column, f"{text!r} is not an action. {_FORMAT}")
             rows[-1] += actions
-            found += [_Cell(rank, column, action) for action in actions if action is not None]
+            action_cells += [_Cell(rank, column, action) for action in actions if action is not None]
         if not any(rows[-1]):
             raise _fault(name, cells, rank, 0, "the rank has no actions. Each line is the row of one rank")
         while rows[-1][-1] is None:
             rows[-1].pop()
-    mapping, count = _check_cells(name, cells, found)
-    places = _number_backwards(name, cells, found)
+    mapping, count = _check_cells(name, cells, action_cells)
+    places = _number_backwards(name, cells, action_cells)
     numbered: Rows = tuple(
         tuple(
             action
@@ -252,7 +251,7 @@ def _format(action: Action) -> str:
 
 
 def _check_cells(
-    path: str, cells: Sequence[Sequence[str]], found: Sequence[_Cell]
+    path: str, cells: Sequence[Sequence[str]], action_cells: Sequence[_Cell]
 ) -> tuple[tuple[int, ...], int]:
     """Checks what each rank alone can tell: every action is there once, and after those that it needs.
 
@@ -261,16 +260,16 @@ def _check_cells(
     """
     ranks: dict[int, int] = {}
     num_forwards: dict[int, int] = collections.defaultdict(int)
-    done: set[Action] = set()  # with whole backwards as both halves
-    for rank, column, action in found:
+    scheduled: set[Action] = set()  # with whole backwards as both halves
+    for rank, column, action in action_cells:
         fault, parts = None, split_backward(action)
-        needed = _find_needed(parts[0])
+        predecessor = _find_predecessor(parts[0])
         if ranks.setdefault(action.stage, rank) != rank:
             fault = f"stage {action.stage} is on rank {ranks[action.stage]} already. A stage is on one rank"
-        elif not done.isdisjoint(parts):
+        elif not scheduled.isdisjoint(parts):
             fault = f"the {action} comes twice. A backward comes whole, or once in each half"
-        elif needed is not None and needed not in done:
-            fault = f"the {action} comes before the {needed}. It needs that"
+        elif predecessor is not None and predecessor not in scheduled:
+            fault = f"the {action} comes before the {predecessor}. It needs that"
         elif action.kind is ActionKind.FORWARD and action.micro_batch != num_forwards[action.stage]:
             fault = (
                 f"the {action} comes where micro-batch {num_forwards[action.stage]} should. Every stage "
@@ -278,37 +277,39 @@ def _check_cells(
             )
         if fault is not None:
             raise _fault(path, cells, rank, column, fault)
-        done.update(parts)
+        scheduled.update(parts)
         num_forwards[action.stage] += action.kind is ActionKind.FORWARD
-    count = 1 + max(cell.action.micro_batch for cell in found)
+    count = 1 + max(cell.action.micro_batch for cell in action_cells)
     for stage, micro_batch in itertools.product(range(1 + max(ranks)), range(count)):
         for kind in (ActionKind.FORWARD, *HALVES):
             action = Action(kind, stage, micro_batch)
-            if action not in done:
-                whole = action._replace(kind=ActionKind.BACKWARD)
-                if kind in HALVES and done.isdisjoint(split_backward(whole)):
-                    action = whole
+            if action not in scheduled:
+                backward = action._replace(kind=ActionKind.BACKWARD)
+                if kind in HALVES and scheduled.isdisjoint(split_backward(backward)):
+                    action = backward
                 rank = ranks.get(stage, len(cells) - 1)
                 fault = f"the {action} is missing. Every stage has all micro-batches up to {count - 1}"
                 raise _fault(path, cells, rank, len(cells[rank]) - 1, fault)
     return tuple(ranks[stage] for stage in range(len(ranks))), count
 
 
-def _find_needed(action: Action) -> Action | None:
-    """What must come before a forward or half in the same stage."""
+def _find_predecessor(action: Action) -> Action | None:
+    """The action that must come before a forward or half in the same stage."""
     if action.kind is ActionKind.FORWARD:
         return None
     is_first = action.kind is ActionKind.INPUT_GRADIENTS
     return action._replace(kind=ActionKind.FORWARD if is_first else ActionKind.INPUT_GRADIENTS)
 
 
-def _number_backwards(path: str, cells: Sequence[Sequence[str]], found: Sequence[_Cell]) -> dict[int, int]:
+def _number_backwards(
+    path: str, cells: Sequence[Sequence[str]], action_cells: Sequence[_Cell]
+) -> dict[int, int]:
     """Numbers micro-batches in the order of their backwards, which must be the same in all stages."""
     orders: dict[tuple[int, ActionKind], list[_Cell]] = collections.defaultdict(list)
-    for cell in found:
+    for cell in action_cells:
         for part in split_backward(cell.action):
             orders[part.stage, part.kind].append(cell)
-    last_stage = max(cell.action.stage for cell in found)
+    last_stage = max(cell.action.stage for cell in action_cells)
     first = [cell.action.micro_batch for cell in orders[last_stage, ActionKind.INPUT_GRADIENTS]]
     for (_stage, kind), order in orders.items():
         for (rank, column, action), expected in zip(order, first, strict=True):
@@ -326,12 +327,12 @@ def _number_backwards(path: str, cells: Sequence[Sequence[str]], found: Sequence
 
 def _fault(path: str, cells: Sequence[Sequence[str]], rank: int, column: int, fault: str) -> ScheduleError:
     """An error at a cell, with the columns around it of all ranks."""
-    shown = range(max(0, column - _NUM_AROUND), column + _NUM_AROUND + 1)
-    titles = [str(number) for number in shown]
+    columns = range(max(0, column - _NUM_AROUND), column + _NUM_AROUND + 1)
+    titles = [str(number) for number in columns]
     grid = [
         [
             f"[{text}]" if (number, place) == (rank, column) else text
-            for place, text in ((place, row[place] if place < len(row) else "") for place in shown)
+            for place, text in ((place, row[place] if place < len(row) else "") for place in columns)
         ]
         for number, row in enumerate(cells)
     ]
@@ -346,11 +347,9 @@ def _fault(path: str, cells: Sequence[Sequence[str]], rank: int, column: int, fa
     )
 
 
-# What an argument that takes a schedule may be, and the checked timetable that is made of it.
-#
-# Names are those of this library, of its fronts' enumerations, and of other libraries, in upper or lower
-# case, with "-", "_", " " or nothing between words, and with or without "Schedule" before them, as the
-# names of PyTorch's classes have it.
+# Schedules as arguments. Names are this library's, its fronts' and other libraries', in any case, with
+# "-", "_", " " or nothing between words, and with or without "Schedule" before them, as PyTorch's classes
+# have it.
 
 MAX_ACTIONS = 2**22  # all of them are written down and checked beforehand: half a minute, a gigabyte
 
@@ -467,10 +466,10 @@ def find_schedule(
       ValueError: there is no such name.
       TypeError: it is something else, or a function that does not take these arguments.
     """
-    found = check_schedule(schedule, argument)
-    if is_path(found):
-        return load_schedule(found)
-    return cast("ScheduleName | ScheduleFunction | SearchedSchedule", found)
+    checked = check_schedule(schedule, argument)
+    if is_path(checked):
+        return load_schedule(checked)
+    return cast("ScheduleName | ScheduleFunction | SearchedSchedule", checked)
 
 
 def schedule_name(schedule: Any) -> str:
@@ -532,13 +531,13 @@ def timetable(
         )
     if levels is None:
         levels = tuple(range(num_stages))
-    found = find_schedule(schedule)
-    return _make(found, num_stages, num_micro_batches, device_mapping, training, levels, halved)
+    resolved = find_schedule(schedule)
+    return _make(resolved, num_stages, num_micro_batches, device_mapping, training, levels, halved)
 
 
 @functools.lru_cache(maxsize=64)
 def _make(
-    found: ScheduleName | ScheduleFunction | SearchedSchedule,
+    resolved: ScheduleName | ScheduleFunction | SearchedSchedule,
     num_stages: int,
     num_micro_batches: int,
     device_mapping: tuple[int, ...],
@@ -547,17 +546,17 @@ def _make(
     halved: frozenset[int] | None,
 ) -> Timetable:
     make_rows: ScheduleFunction = interleaved
-    if isinstance(found, SearchedSchedule):
+    if isinstance(resolved, SearchedSchedule):  # this fixes the programs, so a found order compiles nothing
         halved = frozenset(range(num_stages)) if training else halved
     else:
-        make_rows = named_schedules()[found] if isinstance(found, str) else found
-    own = () if len(set(levels)) == num_stages else (levels,)
-    rows = make_rows(num_stages, num_micro_batches, device_mapping, training, *own)
+        make_rows = named_schedules()[resolved] if isinstance(resolved, str) else resolved
+    parallel_levels = () if len(set(levels)) == num_stages else (levels,)
+    rows = make_rows(num_stages, num_micro_batches, device_mapping, training, *parallel_levels)
     return check(rows, num_stages, num_micro_batches, device_mapping, training, levels, halved)
 
 
-def _describe(known: NamedSchedule) -> str:
-    return f"{known.name} ({', '.join(known.others)})" if known.others else known.name
+def _describe(schedule: NamedSchedule) -> str:
+    return f"{schedule.name} ({', '.join(schedule.others)})" if schedule.others else schedule.name
 
 
 def _normalize(name: str) -> str:
@@ -566,6 +565,6 @@ def _normalize(name: str) -> str:
 
 
 _BY_NAME: dict[str, ScheduleName | SearchedSchedule] = {
-    _normalize(name): known.name for known in SCHEDULES for name in (known.name, *known.others)
+    _normalize(name): schedule.name for schedule in SCHEDULES for name in (schedule.name, *schedule.others)
 }
 _BY_NAME["searched"] = SearchedSchedule()

@@ -15,29 +15,22 @@ from ipu_pipeline.engine.schedules.tasks import ENDING, LOAD, SEND, STORE, Step,
 from ipu_pipeline.engine.schedules.timelines import Array, Bubble, Sending, Timeline, concatenate, memory_of
 from ipu_pipeline.engine.schedules.timetables import GATHER, HALVES, UPDATE, ActionKind, Timetable
 
-# Finds why devices that wait only for data are idle in a step. No JAX.
+# Idle time of devices that wait only for data.
 #
-# An idle moment seldom has a single cause: a device waits for another one, which waited for a transfer. So
-# a cause counts as the time by which a step would be shorter without it, times the number of devices. One
-# cause after the other is taken away, and in the end only the ramps are left:
+# An idle moment seldom has a single cause: a device waits for another one, which waited for a transfer.
+# So a cause counts as the time by which a step would be shorter without it, times the number of devices.
+# Causes are taken away one after the other: shared cores first (sharing is not monotonic), the
+# host's time, transfers (also all-reduces and those to host memory), and imbalance (work is spread evenly
+# over the devices; 0 where that makes the step longer, as with few micro-batches). The ramps are left:
+# before the first backward of a device it is ramp-up, after its last forward ramp-down; time that is both
+# or neither is half of each.
 #
-# * shared cores: each program has the cores that it needs.
-# * host: the host takes no time.
-# * transfers: they take no time, nor do all-reduces: links are infinitely fast, also those to host memory.
-# * imbalance: the work of forwards, of backwards (and their halves) and of updates is each spread evenly
-#   over
-#   the devices, and there over the stages. 0 where that makes the step longer, which happens with few
-#   micro-batches.
-# * ramps: the idle time that is left. Before the first backward of a device it is ramp-up, after its last
-#   forward ramp-down; time that is both or neither is half of each. Without backwards, the first forward
-#   counts.
-#
-# None can be negative: an end of a program is the latest of sums of costs (a "max-plus" system: Baccelli et
-# al., "Synchronization and Linearity", 1992), so it does not come later when a cost gets less.
-#
-# With N stages on N devices that take equally long, and M micro-batches, only the ramps are left with
-# Grouped and Interleaved, (N-1)/(M+N-1) of the step (Narayanan et al., "Efficient Large-Scale Language
-# Model Training on GPU Clusters", 2021, have it as (N-1)/M of the rest); with Sequential they are (N-1)/N.
+# None can be negative: an end of a program is the latest of sums of costs (a "max-plus" system: Baccelli
+# et al., "Synchronization and Linearity", 1992), so it does not come later when a cost gets less. Sharing
+# cores has no such property. With N equal stages on N devices and M micro-batches, only the ramps are
+# left with Grouped and Interleaved, (N-1)/(M+N-1) of the step (Narayanan et al., "Efficient Large-Scale
+# Language Model Training on GPU Clusters", 2021, have it as (N-1)/M of the rest); with Sequential they
+# are (N-1)/N.
 
 
 def balanced(scenario: Scenario) -> Scenario:
@@ -45,10 +38,10 @@ def balanced(scenario: Scenario) -> Scenario:
     ipus = scenario.device_mapping
     num_there = [ipus.count(ipu) for ipu in ipus]
 
-    def even(own: tuple[float, ...]) -> tuple[float, ...]:
-        share = sum(own) / len(scenario.ipus)
+    def even(times: tuple[float, ...]) -> tuple[float, ...]:
+        share = sum(times) / len(scenario.ipus)
         spread = tuple(share / number for number in num_there)
-        return own if np.allclose(own, spread, rtol=1e-12, atol=0) else spread
+        return times if np.allclose(times, spread, rtol=1e-12, atol=0) else spread
 
     costs = scenario.costs
     return dataclasses.replace(
@@ -89,10 +82,10 @@ def find_bubble(scenario: Scenario, timetable: Timetable, step: Step) -> Bubble:
     idle = num_ipus * step.end - work
     even = balanced(scenario)
     if even.costs != scenario.costs:
-        other = run_step(even, timetable)
-        shorter = num_ipus * (step.end - other.end)
+        even_step = run_step(even, timetable)
+        shorter = num_ipus * (step.end - even_step.end)
         if shorter > 0:
-            imbalance, step = shorter, other
+            imbalance, step = shorter, even_step
     up, down = _find_free_ramps(even, step)
     ramps = max(0.0, idle - imbalance)
     ramp_up = ramps * (up / (up + down) if up + down else 0.5)
@@ -133,33 +126,14 @@ def _split_gaps(begins: Array, ends: Array, filled: float, last: float) -> tuple
     return float(lengths @ share), float(lengths @ (1 - share))
 
 
-# Finds when each action runs and why IPUs are idle, in lock-step, as real IPUs are. No JAX.
+# Lock-step, in which real IPUs run: compute, sync and exchange ("Bulk Synchronous Parallel" in
+# Graphcore's IPU Programmer's Guide).
 #
-# A time-step lasts as long as its slowest action. What its actions send is sent between it and the next
-# one, which takes as long as the slowest of these transfers. A time-step begins when the one before is over
-# and the host, which runs ahead, has started all programs of it. Updates have their own time-step at the
-# end. Forwards, backwards and halves of these have their own time-steps, also on the last stage. Replicas
-# keep step, too. They send to each other before and after the updates. In execution phases, what the
-# actions of a time-step need from host memory and leave there is moved together with what they send or,
-# where phases are brought ahead, while they compute.
-#
-# Source: the execution of an IPU in steps of compute, sync and exchange ("Bulk Synchronous Parallel") in
-# Graphcore's IPU Programmer's Guide. Every idle moment has one cause:
-#
-# * host: all devices, from the end of a time-step to the begin of the next one.
-# * transfers: all devices, while what a time-step sent is in transit, and while replicas send to each
-#   other.
-# * imbalance: devices that act in a time-step, after they have finished; for updates, all devices.
-# * ramps: devices that do not act in a time-step. Before the first backward of a device it is ramp-up,
-#   after
-#   its last forward ramp-down; time that is both or neither is half of each. Without backwards, the first
-#   forward counts.
-# * shared cores: the time by which a time-step is longer than its slowest action alone.
-#
-# With N stages on N devices, M micro-batches and forwards that take as long as backwards, Grouped and
-# Interleaved have 2(M+N-1) time-steps, in 2M of which a device acts: the ramps are (N-1)/(M+N-1) of the
-# time (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, have it as
-# (N-1)/M of the rest).
+# A time-step lasts as long as its slowest action, and then as long as the slowest transfer of what was
+# sent. It begins when the one before is over and the host, which runs ahead, has started all programs of
+# it. Updates have a time-step at the end; no programs are fused; replicas keep step, and send to each
+# other before and after the updates. What execution phases move goes together with what actions send or,
+# where phases are brought ahead, while they compute. Every idle moment has one cause, see `Bubble`.
 
 
 def run_in_lock_step(scenario: Scenario, timetable: Timetable) -> tuple[Step, float, Bubble]:
@@ -224,9 +198,9 @@ class _Run:
 
         def longest(lengths: Array) -> Array:
             """The longest of the times of each time-step's actions."""
-            found = np.zeros(timetable.num_time_steps)
-            np.maximum.at(found, places, lengths[blocks])
-            return found
+            maxima = np.zeros(timetable.num_time_steps)
+            np.maximum.at(maxima, places, lengths[blocks])
+            return maxima
 
         slowest, transfers = longest(self._costs), longest(self._sent)
         transfers += list(map(self._beside, longest(self._moved).tolist(), slowest.tolist()))
@@ -254,12 +228,12 @@ class _Run:
 
         order = np.argsort(blocks, kind="stable")
         numbers = np.split(order, np.cumsum(np.bincount(blocks, minlength=len(self._costs)))[:-1])
-        for block, here in zip(itertools.chain.from_iterable(self.step.blocks), numbers, strict=True):
-            times = begins[places[here]]
+        for block, positions in zip(itertools.chain.from_iterable(self.step.blocks), numbers, strict=True):
+            times = begins[places[positions]]
             for task in block:
-                task.begins, task.ends = times, times + ends[here]
+                task.begins, task.ends = times, times + ends[positions]
                 if task.kind == SEND:
-                    task.begins = times + lasts[places[here]]
+                    task.begins = times + lasts[places[positions]]
                     task.ends = task.begins + task.cost
         return _find_step_ramps(scenario, slowest, places, kinds, stages)
 
@@ -301,14 +275,14 @@ class _Run:
 
 
 def share(costs: list[float], demands: list[float], cores: float) -> list[float]:
-    """Finds when programs end that begin together at 0, as `task_times` does for any."""
+    """Finds when programs end that begin together at 0 on shared cores."""
     ends = [0.0] * len(costs)
     now = served = 0.0
-    left = sum(demands)
+    demand = sum(demands)
     for number in sorted(range(len(costs)), key=costs.__getitem__):
-        now += (costs[number] - served) * max(1.0, left / cores)
+        now += (costs[number] - served) * max(1.0, demand / cores)
         served = costs[number]
-        left -= demands[number]
+        demand -= demands[number]
         ends[number] = now
     return ends
 
@@ -320,8 +294,8 @@ def _find_step_ramps(
     where = np.array(scenario.device_mapping)[stages]
     up = down = 0.0
     for ipu in scenario.ipus:
-        here = where == ipu
-        own_places, own_kinds = places[here], kinds[here]
+        is_here = where == ipu
+        own_places, own_kinds = places[is_here], kinds[is_here]
         forwards = own_places[own_kinds == ActionKind.FORWARD]
         is_back = (own_kinds == ActionKind.BACKWARD) | (own_kinds == HALVES[0])
         filled = int(own_places[is_back][0] if scenario.training else forwards[0])
@@ -337,7 +311,7 @@ def _find_step_ramps(
     return number * float(up), number * float(down)
 
 
-# Turns a schedule and the costs of its actions into timelines. No JAX.
+# Timelines.
 
 _COLUMNS = ("kinds", "stages", "micro_batches", "ipus", "begins", "ends")
 
@@ -355,10 +329,8 @@ class Simulation:
     Attributes:
       scenario: the simulated scenario.
       timetable: the checked schedule. If programs handle several micro-batches, its actions are for chunks.
-      free_running: the timeline if devices wait only for data, as in the engine. See the modules
-        `task_times` and `bubbles`.
-      lock_step: the timeline if devices start each time-step together, as Graphcore's IPUs do. See the
-        module `time_steps`.
+      free_running: the timeline if devices wait only for data, as in the engine.
+      lock_step: the timeline if devices start each time-step together, as Graphcore's IPUs do.
     """
 
     scenario: Scenario
@@ -508,14 +480,14 @@ def _find_memory(
 
     def held_by(replica: int, stage: int) -> list[tuple[Array, Array, int]]:
         begins, ends = runs[ActionKind.FORWARD, replica, stage]
-        held = memory.num_held_bytes[stage] * size
+        held_bytes = memory.num_held_bytes[stage] * size
         if not scenario.training:
-            return [(begins, ends, held)]
+            return [(begins, ends, held_bytes)]
         if stage not in halved:
-            return [(begins, runs[ActionKind.BACKWARD, replica, stage][1], held)]
+            return [(begins, runs[ActionKind.BACKWARD, replica, stage][1], held_bytes)]
         between = runs[first, replica, stage][1]
         later = memory.num_between_bytes[stage] * size
-        return [(begins, between, held), (between, runs[second, replica, stage][1], later)]
+        return [(begins, between, held_bytes), (between, runs[second, replica, stage][1], later)]
 
     return {
         scenario.ipu_of(replica, ipu): memory_of(

@@ -13,18 +13,12 @@ from typing import Any, TypeAlias
 from ipu_pipeline.engine.schedules.scenarios import Scenario
 from ipu_pipeline.engine.schedules.timetables import GATHER, HALVES, REDUCE, UPDATE, ActionKind, Timetable
 
-# What a step does: tasks on devices, links and hosts, and what each waits for. No JAX.
-#
-#     scenario  ->  tasks: programs, transfers, weight updates, what replicas do together
-#                     |  task_times     when each runs: devices wait only for data; cores may be shared
-#                     |  time_steps     when each runs in lock-step
-#                     v
-#                   timelines, bubbles
-#
 # A task keeps one resource busy: a device, or a link. All tasks of an action are a block: it brings what
-# its program needs from host memory, runs the program, and takes away and sends what the program leaves. A
-# block has these of all replicas, one replica after the other. Behind the actions come the blocks that end
-# a step: the replicas of a device meet, reduce their gradients, update, and gather what they have updated.
+# its program needs from host memory, runs the program, and takes away and sends what the program leaves.
+# A block has these of all replicas, one after the other, as hosts start them. Behind the actions come the
+# blocks that end a step: the replicas of a device meet (a task that takes no time, so that shared cores
+# and single passes need to know nothing of replicas), reduce their gradients, update, and gather what
+# they have updated.
 
 CORES_OF_TRANSFER = 1.0  # that a copy keeps busy
 ENDING = (REDUCE, UPDATE, GATHER)  # what ends a step, in this order
@@ -74,12 +68,12 @@ class Step:
     Attributes:
       blocks: by kind and stage, the tasks of an action or of what ends the step, in their order.
       num_resources: the number of devices, hosts and links.
-      left: in execution phases, by stage, the resource that is busy until what has been stored is there.
+      storing: in execution phases, by stage, the resource that is busy until what has been stored is there.
     """
 
     blocks: list[list[list[Task]]]
     num_resources: int
-    left: list[int] = field(default_factory=list)
+    storing: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Task]:
         """All tasks."""
@@ -121,9 +115,9 @@ class _Maker:
             self._links = [
                 (self._new_resource(), self._new_resource()) for _ipu in range(scenario.num_ipus)
             ]
-            self.step.left = [self._new_resource() for _stage in stages]
+            self.step.storing = [self._new_resource() for _stage in stages]
             if not memory.phases.keeps_values:  # what any stage leaves counts
-                self.step.left = self.step.left[:1] * len(stages)
+                self.step.storing = self.step.storing[:1] * len(stages)
         for replica in range(cluster.num_replicas):
             self._add_replica(replica)
         if cluster.num_replicas > 1 and scenario.training:
@@ -187,13 +181,13 @@ class _Maker:
         task = Task(kind, replica, stage, cost, device, self._cores[kind][stage], num_runs)
         process = scenario.cluster.process_of(device) if memory is None else 0
         wait = self._first_host + process, scenario.costs.host
-        if kind in ENDING and (wait,) in [other.waits for other in block]:
+        if kind in ENDING and (wait,) in [earlier.waits for earlier in block]:
             wait = wait[0], 0.0  # started with another replica of the process
         if memory is not None or scenario.costs.host:
             task.waits = (wait,)
         if to:
             load = Task(LOAD, replica, stage, to, self._links[device][0], 0.0, num_runs)
-            load.waits = (wait[0], 0.0), (self.step.left[stage], 0.0)
+            load.waits = (wait[0], 0.0), (self.step.storing[stage], 0.0)
             block.append(load)
             task.reads.append(load)
         block.append(task)
@@ -237,28 +231,25 @@ class _Maker:
         return programs
 
 
-# Finds when the tasks of a step run, if devices wait only for data. No JAX.
+# When tasks run, if devices wait only for data.
 #
-# The host of each process starts the programs one after another, in the order of the timetable, and runs
-# ahead of the devices, as the engine's runner does. A task begins as soon as it has been started, its
-# resource has finished the previous one, and all that it reads has arrived. So it begins at the latest of
-# these times, and one pass in the order of the timetable finds them all.
+# The host of each process starts programs in the order of the timetable, and runs ahead of the devices. A
+# task begins at the latest of three times: it has been started, its resource has finished the previous
+# one, and all that it reads has arrived. So one pass in the order of the timetable finds them all,
+# without events.
 #
-# In execution phases the host waits, where another phase begins, until all but `num_ahead` of the phases
-# before have ended and what they leave has arrived in host memory. Weight updates follow the last phase,
-# and the host waits for each in the same way. What a stage leaves in host memory must have arrived there
-# before anything of the stage is brought again. Where all of a micro-batch goes through host memory, this
-# holds for what any stage leaves.
+# In execution phases the host waits, where another phase or update begins, until all but `num_ahead` of
+# those before have ended and what they leave has arrived in host memory. What a stage leaves there (or,
+# where all of a micro-batch goes through host memory, any stage) must have arrived before anything of the
+# stage is brought.
 #
-# Devices that share cores, as a CPU's virtual devices do, slow each other down, so no task's end is known
-# before others have begun. A second pass, which takes several times as long, goes forward in time. A
-# program that runs alone keeps some cores busy (`Costs.forward_cores`), and a transfer, which is a copy in
-# the host's memory there, keeps one. While they would keep more busy than there are, all are slowed down by
-# the same factor: the cores that they would keep busy over those there are. That is egalitarian processor
-# sharing (Kleinrock, "Time-shared Systems: A theoretical treatment", 1967), with programs that may be wider
-# than a core. As all running programs are served at the same rate, the service since the beginning of a
-# program that never ends is a clock for all of them: each ends when that clock shows what it showed at the
-# program's begin, plus its cost.
+# Devices that share cores slow each other down, so no end is known before others have begun: another
+# pass, 4 to 8 times slower, goes forward in time. While running tasks would keep more cores busy than
+# there are, all are slowed down by that factor: egalitarian processor sharing (Kleinrock, "Time-shared
+# Systems: A theoretical treatment", 1967) of tasks that may be wider than a core. All are served at the
+# same rate, so the service of a task that never ends is a clock for all of them: a task ends when it
+# shows what it showed at its begin, plus the task's cost. This spares a look at each running task at each
+# event.
 
 _LAST = -1  # the chunk that what ends a step reads
 
@@ -287,7 +278,7 @@ def _run_in_order(step: Step, scenario: Scenario, order: Order) -> None:
                 (
                     task.resource,
                     task.cost,
-                    [other.ends for other in task.reads],
+                    [source.ends for source in task.reads],
                     task.waits,
                     task.begins.append,
                     task.ends.append,
@@ -301,8 +292,8 @@ def _run_in_order(step: Step, scenario: Scenario, order: Order) -> None:
     for kind, stage, chunk in order:
         for resource, cost, reads, waits, add_begin, add_end in blocks[kind][stage]:
             begin = free[resource]
-            for other, start in waits:
-                started = free[other] = free[other] + start
+            for blocker, start in waits:
+                started = free[blocker] = free[blocker] + start
                 if started > begin:
                     begin = started
             for ends in reads:
@@ -343,7 +334,7 @@ def _in_phases(
             if task.kind != SEND:
                 end = max(end, task.ends[-1])
             if task.kind == STORE:
-                free[step.left[stage]] = max(free[step.left[stage]], task.ends[-1])
+                free[step.storing[stage]] = max(free[step.storing[stage]], task.ends[-1])
 
 
 class _SharedCores:
@@ -359,8 +350,8 @@ class _SharedCores:
         self._running: list[tuple[float, int]] = []  # the service clock at a task's end, and its resource
         self._timers: list[tuple[float, int]] = []  # when to look at a resource again
         for task in step:
-            for other in task.reads:
-                self._readers[other].append(task.resource)
+            for source in task.reads:
+                self._readers[source].append(task.resource)
         hosts = [0.0 for _resource in resources]
         for kind, stage, chunk in order:
             for task in step.blocks[kind][stage]:
@@ -375,19 +366,19 @@ class _SharedCores:
         running, timers = self._running, self._timers
         while running or timers:
             rate = cores / self._demand if self._demand > cores else 1.0
-            done = self._now + (running[0][0] - self._served) / rate if running else float("inf")
-            if timers and timers[0][0] <= done:
+            end = self._now + (running[0][0] - self._served) / rate if running else float("inf")
+            if timers and timers[0][0] <= end:
                 time, resource = heapq.heappop(timers)
                 self._served += (time - self._now) * rate
                 self._now = time
                 self._begin(resource)
                 continue
             self._served, resource = heapq.heappop(running)
-            self._now = done
+            self._now = end
             task, _chunk, _started = self._queues[resource].popleft()
             self._demand = self._demand - task.cores if running else 0.0
             self._is_busy[resource] = False
-            task.ends.append(done)
+            task.ends.append(end)
             for reader in self._readers[task]:
                 self._begin(reader)
             self._begin(resource)
@@ -397,8 +388,8 @@ class _SharedCores:
         if self._is_busy[resource] or not self._queues[resource]:
             return
         task, chunk, started = self._queues[resource][0]
-        for other in task.reads:
-            if len(other.ends) < (other.num_runs if chunk == _LAST else chunk + 1):
+        for source in task.reads:
+            if len(source.ends) < (source.num_runs if chunk == _LAST else chunk + 1):
                 return  # the task that makes it looks here again
         if started > self._now:
             heapq.heappush(self._timers, (started, resource))

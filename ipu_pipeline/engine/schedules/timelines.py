@@ -14,7 +14,7 @@ from ipu_pipeline.engine.schedules.timetables import ActionKind
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-# By the numbers of `actions`.
+# By number: those of `ActionKind`, UPDATE, REDUCE and GATHER.
 KINDS = (*(kind.words for kind in ActionKind), "update", "reduce", "gather")
 
 
@@ -186,11 +186,11 @@ class Timeline:
     @property
     def peaks(self) -> tuple[Peak, ...]:
         """The peak memory of each device; empty if not known."""
-        found = []
+        peaks = []
         for ipu, (times, sizes) in self.memory.items():
             place = int(np.argmax(sizes))
-            found.append(Peak(ipu, int(sizes[place]), float(times[place])))
-        return tuple(found)
+            peaks.append(Peak(ipu, int(sizes[place]), float(times[place])))
+        return tuple(peaks)
 
     def intervals(self) -> list[Interval]:
         """The actions, sorted by begin and then by device."""
@@ -226,7 +226,7 @@ def concatenate(columns: Sequence[Mapping[str, Array]], names: Sequence[str], *b
     return {name: values[order] for name, values in joined.items()}
 
 
-def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
+def memory_of(constant: int, intervals: Sequence[tuple[Array, Array, int]]) -> tuple[Array, Array]:
     """Finds what a device holds over time.
 
     Returns:
@@ -234,7 +234,7 @@ def memory_of(constant: int, held: Sequence[tuple[Array, Array, int]]) -> tuple[
       begins.
     """
     times, changes = [np.zeros(1)], [np.array([constant])]
-    for begins, ends, num_bytes in held:
+    for begins, ends, num_bytes in intervals:
         times += [begins, ends]
         changes += [np.full(len(begins), num_bytes), np.full(len(ends), -num_bytes)]
     time, change = np.concatenate(times), np.concatenate(changes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
-# The parts of a schedule: actions, rows of actions, and grids that show them.
+# Actions and rows.
 
 
 class ActionKind(enum.IntEnum):
@@ -130,13 +130,8 @@ def format_rows(rows: Rows, marked: tuple[int, int] | None = None) -> str:
     )
 
 
-# The checker that proves a schedule: complete, in order and free of deadlock.
-#
-# `check` follows the rows and returns a `Timetable`: when every action runs, how many micro-batches each
-# stage holds at most, and one global order of the actions.
-#
-# A stage with a split backward is called halved. All of its micro-batches are split: a whole backward in
-# its row becomes input gradients and weight gradients, one after the other.
+# The checker. A stage with a split backward is called halved, and all of its micro-batches are split: a
+# whole backward in its row becomes both halves, so that a stage has one set of programs.
 
 _KINDS = frozenset(ActionKind)
 
@@ -181,13 +176,13 @@ class Timetable:
           stage: its number.
           sending: the stages that the gradients come from, and what they do then.
         """
-        done = collections.Counter[tuple[int, ActionKind]]()
+        counts = collections.Counter[tuple[int, ActionKind]]()
         moments = set()
         for action in self.order:
-            done[action.stage, action.kind] += 1
-            come = max(done[sender] for sender in sending)
-            weights = done[stage, ActionKind.WEIGHT_GRADIENTS]
-            moments.add((done[stage, ActionKind.FORWARD] - come, come - weights))
+            counts[action.stage, action.kind] += 1
+            come = max(counts[sender] for sender in sending)
+            weights = counts[stage, ActionKind.WEIGHT_GRADIENTS]
+            moments.add((counts[stage, ActionKind.FORWARD] - come, come - weights))
         return _find_fullest(moments)
 
 
@@ -234,13 +229,13 @@ def check(
     """
     frozen: Rows = tuple(tuple(row) for row in rows)
     _check_slots(frozen)
-    found = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in HALVES)
+    split_stages = frozenset(a.stage for row in frozen for a in row if a is not None and a.kind in HALVES)
     if halved is None:
-        halved = found
-    elif found - halved:
+        halved = split_stages
+    elif split_stages - halved:
         raise ScheduleError(
-            f"Schedule: with {num_micro_batches} micro-batches, stage {min(found - halved)} splits its "
-            "backward, but not with the number that the programs were made for. Split it with any "
+            f"Schedule: with {num_micro_batches} micro-batches, stage {min(split_stages - halved)} splits "
+            "its backward, but not with the number that the programs were made for. Split it with any "
             f"number.\n{format_rows(frozen)}"
         )
     if halved:
@@ -261,10 +256,11 @@ def check(
     order: list[Action] = []
     time_steps: list[int] = []
     num_left = sum(len(row) for row in frozen)
+    # All devices follow their rows, in lock-step.
     time_step = 0
     while num_left:
         time_step += 1
-        done: list[Action] = []
+        actions: list[Action] = []
         num_idle = 0
         for ipu, row in enumerate(frozen):
             if positions[ipu] == len(row):
@@ -275,15 +271,15 @@ def check(
             elif action.kind is ActionKind.WEIGHT_GRADIENTS:
                 if num_backwards[action.stage] <= action.micro_batch:
                     continue
-                done.append(action)
+                actions.append(action)
             elif _is_ready(action, before, after, num_forwards, num_backwards):
-                done.append(action)
+                actions.append(action)
             else:
                 continue
             positions[ipu] += 1
-        if not done and not num_idle:
+        if not actions and not num_idle:
             raise ScheduleError(_describe_deadlock(frozen, positions, time_step))
-        for action in done:  # only now: results of a time-step are there for the next one
+        for action in actions:  # only now: results of a time-step are there for the next one
             kind, stage = action.kind, action.stage
             if kind is ActionKind.FORWARD:
                 num_forwards[stage] += 1
@@ -292,12 +288,12 @@ def check(
             else:
                 num_backwards[stage] += 1
             between = num_backwards[stage] - num_weights[stage] if stage in halved else 0
-            held = num_forwards[stage] - num_backwards[stage]
-            fullest[stage].add((held, between))
-            in_flight[stage] = max(in_flight[stage], held + between)
-        order += done
-        time_steps += [time_step] * len(done)
-        num_left -= len(done) + num_idle
+            num_held = num_forwards[stage] - num_backwards[stage]
+            fullest[stage].add((num_held, between))
+            in_flight[stage] = max(in_flight[stage], num_held + between)
+        order += actions
+        time_steps += [time_step] * len(actions)
+        num_left -= len(actions) + num_idle
     if not training:
         in_flight, fullest = [1] * num_stages, [{(1, 0)} for _stage in range(num_stages)]
     num_time_steps = time_steps[-1] if time_steps else 0
@@ -313,12 +309,12 @@ def check(
 
 
 def _find_fullest(moments: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The moments than which no other has more of both numbers."""
-    found: list[tuple[int, int]] = []
+    """The moments of which no other moment has more of both numbers."""
+    maxima: list[tuple[int, int]] = []
     for moment in sorted(moments, reverse=True):
-        if not found or moment[1] > found[-1][1]:
-            found.append(moment)
-    return tuple(found)
+        if not maxima or moment[1] > maxima[-1][1]:
+            maxima.append(moment)
+    return tuple(maxima)
 
 
 def _check_slots(rows: Rows) -> None:
@@ -348,6 +344,7 @@ def _check_complete(
     training: bool,
     halved: frozenset[int],
 ) -> None:
+    # Micro-batches in order: random keys, assigned variables and RUNNING_MEAN depend on it.
     next_micro_batch: dict[tuple[ActionKind, int], int] = {}
     for stage in range(num_stages):
         back = HALVES if stage in halved else (ActionKind.BACKWARD,)
@@ -387,7 +384,7 @@ def _check_complete(
 
 
 def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
-    """Changes the turns of parallel stages of one device, which need the same actions done before them."""
+    """Puts parallel stages of a device in turn, so that every value has the same last reader."""
     if len(set(levels)) == len(levels):
         return rows
     changed = [list(row) for row in rows]
@@ -400,10 +397,10 @@ def _in_turn(rows: Rows, levels: Sequence[int]) -> Rows:
                 kind: ActionKind = ActionKind.BACKWARD if is_first_half else action.kind
                 key = kind, levels[action.stage], action.micro_batch
                 alike.setdefault(key, []).append((position, action))
-        for (kind, *_others), own in alike.items():
-            actions = [action for _position, action in own]
+        for (kind, _level, _micro_batch), places in alike.items():
+            actions = [action for _position, action in places]
             actions.sort(key=lambda action: action.stage, reverse=kind is not ActionKind.FORWARD)
-            for (position, _action), action in zip(own, actions, strict=True):
+            for (position, _action), action in zip(places, actions, strict=True):
                 row[position] = action
     return tuple(map(tuple, changed))
 
@@ -421,13 +418,13 @@ def _is_ready(
 ) -> bool:
     kind, stage, micro_batch = action
     if kind is ActionKind.FORWARD:
-        done, needed = num_forwards, before[stage]
+        counts, sources = num_forwards, before[stage]
     else:
-        done, needed = num_backwards, after[stage]
+        counts, sources = num_backwards, after[stage]
         if num_forwards[stage] <= micro_batch:
             return False
-    for other in needed:  # noqa: SIM110  # `all` takes twice as long, and this is asked for every action
-        if done[other] <= micro_batch:
+    for source in sources:  # noqa: SIM110  # `all` takes twice as long, and this is asked for every action
+        if counts[source] <= micro_batch:
             return False
     return True
 
@@ -441,7 +438,7 @@ def _describe_deadlock(rows: Rows, positions: Sequence[int], time_step: int) -> 
     )
 
 
-# A timetable as text: a device per line, a time-step per column, and the phases.
+# Timetables as text.
 
 _GAP = "..."
 
@@ -538,14 +535,14 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     longest = f"F{len(device_mapping) - 1}.{most}" if has_stages else f"F{most}"
     cell = max(len(longest), len(str(total)))
     head = max(len("time-step"), len(f"device {len(timetable.rows) - 1}"))
-    shown = list(range(1, total + 1))
+    time_steps = list(range(1, total + 1))
     if width is not None:
         # Two bars, a space before each cell, and the gap with its space.
         room = width - head - 4
         if total * (cell + 1) > room:
             number = max(2, (room - len(_GAP) - 1) // (cell + 1))
-            shown = [*shown[: (number + 1) // 2], *shown[total - number // 2 :]]
-    slots = find_slots(timetable, device_mapping, shown)
+            time_steps = [*time_steps[: (number + 1) // 2], *time_steps[total - number // 2 :]]
+    slots = find_slots(timetable, device_mapping, time_steps)
 
     def name(action: Action | None) -> str:
         if action is None:
@@ -556,14 +553,14 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
     def line(title: str, cells: Sequence[str], gap: str) -> str:
         parts = [title.ljust(head)]
         for column, text in enumerate(cells):
-            if column and shown[column] != shown[column - 1] + 1:
+            if column and time_steps[column] != time_steps[column - 1] + 1:
                 parts.append(gap)
-            if any(phase.first == shown[column] > 1 and phase.last >= phase.first for phase in phases):
+            if any(phase.first == time_steps[column] > 1 and phase.last >= phase.first for phase in phases):
                 parts.append("|")
             parts.append(text.ljust(cell))
         return " ".join(parts).rstrip()
 
-    lines = [line("time-step", [str(time_step) for time_step in shown], _GAP)]
+    lines = [line("time-step", [str(time_step) for time_step in time_steps], _GAP)]
     for ipu, row in enumerate(slots):
         lines.append(line(f"device {ipu}", [name(action) for action in row], _GAP))
     spans = [
@@ -572,7 +569,7 @@ def format_staircase(timetable: Timetable, device_mapping: Sequence[int], width:
         if phase.last >= phase.first
     ]
     lines.append(f"phases: {', '.join(spans)}")
-    left_out = [(a, b) for a, b in itertools.pairwise(shown) if b != a + 1]
+    left_out = [(a, b) for a, b in itertools.pairwise(time_steps) if b != a + 1]
     if left_out:
         ((before, after),) = left_out
         lines.append(

@@ -15,11 +15,9 @@ from ipu_pipeline.engine.schedules.schedule_arguments import MAX_ACTIONS, named_
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import ActionKind, ScheduleError, Timetable
 
-# Simulates other schedules, gradient accumulation counts and splits. No JAX.
-#
-# In each simulation devices wait only for data, as in the engine. The costs of a micro-batch stay the same:
-# another count changes the number of micro-batches; another split moves work between stages, in whole
-# layers if these are known. Transfers between stages stay the same. Another cluster has the same devices.
+# Variants. The costs of a micro-batch and the transfers between stages stay the same: another count
+# changes the number of micro-batches, another split moves work between stages, in whole layers if these
+# are known.
 
 _MOVED = 0.1  # share of a mean stage, where no layers are known
 _LEAST_CHUNKS = 4  # in a step; with fewer, stages would hardly overlap
@@ -118,38 +116,38 @@ def what_if(
         scenario = dataclasses.replace(scenario, layers=tuple(map(tuple, layers)))
     count, size = scenario.num_micro_batches, scenario.chunk_size
     if counts is None:
-        found = [round(count * factor) for factor in _COUNTS]
-        counts = [other for other in found if other >= size and other % size == 0]
-    own = _simulate(scenario, "", "", None)
-    rows = [own]
+        candidates = [round(count * factor) for factor in _COUNTS]
+        counts = [candidate for candidate in candidates if candidate >= size and candidate % size == 0]
+    baseline = _simulate(scenario, "", "", None)
+    rows = [baseline]
     schedules = [scenario.schedule]
     if scenario.host_memory is None:  # execution phases run one after another
         schedules += [name for name in named_schedules() if name != scenario.schedule]
     for schedule in schedules:
-        for other in dict.fromkeys([count, *counts]):
+        for other_count in dict.fromkeys([count, *counts]):
             is_own = schedule == scenario.schedule
-            if is_own and (other == count or isinstance(schedule, Timetable)):
+            if is_own and (other_count == count or isinstance(schedule, Timetable)):
                 continue
             parts = ["schedule"] * (not is_own)
-            parts += ["gradient accumulation count"] * (other != count)
-            changed = dataclasses.replace(scenario, schedule=schedule, num_micro_batches=other)
+            parts += ["gradient accumulation count"] * (other_count != count)
+            changed = dataclasses.replace(scenario, schedule=schedule, num_micro_batches=other_count)
             slots = changed.num_actions * (len(changed.ipus) if schedule == "sequential" else 1)
             if changed.num_actions <= MAX_ACTIONS and slots <= _MAX_SLOTS:
                 with contextlib.suppress(ScheduleError):
-                    rows.append(_simulate(changed, " and ".join(parts), "", own))
+                    rows.append(_simulate(changed, " and ".join(parts), "", baseline))
     is_in_phases = scenario.host_memory is not None
     if scenario.costs.host and not is_in_phases and not isinstance(scenario.schedule, Timetable):
         for larger in (2 * size, 4 * size):
             if count % larger == 0 and count // larger >= _LEAST_CHUNKS:
                 changed = dataclasses.replace(scenario, chunk_size=larger)
-                rows.append(_simulate(changed, "micro-batches per program", "", own))
+                rows.append(_simulate(changed, "micro-batches per program", "", baseline))
     for name, cluster in _other_clusters(scenario):
-        row = _simulate(dataclasses.replace(scenario, cluster=cluster), "cluster", "", own)
+        row = _simulate(dataclasses.replace(scenario, cluster=cluster), "cluster", "", baseline)
         rows.append(dataclasses.replace(row, cluster=name))
     splits = {} if is_in_phases else dict(_neighbours(scenario))
     if not is_in_phases and (best := _best_split(scenario)) is not None:
         splits.setdefault(*best)
-    rows += [_simulate(changed, "split", split, own) for split, changed in splits.items()]
+    rows += [_simulate(changed, "split", split, baseline) for split, changed in splits.items()]
     return rows
 
 
@@ -189,10 +187,10 @@ def _other_clusters(scenario: Scenario) -> Iterator[tuple[str, Cluster]]:
         and not num_devices % number
         and cluster.processes in ((), spread(number))
     ):
-        for other in (number // 2, number * 2, number * 4):
-            if other and not num_devices % other:
-                name = f"{other} process{'es' * (other > 1)}"
-                yield name, dataclasses.replace(cluster, processes=spread(other))
+        for new_number in (number // 2, number * 2, number * 4):
+            if new_number and not num_devices % new_number:
+                name = f"{new_number} process{'es' * (new_number > 1)}"
+                yield name, dataclasses.replace(cluster, processes=spread(new_number))
     if num_replicas > 1 and any(costs.update) and scenario.training:
         sharing = cluster.shards_optimizer_state
         name = "each replica with all optimizer state" if sharing else "optimizer state shared by replicas"
@@ -203,14 +201,14 @@ def _find_peak(scenario: Scenario) -> int | None:
     """The most that a device holds if all its stages hold their maximum at the same time."""
     if scenario.memory is None:
         return None
-    held = dict.fromkeys(scenario.ipus, 0)
+    totals = dict.fromkeys(scenario.ipus, 0)
     fullest, memory = scenario.timetable().fullest, scenario.memory
     for stage, ipu in enumerate(scenario.device_mapping):
         sizes = memory.num_held_bytes[stage], memory.num_between_bytes[stage]
-        held[ipu] += scenario.chunk_size * max(
+        totals[ipu] += scenario.chunk_size * max(
             before * sizes[0] + between * sizes[1] for before, between in fullest[stage]
         )
-    return max(held[ipu] + scenario.memory.num_constant_bytes[ipu] for ipu in scenario.ipus)
+    return max(totals[ipu] + scenario.memory.num_constant_bytes[ipu] for ipu in scenario.ipus)
 
 
 def make_even(scenario: Scenario) -> Variant | None:
@@ -235,8 +233,9 @@ def make_even(scenario: Scenario) -> Variant | None:
         weight_gradients=(sum(costs.weight_gradients) / number,) * number,
         update=(sum(costs.update) / number,) * number,
     )
-    own = _simulate(scenario, "", "", None)
-    return _simulate(dataclasses.replace(scenario, costs=even, memory=None, layers=()), "even", "", own)
+    baseline = _simulate(scenario, "", "", None)
+    changed = dataclasses.replace(scenario, costs=even, memory=None, layers=())
+    return _simulate(changed, "even", "", baseline)
 
 
 def _neighbours(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
@@ -247,36 +246,36 @@ def _neighbours(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         if not is_alone or ipus[stage] == ipus[stage + 1]:
             continue
         for source, target in ((stage, stage + 1), (stage + 1, stage)):
-            moved = _to_move(scenario, source, target)
+            moved = _movable_layer(scenario, source, target)
             if moved is not None:
                 yield _describe_moves([([moved], source, target)]), _move(scenario, moved, source, target)
 
 
-def _to_move(scenario: Scenario, source: int, target: int) -> Layer | None:
+def _movable_layer(scenario: Scenario, source: int, target: int) -> Layer | None:
     """The layer that leaves a stage; None if the stage would be left without layers or work."""
     costs = scenario.costs
     if scenario.layers:
-        own = scenario.layers[source]
-        return None if len(own) < 2 else own[-1 if target > source else 0]
-    one = costs.forward[source] + costs.backward[source]
+        stage_layers = scenario.layers[source]
+        return None if len(stage_layers) < 2 else stage_layers[-1 if target > source else 0]
+    stage_time = costs.forward[source] + costs.backward[source]
     share = _MOVED * (sum(costs.forward) + sum(costs.backward)) / costs.num_stages
-    if share >= one:
+    if share >= stage_time:
         return None
-    part = share / one
-    held = 0 if scenario.memory is None else round(part * scenario.memory.num_held_bytes[source])
+    part = share / stage_time
+    held_bytes = 0 if scenario.memory is None else round(part * scenario.memory.num_held_bytes[source])
     return Layer(
         f"{_MOVED:.0%} of a mean stage",
         part * costs.forward[source],
         part * costs.backward[source],
         0,
-        held,
+        held_bytes,
     )
 
 
 def _best_split(scenario: Scenario) -> tuple[str, Scenario] | None:
     """The split of the known layers whose step is shortest; None if that is the present one, or unknown."""
     costs, layers, number = scenario.costs, scenario.layers, scenario.costs.num_stages
-    movable = [len(own) for own in layers]
+    movable = [len(stage_layers) for stage_layers in layers]
     if (
         max(movable, default=0) < 2
         or len(set(scenario.levels)) < number
@@ -284,17 +283,18 @@ def _best_split(scenario: Scenario) -> tuple[str, Scenario] | None:
         or isinstance(scenario.schedule, Timetable)
     ):
         return None
-    # A stage whose layers are not known is as good as one layer.
+    # Layers as stages of a problem. A stage whose layers are not known is as good as one layer.
     listed = [
-        own or (Layer("", costs.forward[stage], costs.backward[stage], update=costs.update[stage]),)
-        for stage, own in enumerate(layers)
+        stage_layers
+        or (Layer("", costs.forward[stage], costs.backward[stage], update=costs.update[stage]),)
+        for stage, stage_layers in enumerate(layers)
     ]
-    homes = [(stage, layer) for stage, own in enumerate(listed) for layer in own]
+    homes = [(stage, layer) for stage, stage_layers in enumerate(listed) for layer in stage_layers]
     ends = list(itertools.accumulate(map(len, listed)))
     present = (0, *ends[:-1])
     halves = [
-        time / whole if whole else 0.0
-        for time, whole in zip(costs.weight_gradients, costs.backward, strict=True)
+        time / total if total else 0.0
+        for time, total in zip(costs.weight_gradients, costs.backward, strict=True)
     ]
     problem = SplitProblem(
         Costs.of(
@@ -323,6 +323,7 @@ def _best_split(scenario: Scenario) -> tuple[str, Scenario] | None:
         ),
         cores=scenario.cores,
     )
+    # The best split, and of those as good the one that moves least.
     most = max(_LEAST_TRIED, _MOST_TRIED // max(scenario.num_actions, 1))
     search = find_split(problem, most, [present])
     alike = [
@@ -331,8 +332,9 @@ def _best_split(scenario: Scenario) -> tuple[str, Scenario] | None:
         if judged <= (1 + _ALIKE) * search.judged
     ]
     stages = [stage for stage, _layer in homes]
-    found = min(alike, key=lambda split: _num_moved(problem, split, stages))
-    targets = [stage for stage, group in enumerate(problem.groups(found)) for _layer in group]
+    best = min(alike, key=lambda split: _num_moved(problem, split, stages))
+    targets = [stage for stage, group in enumerate(problem.groups(best)) for _layer in group]
+    # The scenario with these layers moved.
     moves: dict[tuple[int, int], list[Layer]] = {}
     changed = scenario
     for (source, layer), target in zip(homes, targets, strict=True):
@@ -350,20 +352,21 @@ def _best_split(scenario: Scenario) -> tuple[str, Scenario] | None:
 
 
 def _num_moved(problem: SplitProblem, split: Split, stages: Sequence[int]) -> int:
-    """How many layers are in another stage than before."""
-    return sum(stage != stages[layer] for stage, own in enumerate(problem.groups(split)) for layer in own)
+    """The number of layers in another stage than before."""
+    groups = enumerate(problem.groups(split))
+    return sum(stage != stages[layer] for stage, group in groups for layer in group)
 
 
 def _describe_moves(moves: Sequence[tuple[Sequence[Layer], int, int]]) -> str:
     """Names what moves: the layers, where they are and where they go."""
-    told = []
+    texts = []
     for layers, source, target in moves:
         names = [layer.name for layer in layers]
         named = " and ".join(names)
         if len(names) > 2:
             named = f"{names[0]} to {names[-1]} ({len(names)} layers)"
-        told.append(f"{named} from stage {source} to {target}")
-    return ", and ".join(told)
+        texts.append(f"{named} from stage {source} to {target}")
+    return ", and ".join(texts)
 
 
 def _move(scenario: Scenario, layer: Layer, source: int, target: int) -> Scenario:
@@ -391,21 +394,21 @@ def _move(scenario: Scenario, layer: Layer, source: int, target: int) -> Scenari
         update=moved("update", costs.update, layer.update),
     )
     if memory is not None:
-        constant, held = list(memory.num_constant_bytes), list(memory.num_held_bytes)
+        constant, held_bytes = list(memory.num_constant_bytes), list(memory.num_held_bytes)
         between = list(memory.num_between_bytes)
         for stage, sign in ((source, -1), (target, 1)):
             constant[scenario.device_mapping[stage]] += sign * layer.num_constant_bytes
-            held[stage] = max(0, held[stage] + sign * layer.num_held_bytes)
+            held_bytes[stage] = max(0, held_bytes[stage] + sign * layer.num_held_bytes)
             between[stage] = max(0, between[stage] + sign * layer.num_held_bytes)
-        memory = Memory(tuple(constant), tuple(held), tuple(between))
-    layers = [list(own) for own in scenario.layers]
+        memory = Memory(tuple(constant), tuple(held_bytes), tuple(between))
+    layers = [list(stage_layers) for stage_layers in scenario.layers]
     if layers and layer in layers[source]:
         layers[source].remove(layer)
         layers[target].insert(0 if target > source else len(layers[target]), layer)
     return dataclasses.replace(scenario, costs=costs, memory=memory, layers=tuple(map(tuple, layers)))
 
 
-# Advises in a sentence what to change about a pipeline, and what that would gain. No JAX.
+# Advice.
 
 _LEAST_GAIN = 0.02  # in samples per second; less is not worth a change
 _SHOWN = 0.5  # of the time gained: shared cores show a gain of at least this part of it
@@ -474,7 +477,8 @@ def advise(
     variants = what_if(scenario, layers) if variants is None else variants
     limiting, even = _find_limiting(scenario), make_even(scenario)
     is_other_count = {
-        other: [row for row in variants[1:] if ("count" in row.change) == other] for other in (False, True)
+        has_count: [row for row in variants[1:] if ("count" in row.change) == has_count]
+        for has_count in (False, True)
     }
     for rows in is_other_count.values():
         best = max(rows, key=lambda row: (row.gain, -row.num_micro_batches), default=None)
@@ -487,26 +491,26 @@ def advise(
     if scenario.cores is not None and len(scenario.ipus) > 1:
         alone = advise(dataclasses.replace(scenario, cores=None), layers, describe=describe)
         if alone.variant is not None:
-            here = f"{scenario.cores:g} core{'s' * (scenario.cores != 1)}"
+            shared = f"{scenario.cores:g} core{'s' * (scenario.cores != 1)}"
             sentence = (
-                f"No simulated change gains {_LEAST_GAIN:.0%} on the {here} that the devices share. "
+                f"No simulated change gains {_LEAST_GAIN:.0%} on the {shared} that the devices share. "
                 f"On devices with their own cores: {alone.sentence[0].lower()}{alone.sentence[1:]}"
             )
             return Advice(sentence, 0.0, None, limiting, even)
-    used = variants[0].utilisation
+    utilisation = variants[0].utilisation
     sentence = (
-        f"No simulated change gains {_LEAST_GAIN:.0%}: devices compute for {used:.0%} of a step, and "
-        f"stage {limiting} takes longest."
+        f"No simulated change gains {_LEAST_GAIN:.0%}: devices compute for {utilisation:.0%} of a step, "
+        f"and stage {limiting} takes longest."
     )
     if even is not None and even.gain >= _LEAST_GAIN:
-        own = scenario.layers if layers is None else layers
-        sentence += _say_why_not_even(own[limiting] if own else None, limiting, even.gain)
+        known_layers = scenario.layers if layers is None else layers
+        sentence += _say_why_not_even(known_layers[limiting] if known_layers else None, limiting, even.gain)
         sentence += _say_beside(scenario, even.scenario, shared_cores, describe)
     return Advice(sentence, 0.0, None, limiting, even)
 
 
 def _say_why_not_even(layers: Sequence[Layer] | None, stage: int, gain: float) -> str:
-    """Why stages that take equally long are not advised, though they would gain something."""
+    """The reason why even stages are not advised, though they would gain something."""
     if layers is None:
         why = f"the layers of stage {stage} are not known. Move part of it to its neighbours"
     elif not layers:
@@ -521,29 +525,29 @@ def _say_why_not_even(layers: Sequence[Layer] | None, stage: int, gain: float) -
 def _say_beside(
     scenario: Scenario, changed: Scenario, shared_cores: float | None, describe: Callable[[float], str]
 ) -> str:
-    """What a step takes where cores are shared, or where they are not; "" if unknown, or the same."""
+    """The step time where cores are shared, or where they are not; "" if unknown, or the same."""
     cores = shared_cores if scenario.cores is None else None
     if cores is scenario.cores or len(scenario.ipus) == 1:
         return ""
     before, after = (
-        predict_step_time(dataclasses.replace(one, cores=cores)) for one in (scenario, changed)
+        predict_step_time(dataclasses.replace(case, cores=cores)) for case in (scenario, changed)
     )
     now, then = describe(before), describe(after)
-    if [now, then] == [describe(predict_step_time(one)) for one in (scenario, changed)]:
+    if [now, then] == [describe(predict_step_time(case)) for case in (scenario, changed)]:
         return ""
     if cores is None:
         return f" On devices with their own cores it takes {now} now, and {then} then."
-    here = f" Here the devices share {cores:g} core{'s' * (cores != 1)}"
-    here += f", on which it takes {now} now, and {then} then, if nothing else runs there"
+    text = f" Here the devices share {cores:g} core{'s' * (cores != 1)}"
+    text += f", on which it takes {now} now, and {then} then, if nothing else runs there"
     if before - after > _SHOWN * (predict_step_time(scenario) - predict_step_time(changed)):
-        return f"{here}."
-    return f"{here}: this machine cannot show the gain on separate devices."
+        return f"{text}."
+    return f"{text}: this machine cannot show the gain on separate devices."
 
 
 def _find_limiting(scenario: Scenario) -> int:
     work = scenario.work_of_ipus()
     ipu = max(work, key=work.__getitem__)
-    stages = [stage for stage, own in enumerate(scenario.device_mapping) if own == ipu]
+    stages = [stage for stage, home in enumerate(scenario.device_mapping) if home == ipu]
     return max(stages, key=lambda stage: _work_of(scenario, stage))
 
 

@@ -72,18 +72,18 @@ class Estimator(abc.ABC):
             raise ValueError("`params` is expected to be of type `dict`")
         if any(key in (params or {}) for key in _RESERVED):
             raise ValueError(f"{list(_RESERVED)} are reserved keys but existed in params {params}.")
-        given = None if model_dir is None else os.fspath(model_dir)
+        argument = None if model_dir is None else os.fspath(model_dir)
         configured = None if config.model_dir is None else os.fspath(config.model_dir)
-        if given is not None and configured is not None and given != configured:
+        if argument is not None and configured is not None and argument != configured:
             raise ValueError(
                 "`model_dir` are set both in constructor and `RunConfig`, but with different values. In "
-                f"constructor: '{given}', in `RunConfig`: '{configured}'."
+                f"constructor: '{argument}', in `RunConfig`: '{configured}'."
             )
-        directory = agree_on_directory(given or configured)
+        directory = agree_on_directory(argument or configured)
         self._model_dir = Path(directory).absolute()
         # A temporary folder has another name after a restart.
-        known = str(self._model_dir) if given or configured else f"number {next(_numbers)}"
-        self._name_in_memory = f"estimator {known}"
+        identity = str(self._model_dir) if argument or configured else f"number {next(_numbers)}"
+        self._name_in_memory = f"estimator {identity}"
         self._model_fn = model_fn
         self._config = config
         self._params = copy.deepcopy(dict(params or {}))
@@ -91,7 +91,9 @@ class Estimator(abc.ABC):
         self._series = CheckpointSeries(
             self._model_dir / CHECKPOINTS, max_to_keep=config.keep_checkpoint_max or None
         )
-        self._kept = {mode: KeptPrograms() for mode in ModeKeys}
+        # Of a mode's last call only what XLA compiled is kept: `model_fn` may return another model, or one
+        # whose functions have closed over other values, which only tracing shows.
+        self._kept_programs = {mode: KeptPrograms() for mode in ModeKeys}
 
     @property
     def model_dir(self) -> str:
@@ -157,7 +159,8 @@ class Estimator(abc.ABC):
           SystemExit: a signal was received.
           TypeError, ValueError: an argument, or the result of `model_fn` or `input_fn`, is wrong.
         """
-        given = check_hooks(hooks, "hooks")
+        # Checks.
+        call_hooks = check_hooks(hooks, "hooks")
         listeners = check_listeners(saving_listeners, "train")
         if steps is not None and max_steps is not None:
             raise ValueError("Can not provide both steps and max_steps.")
@@ -168,24 +171,26 @@ class Estimator(abc.ABC):
         latest = self._series.latest()
         if max_steps is None or latest is None or int(latest.name) < max_steps:
             check_writable(self._model_dir, "train: checkpoints and scalars", may_be_full=True)
+        # The program, and the state that training goes on from.
         self._select_devices()
         dataset = self._call_input_fn(input_fn, ModeKeys.TRAIN)
-        with self._kept[ModeKeys.TRAIN].building():
-            made = self._build(ModeKeys.TRAIN, dataset)
+        with self._kept_programs[ModeKeys.TRAIN].building():
+            program = self._build(ModeKeys.TRAIN, dataset)
         in_memory = InMemorySeries.of_environment(self._name_in_memory)
-        found = find_newest(self._series, in_memory)
-        global_step = 0 if found is None else found.global_step
+        newest = find_newest(self._series, in_memory)
+        global_step = 0 if newest is None else newest.global_step
         if max_steps is not None and global_step >= max_steps:
             _logger.info("Skipping training since max_steps has already saved.")
             if in_memory is not None:
                 in_memory.leave()  # a later call may be the one that was interrupted
             return self
+        # Training.
         is_same_data, first_step = False, global_step
         with Session(seed=self._config.tf_random_seed or 0) as session:
-            if found is not None:
-                snapshot, path = found.snapshot, found.source
-                check_program(snapshot, path, made.program, allow_extra=False)
-                check_optimizers(snapshot, path, made.program)
+            if newest is not None:
+                snapshot, path = newest.snapshot, newest.source
+                check_program(snapshot, path, program.program, allow_extra=False)
+                check_optimizers(snapshot, path, program.program)
                 is_same_data = snapshot.extra.get("input_fn") == describe_function(input_fn)
                 has_ended = snapshot.extra.get("data_has_ended") or snapshot.extra.get("is_complete")
                 goes_on = is_same_data and not has_ended
@@ -194,19 +199,19 @@ class Estimator(abc.ABC):
                     first_step = int(snapshot.extra.get("first_step", global_step))
                 _logger.info("Training goes on from step %d, restored from %s.", global_step, path)
             elif self._warm_start_from is not None:
-                session.load(find_warm_variables(self._warm_start_from, made.program))
+                session.load(find_warm_variables(self._warm_start_from, program.program))
             final_step = max_steps if max_steps is not None else global_step + (steps or 0)
-            every = made.spec.hooks + given
-            for hook in every:
+            all_hooks = program.spec.hooks + call_hooks
+            for hook in all_hooks:
                 hook.begin()
             for listener in listeners:
                 listener.begin()
-            session.run(made.infeed.initializer)
+            session.run(program.infeed.initializer)
             with contextlib.closing(ScalarWriter(self._model_dir, global_step)) as scalars:
                 training = Training(
-                    made,
+                    program,
                     session,
-                    every,
+                    all_hooks,
                     self._config,
                     self._series,
                     scalars,
@@ -215,7 +220,7 @@ class Estimator(abc.ABC):
                     is_same_data,
                     first_step,
                     listeners,
-                    saved_step=0 if found is None else found.saved_step,
+                    saved_step=0 if newest is None else newest.saved_step,
                 )
                 if in_memory is not None:
                     session.keep_in_memory(in_memory, training.describe)
@@ -251,10 +256,13 @@ class Estimator(abc.ABC):
           KeyError, TypeError: `eval_metrics_fn` does not return a dict with "loss".
           ValueError: an argument is not usable, or the data set is empty.
         """
-        given = check_hooks(hooks, "hooks")
+        call_hooks = check_hooks(hooks, "hooks")
         self.check_steps(steps)
         iterations = self._config.ipu_run_config.iterations_per_loop
-        with self._inferring(ModeKeys.EVAL, input_fn, given, checkpoint_path) as (inference, global_step):
+        with self._inferring(ModeKeys.EVAL, input_fn, call_hooks, checkpoint_path) as (
+            inference,
+            global_step,
+        ):
             result = inference.evaluate(steps, iterations)
         folder = "eval" if name is None else f"eval_{name}"
         with contextlib.closing(ScalarWriter(self._model_dir / folder)) as scalars:
@@ -293,14 +301,17 @@ class Estimator(abc.ABC):
           CheckpointError: the checkpoint cannot be read, or is of another model.
           ValueError: an argument is not usable; or the last stage returns neither one array nor a dict.
         """
-        given = check_hooks(hooks, "hooks")
+        call_hooks = check_hooks(hooks, "hooks")
         _check_number("num_predictions", num_predictions)
         keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
 
         def generate() -> Iterator[Any]:
             iterations = self._config.ipu_run_config.iterations_per_loop
             number = 0
-            with self._inferring(ModeKeys.PREDICT, input_fn, given, checkpoint_path) as (inference, _step):
+            with self._inferring(ModeKeys.PREDICT, input_fn, call_hooks, checkpoint_path) as (
+                inference,
+                _step,
+            ):
                 for batch in inference.predictions(iterations):
                     for prediction in _split_examples(_choose_entries(batch, keys), yield_single_examples):
                         yield prediction
@@ -339,16 +350,16 @@ class Estimator(abc.ABC):
           CheckpointError: the checkpoint cannot be read, or is of another model.
           NotImplementedError, TypeError, ValueError: an argument is not usable, or there is no checkpoint.
         """
-        given = (assets_extra, as_text, experimental_mode)
-        receive = check_export(export_dir_base, serving_input_receiver_fn, *given)
+        options = (assets_extra, as_text, experimental_mode)
+        receive = check_export(export_dir_base, serving_input_receiver_fn, *options)
         self._select_devices()
-        found = find_checkpoint(self._series, checkpoint_path)
-        if found is None:
+        checkpoint = find_checkpoint(self._series, checkpoint_path)
+        if checkpoint is None:
             raise ValueError(f"Couldn't find trained model at {self._model_dir}.")
-        made = self._build(ModeKeys.PREDICT, [receive()], is_exported=True)
+        program = self._build(ModeKeys.PREDICT, [receive()], is_exported=True)
         with Session(seed=self._config.tf_random_seed or 0) as session:
-            global_step = take_weights(session, *found, made.program)
-            return export_prediction(session, made, global_step, export_dir_base)
+            global_step = take_weights(session, *checkpoint, program.program)
+            return export_prediction(session, program, global_step, export_dir_base)
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest checkpoint in `model_dir`, or None; `Session.restore` takes it too."""
@@ -435,24 +446,24 @@ class Estimator(abc.ABC):
         """Yields the `Inference` that evaluates or predicts, and the step of its variables."""
         self._select_devices()
         data = PaddedData(self._call_input_fn(input_fn, mode))
-        with self._kept[mode].building():
-            made = self._build(mode, data)
-        found = find_checkpoint(self._series, checkpoint_path)
+        with self._kept_programs[mode].building():
+            program = self._build(mode, data)
+        checkpoint = find_checkpoint(self._series, checkpoint_path)
         global_step = 0
         with Session(seed=self._config.tf_random_seed or 0) as session:
-            if found is None:
+            if checkpoint is None:
                 warnings.warn(
                     f"There is no checkpoint in {self._model_dir}: the initial values of the variables are "
                     "used.",
                     stacklevel=4,
                 )
             else:
-                global_step = take_weights(session, *found, made.program)
-            every = (*made.spec.hooks, *hooks)
-            for hook in every:
+                global_step = take_weights(session, *checkpoint, program.program)
+            all_hooks = (*program.spec.hooks, *hooks)
+            for hook in all_hooks:
                 hook.begin()
-            session.run(made.infeed.initializer)
-            yield Inference(made, data, session, every, global_step), global_step
+            session.run(program.infeed.initializer)
+            yield Inference(program, data, session, all_hooks, global_step), global_step
 
 
 def _check_number(name: str, value: Any) -> None:

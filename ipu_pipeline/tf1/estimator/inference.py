@@ -29,8 +29,6 @@ from ipu_pipeline.tf1.session.exported_programs import make_example
 from ipu_pipeline.tf1.session.program_runs import reads_data
 from ipu_pipeline.tf1.session.session import Session
 
-# Exports the prediction of an estimator.
-
 
 def check_export(
     export_dir_base: Any,
@@ -65,7 +63,7 @@ def check_export(
 
 
 def export_prediction(
-    session: Session, made: EstimatorProgram, global_step: int, base: str | os.PathLike[str]
+    session: Session, program: EstimatorProgram, global_step: int, base: str | os.PathLike[str]
 ) -> str:
     """Exports a program to a folder that is named by the time.
 
@@ -80,14 +78,11 @@ def export_prediction(
         return str((Path(base) / str(number)).absolute())
 
     path = do_first(choose)
-    session.export(path, made.program, made.feed_steps(global_step))
+    session.export(path, program.program, program.feed_steps(global_step))
     return path
 
 
-# Evaluation and prediction of an estimator, over data sets of any length.
-#
-# A pipeline runs whole executions. So after its end, a data set goes on with copies of its last element,
-# and the results for these are dropped.
+# Evaluation and prediction.
 
 
 class PaddedData:
@@ -124,23 +119,23 @@ class PaddedData:
             self._has_ended = has_ended
             self._condition.notify_all()
 
-    def num_left(self, done: int, wanted: int) -> int:
+    def num_left(self, num_done: int, count: int) -> int:
         """Returns how many of the `wanted` elements after the first `done` are to be run.
 
         Waits until it is known whether there is one. While the end is not known, all of them are to be run.
         """
         with self._condition:
-            while not self._has_ended and self._num_read <= done:
+            while not self._has_ended and self._num_read <= num_done:
                 self._condition.wait()
-            return self._num_real(done, wanted)
+            return self._num_real(num_done, count)
 
-    def num_real(self, done: int, count: int) -> int:
+    def num_real(self, num_done: int, count: int) -> int:
         """Returns how many of the `count` elements run after the first `done` are not copies."""
         with self._condition:
-            return self._num_real(done, count)
+            return self._num_real(num_done, count)
 
-    def _num_real(self, done: int, count: int) -> int:
-        return min(count, self._num_read - done) if self._has_ended else count
+    def _num_real(self, num_done: int, count: int) -> int:
+        return min(count, self._num_read - num_done) if self._has_ended else count
 
 
 class Inference:
@@ -148,18 +143,18 @@ class Inference:
 
     def __init__(
         self,
-        made: EstimatorProgram,
+        program: EstimatorProgram,
         data: PaddedData,
         session: Session,
         hooks: Sequence[SessionRunHook],
         global_step: int,
     ) -> None:
         """Takes what it needs."""
-        self._made = made
+        self._program = program
         self._data = data
-        self._runs = Runs(made, session, hooks, global_step)
+        self._runs = Runs(program, session, hooks, global_step)
         self._global_step = global_step
-        self._done = 0
+        self._num_done = 0
         self._is_stopped = False
         self._reads: bool | None = None  # whether this process reads the data; None: not known yet
 
@@ -170,7 +165,8 @@ class Inference:
     def evaluate(self, steps: int | None, iterations_per_loop: int) -> dict[str, float]:
         """Returns the metrics over `steps` micro-batches of each replica, or over all.
 
-        Updates of `ipu.metrics` are added up; the means of other numbers are taken.
+        Updates of `ipu.metrics` are added up: a mean of the runs' values would be another number, except
+        for plain means over runs of one size. Of other numbers the means are taken.
         """
         updates: dict[str, Update] = {}
 
@@ -178,11 +174,12 @@ class Inference:
             nonlocal updates
             updates = {}
             for count, alike in _split_alike(outputs):
-                own = self._metrics(alike)
-                updates = _add(
-                    updates,
-                    {name: _weigh(one, count) if one.kind == _PLAIN else one for name, one in own.items()},
-                )
+                metrics = self._metrics(alike)
+                weighed = {
+                    name: _weigh(update, count) if update.kind == _PLAIN else update
+                    for name, update in metrics.items()
+                }
+                updates = _add(updates, weighed)
             return float(updates["loss"].result())
 
         totals: dict[str, Update] = {}
@@ -209,45 +206,45 @@ class Inference:
         self, steps: int | None, iterations_per_loop: int, loss_of: Callable[[Any], float]
     ) -> Iterator[tuple[int, Any]]:
         """Yields, for each run, the number of micro-batches, and outputs stacked over them."""
-        num_replicas = self._made.num_replicas
-        per_update = self._made.spec.micro_batches_per_update * num_replicas
+        num_replicas = self._program.num_replicas
+        per_update = self._program.spec.micro_batches_per_update * num_replicas
         with self._runs.started():
-            while steps is None or self._done < steps * num_replicas:
+            while steps is None or self._num_done < steps * num_replicas:
                 self._read_for_run(iterations_per_loop * num_replicas)
-                left = self._agree(self._data.num_left, iterations_per_loop * num_replicas)
-                if left == 0:
+                num_left = self._agree(self._data.num_left, iterations_per_loop * num_replicas)
+                if num_left == 0:
                     break
                 run = self._runs.run(
                     self._global_step,
-                    -(-left // per_update),
+                    -(-num_left // per_update),
                     loss_of,
                     num_real=lambda count: self._agree(self._data.num_real, count),
                 )
                 count = len(jax.tree.leaves(run.outputs)[0])
-                self._done += count
+                self._num_done += count
                 yield count, run.outputs
                 if run.context.stop_requested or self._is_stopped:
                     break
 
     def _read_for_run(self, count: int) -> None:
-        """With synthetic data, reads the elements that a run would, to know how many there are."""
-        if uses_synthetic_data() and (processes.current() is None or reads_data(self._made.program)):
-            self._made.infeed.connect(lambda leaves: leaves, count, shapes_may_vary=True)(count)
-            self._made.infeed.mark()
+        """Reads the elements that a run with synthetic data would, to know how many there are."""
+        if uses_synthetic_data() and (processes.current() is None or reads_data(self._program.program)):
+            self._program.infeed.connect(lambda leaves: leaves, count, shapes_may_vary=True)(count)
+            self._program.infeed.mark()
 
-    def _agree(self, count: Callable[[int, int], int], wanted: int) -> int:
+    def _agree(self, count_elements: Callable[[int, int], int], count: int) -> int:
         """Returns what a method of the data counts from here on, in the processes that read the data."""
-        others = processes.current()
-        if others is None:
-            return count(self._done, wanted)
+        peers = processes.current()
+        if peers is None:
+            return count_elements(self._num_done, count)
         if self._reads is None:
-            self._reads = reads_data(self._made.program)
-        own = count(self._done, wanted) if self._reads else None
-        told = [json.loads(text) for text in others.exchange("the data of an estimator", json.dumps(own))]
-        return min(number for number in told if number is not None)
+            self._reads = reads_data(self._program.program)
+        num_here = count_elements(self._num_done, count) if self._reads else None
+        texts = peers.exchange("the data of an estimator", json.dumps(num_here))
+        return min(number for number in map(json.loads, texts) if number is not None)
 
     def _metrics(self, outputs: Any) -> dict[str, Update]:
-        function = self._made.spec.eval_metrics_fn
+        function = self._program.spec.eval_metrics_fn
         metrics = apply_to(function, outputs)
         if not isinstance(metrics, dict):
             raise TypeError(f"The `eval_metrics_fn` must return a dict, but got {type(metrics)}.")
@@ -266,7 +263,7 @@ def _add(totals: dict[str, Update], updates: dict[str, Update]) -> dict[str, Upd
             "The `eval_metrics_fn` must return the same metrics in each call; it returned "
             f"{', '.join(map(repr, totals))}, then {', '.join(map(repr, updates))}."
         )
-    return {name: totals[name] + one if totals else one for name, one in updates.items()}
+    return {name: totals[name] + update if totals else update for name, update in updates.items()}
 
 
 def _split_alike(outputs: Any) -> Iterator[tuple[int, Any]]:

@@ -37,67 +37,6 @@ from ipu_pipeline.tf1.program.calls import PipelineCall, asking_for
 from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.session.session import Session
 
-# Passes values that hooks log in stages on to the last stage, which enqueues them.
-
-
-def with_logs(
-    stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
-) -> dict[str, Any]:
-    """Returns arguments of a pipeline whose stages also pass on what hooks log.
-
-    The last stage returns a dict of `outputs`, its own results; `logs`, by the `id` of the hook; and in
-    training the `loss`. Passing values on costs nothing.
-    """
-    last = len(stages) - 1
-
-    def wrap(index: int, stage: Any) -> Any:
-        if isinstance(stage, (list, tuple)):
-            raise NotImplementedError(
-                "IPULoggingTensorHook does not support parallel stages; "
-                f"computational_stages[{index}] is a list "
-                "of them. Leave the hook out."
-            )
-
-        def wrapped(*arguments: Any, **named: Any) -> Any:
-            logs: dict[Any, Any] = {}
-            if index > 0:
-                (outputs, logs), named = (named["outputs"], named["logs"]), {}
-                arguments = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
-                if isinstance(outputs, dict):
-                    arguments, named = (), outputs
-            with collecting_logs(hooks) as found:
-                outputs = stage(*arguments, **named)
-            passed_on = {"outputs": outputs, "logs": {**logs, **found}}
-            if index == last and optimizer_function is not None:
-                passed_on["loss"] = jnp.asarray(apply_to(optimizer_function, outputs).loss)
-            return passed_on
-
-        wrapped.__name__ = getattr(stage, "__name__", f"stage{index}")
-        return wrapped
-
-    options: dict[str, Any] = {
-        "computational_stages": [wrap(index, stage) for index, stage in enumerate(stages)]
-    }
-    if optimizer_function is not None:
-
-        def without_logs(outputs: Any, logs: Any, loss: Any) -> Any:
-            del logs, loss
-            return apply_to(optimizer_function, outputs)
-
-        options["optimizer_function"] = without_logs
-        options["outfeed_mask"] = {"outputs": True, "logs": False, "loss": False}
-    return options
-
-
-def apply_to(function: Any, outputs: Any) -> Any:
-    """Calls a function with what a stage returned, as the next stage would be called."""
-    if isinstance(outputs, dict):
-        return function(**outputs)
-    return function(*outputs) if isinstance(outputs, (list, tuple)) else function(outputs)
-
-
-# Checks what a `model_fn` returns, and makes an estimator's program of it.
-
 
 class ModeKeys(enum.StrEnum):
     """The modes that a `model_fn` is called with.
@@ -197,14 +136,14 @@ class IPUPipelineEstimatorSpec:
                 "least 1; got "
                 f"{gradient_accumulation_count!r}."
             )
-        known = inspect.signature(pipelining_ops.pipeline).parameters
+        parameters = inspect.signature(pipelining_ops.pipeline).parameters
         for name in pipeline_op_kwargs:
             if name in _OWN_ARGUMENTS:
                 raise ValueError(
                     f"The `{name}` pipeline keyword argument cannot be passed to the "
                     "`IPUPipelineEstimatorSpec`: the estimator uses it itself."
                 )
-            if name not in known:
+            if name not in parameters:
                 raise TypeError(
                     f"IPUPipelineEstimatorSpec: pipelining_ops.pipeline has no argument {name!r}."
                 )
@@ -347,8 +286,8 @@ def build_estimator_program(
     elif mode is ModeKeys.TRAIN:
         options["outfeed_loss"] = options["accumulate_outfeed"] = True
         options["accumulate_outfeed_dtype"] = spec.loss_accumulator_dtype
-    made = compile_spec(spec, config, make_infeed(dataset, config), options, is_exported)
-    return replace(made, hooks_that_log=hooks, has_logs=bool(hooks))
+    program = compile_spec(spec, config, make_infeed(dataset, config), options, is_exported)
+    return replace(program, hooks_that_log=hooks, has_logs=bool(hooks))
 
 
 def make_infeed(dataset: Any, config: RunConfig) -> IPUInfeedQueue:
@@ -401,22 +340,78 @@ def compile_spec(
     return EstimatorProgram(mode, program, spec, infeed, outfeed, (), False, num_replicas, step_offset)
 
 
+def with_logs(
+    stages: Sequence[Any], optimizer_function: Any, hooks: Sequence[SessionRunHook]
+) -> dict[str, Any]:
+    """Returns arguments of a pipeline whose stages also pass on what hooks log.
+
+    The last stage returns a dict of `outputs`, its own results; `logs`, by the `id` of the hook; and in
+    training the `loss`. Passing values on costs nothing.
+    """
+    last = len(stages) - 1
+
+    def wrap(index: int, stage: Any) -> Any:
+        if isinstance(stage, (list, tuple)):
+            raise NotImplementedError(
+                "IPULoggingTensorHook does not support parallel stages; "
+                f"computational_stages[{index}] is a list "
+                "of them. Leave the hook out."
+            )
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            logs: dict[Any, Any] = {}
+            if index > 0:
+                (outputs, logs), named = (named["outputs"], named["logs"]), {}
+                arguments = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
+                if isinstance(outputs, dict):
+                    arguments, named = (), outputs
+            with collecting_logs(hooks) as new_logs:
+                outputs = stage(*arguments, **named)
+            passed_on = {"outputs": outputs, "logs": {**logs, **new_logs}}
+            if index == last and optimizer_function is not None:
+                passed_on["loss"] = jnp.asarray(apply_to(optimizer_function, outputs).loss)
+            return passed_on
+
+        wrapped.__name__ = getattr(stage, "__name__", f"stage{index}")
+        return wrapped
+
+    options: dict[str, Any] = {
+        "computational_stages": [wrap(index, stage) for index, stage in enumerate(stages)]
+    }
+    if optimizer_function is not None:
+
+        def without_logs(outputs: Any, logs: Any, loss: Any) -> Any:
+            del logs, loss
+            return apply_to(optimizer_function, outputs)
+
+        options["optimizer_function"] = without_logs
+        options["outfeed_mask"] = {"outputs": True, "logs": False, "loss": False}
+    return options
+
+
+def apply_to(function: Any, outputs: Any) -> Any:
+    """Calls a function with what a stage returned, as the next stage would be called."""
+    if isinstance(outputs, dict):
+        return function(**outputs)
+    return function(*outputs) if isinstance(outputs, (list, tuple)) else function(outputs)
+
+
 def _check_num_shards(spec: IPUPipelineEstimatorSpec, num_shards: int) -> None:
     def flatten(entries: Any) -> list[Any]:
         return [
-            one for entry in entries for one in (entry if isinstance(entry, (list, tuple)) else [entry])
+            leaf for entry in entries for leaf in (entry if isinstance(entry, (list, tuple)) else [entry])
         ]
 
     stages, mapping = spec.computational_stages, spec.device_mapping
     if not isinstance(stages, (list, tuple)) or not isinstance(mapping, (list, tuple, type(None))):
         return  # `pipeline` refuses them
-    needed = len(flatten(stages)) if mapping is None else len(set(flatten(mapping)))
+    num_devices = len(flatten(stages)) if mapping is None else len(set(flatten(mapping)))
     parallel = spec.pipeline_op_kwargs.get("tensor_parallel")
     if isinstance(parallel, pipelining_ops.TensorParallel):
-        needed *= parallel.size
-    if not num_shards / 2 < needed <= num_shards:
+        num_devices *= parallel.size
+    if not num_shards / 2 < num_devices <= num_shards:
         raise ValueError(
-            f"This pipeline requires {needed} devices, but `IPURunConfig.num_shards` was set to "
+            f"This pipeline requires {num_devices} devices, but `IPURunConfig.num_shards` was set to "
             f"{num_shards} "
             "(num_shards/2 < pipeline_devices <= num_shards)."
         )
@@ -440,10 +435,10 @@ def _repeat_count(iterations_per_loop: int, spec: IPUPipelineEstimatorSpec) -> i
 _GIVEN = ("mode", "params", "config")
 
 
-def call_with(function: Any, **given: Any) -> Any:
+def call_with(function: Any, **arguments: Any) -> Any:
     """Calls a function with the given arguments that it takes."""
     names = argument_names(function)
-    return function(**{name: value for name, value in given.items() if name in names})
+    return function(**{name: value for name, value in arguments.items() if name in names})
 
 
 def argument_names(function: Any) -> list[str]:
@@ -451,23 +446,23 @@ def argument_names(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def check_known(function: Any, what: str, given: Sequence[str] = _GIVEN) -> None:
+def check_known(function: Any, subject: str, names: Sequence[str] = _GIVEN) -> None:
     """Raises if a function needs arguments that are not passed."""
     unknown = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in given
+        if name not in names
         and parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if unknown:
         raise ValueError(
-            f"{what} ({getattr(function, '__name__', function)!r}) has following not expected args: "
-            f"{unknown}. It may take {', '.join(given)}."
+            f"{subject} ({getattr(function, '__name__', function)!r}) has following not expected args: "
+            f"{unknown}. It may take {', '.join(names)}."
         )
 
 
-# Runs a program for training, evaluation and prediction, with its session and hooks.
+# Running it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,29 +489,29 @@ class Runs:
 
     def __init__(
         self,
-        made: EstimatorProgram,
+        program: EstimatorProgram,
         session: Session,
         hooks: Sequence[SessionRunHook],
         global_step: int,
         first_step: int | None = None,
     ) -> None:
         """Takes a session that has the program's variables."""
-        self.made = made
+        self.program = program
         self.session = session
         self.hooks = hooks
         # Training counts on from where it begins; earlier updates may have had other counts per update.
-        per_update = made.spec.micro_batches_per_update if made.mode is ModeKeys.TRAIN else 0
-        offset = global_step - per_update * session.update_count(made.name)
+        per_update = program.spec.micro_batches_per_update if program.mode is ModeKeys.TRAIN else 0
+        offset = global_step - per_update * session.update_count(program.name)
         first = global_step if first_step is None else first_step
         self._first_update = (first - offset) // per_update if per_update else 0
         session.count_steps(per_update, offset)
-        self._feeds = made.feed_steps(offset)
+        self._feeds = program.feed_steps(offset)
         self._fetched: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def started(self) -> Iterator[None]:
         """Calls the hooks' `after_create_session`, and `end` if there was no error."""
-        self.session.create_variables(self.made.program)  # for the hooks to see
+        self.session.create_variables(self.program.program)  # for the hooks to see
         for hook in self.hooks:
             hook.after_create_session(self.session, None)
         yield
@@ -531,20 +526,24 @@ class Runs:
         should_stop: Callable[[], bool] = lambda: False,
         num_real: Callable[[int], int] = lambda count: count,
     ) -> Run:
-        """Runs the program once; if the data end, as far as they go."""
-        made = self.made
+        """Runs the program once; if the data end, as far as they go.
+
+        Saves, signals and the last steps fall between updates, so a run may do fewer than the pipeline's
+        `repeat_count`: one program is enough.
+        """
+        program = self.program
         context = SessionRunContext(self.session, global_step)
-        asked = [hook.before_run(context) for hook in self.hooks]
-        before = self.session.execution_count(made.name)
+        requests = [hook.before_run(context) for hook in self.hooks]
+        before = self.session.execution_count(program.name)
         data_end, num_done = None, 0
-        (call,) = made.program.calls
+        (call,) = program.program.calls
         # Values that stay the same during a run do so wherever training was interrupted or saved.
         if isinstance(call, PipelineCall) and call.begin_input is not None:
-            num_done = (self.session.update_count(made.name) - self._first_update) % call.repeat_count
+            num_done = (self.session.update_count(program.name) - self._first_update) % call.repeat_count
             max_updates = min(max_updates, call.repeat_count - num_done)
         try:
             self.session.run_part(
-                made.program,
+                program.program,
                 self._feeds,
                 num_done=num_done,
                 max_updates=max_updates,
@@ -552,38 +551,38 @@ class Runs:
             )
         except OutOfRangeError as error:  # updates before the data's end were done
             data_end = error
-        num_updates = self.session.execution_count(made.name) - before
+        num_updates = self.session.execution_count(program.name) - before
         if data_end is not None and num_updates == 0:
             raise data_end
-        if made.mode is ModeKeys.TRAIN:
-            context.global_step += num_updates * made.spec.micro_batches_per_update
-        outputs = jax.tree.map(self._join_replicas, self.session.run(made.outfeed.dequeue()))
-        if made.mode is not ModeKeys.TRAIN:  # all processes see the results
+        if program.mode is ModeKeys.TRAIN:
+            context.global_step += num_updates * program.spec.micro_batches_per_update
+        outputs = jax.tree.map(self._join_replicas, self.session.run(program.outfeed.dequeue()))
+        if program.mode is not ModeKeys.TRAIN:  # all processes see the results
             leaves, tree = jax.tree.flatten(outputs)
             outputs = jax.tree.unflatten(tree, share_stacks(leaves))
         count = num_real(len(jax.tree.leaves(outputs)[0]))
         outputs = jax.tree.map(lambda stack: stack[:count], outputs)
-        if made.has_logs:
-            for logging_hook in made.hooks_that_log:
+        if program.has_logs:
+            for logging_hook in program.hooks_that_log:
                 logging_hook.receive(outputs["logs"][id(logging_hook)])
-            outputs = outputs["outputs" if made.mode is not ModeKeys.TRAIN else "loss"]
+            outputs = outputs["outputs" if program.mode is not ModeKeys.TRAIN else "loss"]
         loss = loss_of(outputs)
-        for hook, wanted in zip(self.hooks, asked, strict=True):
-            results = None if wanted is None else self._fetch(wanted, loss, context.global_step)
+        for hook, request in zip(self.hooks, requests, strict=True):
+            results = None if request is None else self._fetch(request, loss, context.global_step)
             hook.after_run(context, SessionRunValues(results))
         return Run(outputs, num_updates, context, data_end)
 
     def _join_replicas(self, stack: Any) -> Any:
         """Joins an outfeed's axes of micro-batches and replicas, in the order of the data."""
-        if self.made.num_replicas == 1:
+        if self.program.num_replicas == 1:
             return stack
         if stack.dtype == object:  # elements of different shapes
             return as_objects([value for element in stack for value in element])
         return stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
 
-    def _fetch(self, wanted: Any, loss: float, global_step: int) -> Any:
-        if not isinstance(wanted, SessionRunArgs):
-            raise TypeError(f"before_run must return SessionRunArgs or None; got {wanted!r}.")
+    def _fetch(self, request: Any, loss: float, global_step: int) -> Any:
+        if not isinstance(request, SessionRunArgs):
+            raise TypeError(f"before_run must return SessionRunArgs or None; got {request!r}.")
 
         def find(name: Any) -> Any:
             if isinstance(name, GlobalStep) or name == "global_step":
@@ -595,7 +594,7 @@ class Runs:
             except KeyError:
                 raise ValueError(
                     'SessionRunArgs: fetches must be "loss", "global_step" or names of variables; got '
-                    f"{name!r}. The variables are {', '.join(sorted(self.made.program.variables))}."
+                    f"{name!r}. The variables are {', '.join(sorted(self.program.program.variables))}."
                 ) from None
 
-        return jax.tree.map(find, wanted.fetches, is_leaf=lambda name: isinstance(name, GlobalStep))
+        return jax.tree.map(find, request.fetches, is_leaf=lambda name: isinstance(name, GlobalStep))

@@ -18,8 +18,6 @@ import numpy as np
 
 from ipu_pipeline.ground.checks import is_integer
 
-# Scalars of training and evaluation, as JSON lines and as TensorBoard event files.
-
 FILE = "metrics.jsonl"
 _SECONDS_BETWEEN_FLUSHES = 5
 _logger = logging.getLogger("ipu_pipeline.estimator")
@@ -56,8 +54,8 @@ class ScalarWriter:
         now = time.time()
         with self._reporting("written"):
             for name, value in scalars.items():
-                known = float(value) if math.isfinite(value) else None
-                line = json.dumps({"step": step, "time": now, "name": name, "value": known})
+                number = float(value) if math.isfinite(value) else None
+                line = json.dumps({"step": step, "time": now, "name": name, "value": number})
                 if self._stream is not None:
                     self._stream.write(line + "\n")
             if self._stream is not None:
@@ -84,17 +82,18 @@ class ScalarWriter:
         self._stream = self._events = None
 
     @contextlib.contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
+    def _reporting(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            _logger.error("Scalars in %s could not be %s: %s.", self._directory, what, error)
+            _logger.error("Scalars in %s could not be %s: %s.", self._directory, action, error)
 
 
 def _open_events(directory: Path, step: int | None) -> Any:
-    """An event file, or None. Its class writes in the calling thread; `SummaryWriter` uses its own thread.
+    """Opens an event file; returns None without tensorboardX.
 
-    If a full disk ended that thread, `SummaryWriter.flush` would wait forever.
+    `EventsWriter` writes in the calling thread. If a full disk ended the thread of tensorboardX's
+    `SummaryWriter`, its `flush` would wait forever.
     """
     try:
         from tensorboardX.event_file_writer import EventsWriter
@@ -115,7 +114,7 @@ def _drop_later(path: Path, step: int) -> None:
     """Removes lines of steps after this one, and an incomplete last line."""
     if not path.exists():
         return
-    kept, num_lines = [], 0
+    lines, num_lines = [], 0
     with open(path, encoding="utf-8", errors="replace") as stream:
         for num_lines, line in enumerate(stream, 1):  # noqa: B007
             try:
@@ -123,15 +122,12 @@ def _drop_later(path: Path, step: int) -> None:
             except (ValueError, KeyError, TypeError):
                 is_kept = False
             if is_kept:
-                kept.append(line)
-    if len(kept) == num_lines:
+                lines.append(line)
+    if len(lines) == num_lines:
         return
     started = path.with_name(f"{path.name}.being-written")
-    started.write_text("".join(kept), encoding="utf-8")
+    started.write_text("".join(lines), encoding="utf-8")
     started.replace(path)
-
-
-# Scalars of training for users of a `Session`, as the estimator writes them.
 
 
 class SummaryWriter:

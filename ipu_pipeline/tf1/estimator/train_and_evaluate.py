@@ -193,7 +193,9 @@ class _Evaluator(CheckpointSaverListener):
         self._evaluated_at = time.monotonic()
 
 
-def _check_input_fn(what: str, input_fn: Any) -> None:
+def _check_input_fn(subject: str, input_fn: Any) -> None:
     if not callable(input_fn):
-        raise TypeError(f"{what}: input_fn must be a function that returns a data set; got {input_fn!r}.")
-    check_known(input_fn, f"{what}: input_fn")
+        raise TypeError(
+            f"{subject}: input_fn must be a function that returns a data set; got {input_fn!r}."
+        )
+    check_known(input_fn, f"{subject}: input_fn")

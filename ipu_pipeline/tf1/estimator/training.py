@@ -35,8 +35,8 @@ def describe_function(function: Any) -> str:
     """Identifies an `input_fn` in checkpoints: module, name, plain arguments of a partial."""
     bound: list[str] = []
     while isinstance(function, functools.partial):
-        given = [*function.args, *sorted(function.keywords.items())]
-        bound += [repr(value) for value in given if _is_plain(value)]
+        values = [*function.args, *sorted(function.keywords.items())]
+        bound += [repr(value) for value in values if _is_plain(value)]
         function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__)
     arguments = f"({', '.join(bound)})" if bound else ""
@@ -55,12 +55,12 @@ def _is_stopped(request: StopRequest) -> bool:
     return request.elsewhere is not None
 
 
-class _Since:
-    """The losses since a moment, and the time that has passed."""
+class _LossMeter:
+    """The losses and the time since the last report; log lines and scalars have one each."""
 
-    def __init__(self, every: int | None, step: int) -> None:
+    def __init__(self, interval: int | None, step: int) -> None:
         """Begins now."""
-        self._every = every
+        self._interval = interval
         self._begin_anew(step)
 
     def _begin_anew(self, step: int) -> None:
@@ -74,12 +74,16 @@ class _Since:
 
     def take(self, step: int, is_due: bool) -> tuple[float, float] | None:
         """Returns the mean loss and the steps per second, and begins anew; None if that is not due."""
-        every = self._every
-        if every is None or not self._count or not (is_due or step // every != self._step // every):
+        interval = self._interval
+        if (
+            interval is None
+            or not self._count
+            or not (is_due or step // interval != self._step // interval)
+        ):
             return None
-        found = self._total / self._count, (step - self._step) / max(time.monotonic() - self._time, 1e-9)
+        means = self._total / self._count, (step - self._step) / max(time.monotonic() - self._time, 1e-9)
         self._begin_anew(step)
-        return found
+        return means
 
 
 class Training:
@@ -87,7 +91,7 @@ class Training:
 
     def __init__(
         self,
-        made: EstimatorProgram,
+        program: EstimatorProgram,
         session: Session,
         hooks: Sequence[SessionRunHook],
         config: RunConfig,
@@ -101,9 +105,9 @@ class Training:
         saved_step: int | None = None,
     ) -> None:
         """Takes what it needs."""
-        self._runs = Runs(made, session, hooks, global_step, first_step)
+        self._runs = Runs(program, session, hooks, global_step, first_step)
         self._begun_step = first_step
-        self._made = made
+        self._program = program
         self._session = session
         self._config = config
         self._series = series
@@ -115,8 +119,8 @@ class Training:
         self._listeners = listeners
         self._has_ended = False  # whether the data have ended
         self._is_complete = False  # whether all steps were done that were asked for
-        self._logged = _Since(config.log_step_count_steps, global_step)
-        self._written = _Since(config.save_summary_steps, global_step)
+        self._logged = _LossMeter(config.log_step_count_steps, global_step)
+        self._written = _LossMeter(config.save_summary_steps, global_step)
         self._last_loss = 0.0  # the last run's
         self._extra_scalars: dict[str, float] = {}
         self._begun_at = self._saved_at = time.monotonic()
@@ -131,9 +135,9 @@ class Training:
             "Training from step %d to %d: %d micro-batches per weight update, up to %d per run%s.",
             self._first_step,
             final_step,
-            self._made.spec.micro_batches_per_update,
+            self._program.spec.micro_batches_per_update,
             self._config.ipu_run_config.iterations_per_loop,
-            f", in each of {self._made.num_replicas} replicas" if self._made.num_replicas > 1 else "",
+            f", in each of {self._program.num_replicas} replicas" if self._program.num_replicas > 1 else "",
         )
         with stopping_on_signals() as request:
             try:
@@ -171,7 +175,7 @@ class Training:
 
     @contextlib.contextmanager
     def _showing(self, final_step: int) -> Iterator[tqdm | None]:
-        """A bar on the standard error, if that is a terminal or Jupyter's.
+        """Shows a bar on the standard error, if that is a terminal or Jupyter's.
 
         Elsewhere no bar is created: a process's first bar fixes the start method of multiprocessing.
         """
@@ -184,26 +188,26 @@ class Training:
             yield bar
 
     def _loop(self, final_step: int, request: StopRequest, bar: tqdm | None) -> None:
-        per_update = self._made.spec.micro_batches_per_update
+        per_update = self._program.spec.micro_batches_per_update
         is_first = True
         if is_any(self._step > self._saved_step and self._save_if_due(), "stopping by a hook"):
             return  # of a state from memory, which was to be saved when a process died
         while self._step < final_step and not _is_stopped(request):
-            wanted = -(-(final_step - self._step) // per_update)
-            every = self._config.save_checkpoints_steps
-            if every is not None:
-                due = self._saved_step - self._saved_step % every + every
-                wanted = min(wanted, -(-(due - self._step) // per_update))
-            before = self._session.execution_count(self._made.name)
+            max_updates = -(-(final_step - self._step) // per_update)
+            interval = self._config.save_checkpoints_steps
+            if interval is not None:
+                due = self._saved_step - self._saved_step % interval + interval
+                max_updates = min(max_updates, -(-(due - self._step) // per_update))
+            before = self._session.execution_count(self._program.name)
             try:
                 # All processes stop after the same update.
                 stops = functools.partial(_is_stopped, request)
-                run = self._runs.run(self._step, wanted, self._mean_loss, stops)
+                run = self._runs.run(self._step, max_updates, self._mean_loss, stops)
             except OutOfRangeError as error:
                 self._end_with_data(error)
                 return
             except BaseException:
-                self._step += (self._session.execution_count(self._made.name) - before) * per_update
+                self._step += (self._session.execution_count(self._program.name) - before) * per_update
                 raise
             if bar is not None:
                 bar.set_postfix_str(f"loss {self._last_loss:.6g}", refresh=False)
@@ -239,25 +243,25 @@ class Training:
 
     def _sum_losses(self, outputs: Any) -> tuple[float, int]:
         """The sum of the losses of a run, and the number of micro-batches."""
-        per_update = self._made.spec.micro_batches_per_update  # per replica
+        per_update = self._program.spec.micro_batches_per_update  # per replica
         sums = outputs
-        if self._made.has_logs:  # one loss per micro-batch, which are summed as the pipeline would do
-            dtype = self._made.spec.loss_accumulator_dtype or outputs.dtype
-            replicas = outputs.reshape(-1, per_update, self._made.num_replicas)
+        if self._program.has_logs:  # one loss per micro-batch, which are summed as the pipeline would do
+            dtype = self._program.spec.loss_accumulator_dtype or outputs.dtype
+            replicas = outputs.reshape(-1, per_update, self._program.num_replicas)
             sums = np.sum(replicas, axis=1, dtype=dtype)
         return float(np.sum(np.asarray(sums, np.float64))), sums.size * per_update
 
     def _report(self, is_due: bool) -> None:
         """Logs, and writes scalars, if these are due."""
-        if (found := self._logged.take(self._step, is_due)) is not None:
-            loss, speed = found
-            examples = speed * self._made.num_examples
+        if (means := self._logged.take(self._step, is_due)) is not None:
+            loss, speed = means
+            examples = speed * self._program.num_examples
             with between_bars():
                 _logger.info("loss = %.6g, step = %d", loss, self._step)
                 _logger.info("global_step/sec: %.6g, examples/sec: %.6g", speed, examples)
-        if (found := self._written.take(self._step, is_due)) is not None:
-            loss, speed = found
-            examples = speed * self._made.num_examples
+        if (means := self._written.take(self._step, is_due)) is not None:
+            loss, speed = means
+            examples = speed * self._program.num_examples
             scalars = {"loss": loss, "steps/s": speed, "examples/s": examples, **self._extra_scalars}
             history = JobHistory.of_environment()
             goodput = None if history is None else history.goodput(useful_seconds())
@@ -268,14 +272,14 @@ class Training:
 
     def _mean_metrics(self) -> dict[str, float]:
         """The means of the metrics that the pipeline reported since the last call."""
-        metrics = self._session.metrics(self._made.name)
+        metrics = self._session.metrics(self._program.name)
         return {name: float(np.nanmean(values)) for name, values in metrics.items() if name != "update"}
 
     def _save_if_due(self) -> bool:
         """Saves a checkpoint if it is due. Returns whether a listener asks to stop."""
-        every, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
-        if every is not None:
-            is_due = self._step // every > self._saved_step // every
+        interval, seconds = self._config.save_checkpoints_steps, self._config.seconds_between_checkpoints
+        if interval is not None:
+            is_due = self._step // interval > self._saved_step // interval
         else:
             assert seconds is not None
             is_own = time.monotonic() - self._saved_at >= seconds
@@ -307,7 +311,7 @@ class Training:
         return any(wishes)  # all of them were told
 
     def describe(self) -> dict[str, Any]:
-        """What checkpoints have besides the session's state."""
+        """Returns what checkpoints have besides the session's state."""
         return {
             "global_step": self._step,
             "first_step": self._begun_step,
@@ -330,10 +334,10 @@ class Training:
             else:
                 self._series.save(self._step, self._session.take_snapshot(extra=self.describe()))
         except Exception as error:
-            kept = self._series.latest()
+            latest = self._series.latest()
             text = (
                 f"The last checkpoint of training, of step {self._step}, could not be saved in "
-                f"{self._series.directory}: {error or type(error).__name__}. The last good one is {kept}."
+                f"{self._series.directory}: {error or type(error).__name__}. The last good one is {latest}."
             )
             if not is_error:
                 raise CheckpointError(text) from error

@@ -1,4 +1,4 @@
-"""What layers share: arguments, each said once; the dtypes they compute in; their scopes of variables."""
+"""What layers share: arguments, the dtypes in which they compute, and their scopes of variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ipu_pipeline.engine.fronts import (
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import is_integer, join
 
-# Arguments of layers, each said once: an annotation of a class is an argument of its `__init__`.
+# Arguments. An annotation of a class is an argument of its `__init__`:
 #
 #     @with_arguments
 #     class Dense(VariableLayer):
@@ -43,7 +43,7 @@ from ipu_pipeline.ground.checks import is_integer, join
 # type.
 
 ActivationFunction: TypeAlias = Callable[[jax.Array], jax.Array] | str | None
-# What is kept, of the layer's class and the argument's name, which are for errors, and the value.
+# Takes the layer's class and the argument's name, for errors, and the value; returns what is kept.
 Check: TypeAlias = Callable[[str, str, Any], Any]
 ClassT = TypeVar("ClassT")
 
@@ -76,13 +76,13 @@ def argument(
     default: Any = dataclasses.MISSING,
     attribute: str = "{}",
 ) -> Any:
-    """An argument of a layer."""
-    kept = {"meaning": meaning, "check": check, "attribute": attribute}
-    return dataclasses.field(default=default, metadata=kept)
+    """Declares an argument of a layer."""
+    metadata = {"meaning": meaning, "check": check, "attribute": attribute}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def initializer(variable: str, shape: str, *, default: Any) -> Any:
-    """The argument that says how a variable of that name and shape starts."""
+    """Declares the argument that says how a variable of that name and shape starts."""
     return argument(
         f"of `{variable}`, {shape}: a name in Keras, or as for `get_variable`.",
         lambda _layer, _argument, value: find_initializer(value),
@@ -92,7 +92,7 @@ def initializer(variable: str, shape: str, *, default: Any) -> Any:
 
 
 def function(of: str = "", *, default: Any = dataclasses.MISSING) -> Any:
-    """The argument that gives an activation function, of what `of` says."""
+    """Declares the argument that gives an activation function, of what `of` says."""
     return argument(
         f"{of}a function, or its name in Keras.",
         lambda _layer, _argument, value: find_activation(value),
@@ -107,7 +107,7 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
 
     The class's module imports `annotations` from `__future__`.
     """
-    own = [
+    new_arguments = [
         (name, re.sub(r"^InitVar\[(.*)\]$", r"\1", annotation), vars(cls).get(name, dataclasses.field()))
         for name, annotation in inspect.get_annotations(cls).items()
     ]
@@ -117,7 +117,7 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
     inherited = [_arguments[base] for base in cls.__mro__ if base in _arguments][:1]
     arguments = _arguments[cls] = dataclasses.make_dataclass(
         cls.__name__,
-        own,
+        new_arguments,
         bases=(*inherited,),
         namespace={"__module__": cls.__module__},
         eq=False,
@@ -128,7 +128,7 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
 
     @functools.wraps(vars(arguments)["__init__"])
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
-        self._take(fields, vars(arguments(*args, **options)))
+        self._set_arguments(fields, vars(arguments(*args, **options)))
 
     __init__.__doc__ = _describe(arguments)
     for name in vars(cls).keys() & inspect.get_annotations(cls).keys():
@@ -138,7 +138,7 @@ def with_arguments(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _describe(arguments: Any) -> str:
-    """What `help` says of an `__init__`."""
+    """Returns the docstring of an `__init__`."""
     fields = {field.name: field for field in dataclasses.fields(arguments)}
     lines = ["Describes the layer.", "", "Args:"]
     for name in inspect.signature(arguments).parameters:
@@ -148,14 +148,14 @@ def _describe(arguments: Any) -> str:
 
 
 def check_positive_integer(layer: str, argument: str, value: Any) -> int:
-    """The value of an argument that must be a positive integer."""
+    """Returns an argument that must be a positive integer."""
     if not is_integer(value, 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
     return int(value)
 
 
 def check_number(rule: str, holds: Callable[[Any], bool]) -> Check:
-    """A check for numbers of which something holds, which the error calls `rule`."""
+    """Makes a check for numbers; the error calls what must hold `rule`."""
 
     def check(layer: str, argument: str, value: Any) -> float:
         if not holds(value):
@@ -166,12 +166,12 @@ def check_number(rule: str, holds: Callable[[Any], bool]) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """A check that lets None pass."""
+    """Makes a check that lets None pass."""
     return lambda layer, argument, value: None if value is None else check(layer, argument, value)
 
 
 def check_flag(layer: str, argument: str, value: Any) -> bool:
-    """The value of an argument that must be True or False."""
+    """Returns an argument that must be True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{layer}: {argument} must be True or False; got {value!r}.")
     return bool(value)
@@ -191,18 +191,16 @@ def find_activation(activation: ActivationFunction) -> Callable[[Any], Any]:
     return _ACTIVATIONS[activation]
 
 
-# `mixed_precision`: the dtypes in which layers compute, and the dtypes of their variables.
-#
-# Sources of the method and of the policies' names: P. Micikevicius et al., Mixed Precision Training,
-# arXiv:1710.03740, and Keras's `mixed_precision`. Weights are kept in 32 bits, so that small updates are
-# not rounded away, and are cast to 16 bits where they are used.
+# Mixed precision. Sources of the method and of the policies' names: P. Micikevicius et al., Mixed Precision
+# Training, arXiv:1710.03740, and Keras's `mixed_precision`. Weights are kept in 32 bits, so that small
+# updates are not rounded away, and are cast to 16 bits where they are used.
 
 _Dtype = np.dtype[Any]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Two dtypes; None: not said here.
+    """Two dtypes; None: not set here.
 
     Attributes:
       dtype: of the computation.
@@ -213,7 +211,8 @@ class Policy:
     param_dtype: _Dtype | None = None
 
     def within(self, around: Policy) -> Policy:
-        """What this policy says, and where it says nothing, what the one around it says."""
+        """Returns this policy, with the dtypes that it does not set from the one around it."""
+        # One by one: Dense(dtype=float32) in a block of mixed precision has the block's dtype of variables.
         return Policy(
             around.dtype if self.dtype is None else self.dtype,
             around.param_dtype if self.param_dtype is None else self.param_dtype,
@@ -224,7 +223,7 @@ _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("policy", defau
 
 
 def current_policy() -> Policy:
-    """That of the innermost `mixed_precision`, and of those around it."""
+    """The policy of the innermost `mixed_precision`, completed by the blocks around it."""
     return _policy.get()
 
 
@@ -276,19 +275,19 @@ def mixed_precision(
       ValueError: there is no such policy, a dtype is not a floating-point dtype, or both a policy and a
         dtype are given.
     """
-    given = Policy(
+    new_policy = Policy(
         check_dtype("mixed_precision", "dtype", dtype),
         check_dtype("mixed_precision", "param_dtype", param_dtype),
     )
-    if policy is not None and given != Policy():
+    if policy is not None and new_policy != Policy():
         raise ValueError(
             f"mixed_precision: a policy must stand alone, since it says both dtypes; got {policy!r} with "
             f"dtype={dtype!r} and param_dtype={param_dtype!r}. Leave out one or the other."
         )
     if policy is not None:
-        given = _find_policy(policy)
-    # JAX keeps traces of inner functions (jax.jit), which say nothing of the block that they were made in.
-    token = _policy.set(given.within(current_policy()))
+        new_policy = _find_policy(policy)
+    # JAX keeps traces of inner functions (jax.jit) without the block that they were made in.
+    token = _policy.set(new_policy.within(current_policy()))
     try:
         with jax_compat.fresh_trace() if find_frame() is not None else contextlib.nullcontext():
             yield current_policy()
@@ -302,32 +301,32 @@ def _find_policy(policy: Any) -> Policy:
     name = policy if isinstance(policy, str) else ""
     if name in ("mixed_bfloat16", "mixed_float16"):
         return Policy(np.dtype(name.removeprefix("mixed_")), np.dtype(np.float32))
-    found = _as_dtype(name) if name else None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+    dtype = _as_dtype(name) if name else None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             "mixed_precision: policy must be 'mixed_bfloat16', 'mixed_float16', the name of a "
             f"floating-point dtype or what another block gave; got {policy!r}. Say others by dtype= and "
             "param_dtype=."
         )
-    return Policy(found, found)
+    return Policy(dtype, dtype)
 
 
 def check_dtype(owner: str, argument: str, value: Any) -> _Dtype | None:
-    """The dtype that an argument says; None for None."""
+    """Returns an argument as a dtype; None for None."""
     if value is None:
         return None
     dtype = _as_dtype(value)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        got = repr(value) if dtype is None else dtype.name
+        text = repr(value) if dtype is None else dtype.name
         raise ValueError(
-            f"{owner}: {argument} must be a floating-point one; got {got}. Give a dtype like jnp.float32; "
+            f"{owner}: {argument} must be a floating-point one; got {text}. Give a dtype like jnp.float32; "
             "for computation in 16 bits and weights in 32, dtype=jnp.bfloat16 and param_dtype=jnp.float32."
         )
     return dtype
 
 
 def check_dtype_is_there(owner: str, dtype: _Dtype | None) -> None:
-    """Checks that what is said is a dtype that JAX has, as it is configured."""
+    """Raises if JAX, as it is configured, does not have a dtype."""
     if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{owner}: dtype {dtype.name} needs 64-bit mode; call "
@@ -343,7 +342,7 @@ def _as_dtype(value: Any) -> _Dtype | None:
 
 
 def cast_floating(tree: Any, dtype: _Dtype | None) -> Any:
-    """A pytree with its floating-point arrays in a dtype; None: as they are."""
+    """Casts the floating-point arrays of a pytree; None: returns them as they are."""
     if dtype is None:
         return tree
 
@@ -354,7 +353,7 @@ def cast_floating(tree: Any, dtype: _Dtype | None) -> Any:
     return jax.tree.map(cast, tree)
 
 
-# What layers share: their scopes, and what they make of common arguments.
+# The base of layers.
 
 _COMMON = ("name", "dtype", "param_dtype", "trainable")
 
@@ -402,44 +401,48 @@ class Layer(abc.ABC):
         self.name = name
         layer = type(self).__name__
         self.trainable = check_flag(layer, "trainable", trainable)
-        given = Policy(
+        policy = Policy(
             check_dtype(layer, "dtype", dtype),
             check_dtype(layer, "param_dtype", param_dtype),
         )
-        self._made_with = given.within(current_policy())
+        self._policy_at_creation = policy.within(current_policy())
         self._scopes: weakref.WeakKeyDictionary[ProgramNames, str] = weakref.WeakKeyDictionary()
 
-    def _take(self, fields: Sequence[Field[Any]], given: dict[str, Any]) -> None:
+    def _set_arguments(self, fields: Sequence[Field[Any]], values: dict[str, Any]) -> None:
         """Checks and keeps the arguments of a class `with_arguments`."""
-        Layer.__init__(self, **{name: given[name] for name in _COMMON if name in given})
+        Layer.__init__(self, **{name: values[name] for name in _COMMON if name in values})
         for field in fields:
             check, attribute = field.metadata["check"], field.metadata["attribute"]
             if check is not None:
-                given[field.name] = check(type(self).__name__, field.name, given[field.name])
+                values[field.name] = check(type(self).__name__, field.name, values[field.name])
             if attribute:
-                setattr(self, attribute.format(field.name), given[field.name])
-        self._complete(given)
+                setattr(self, attribute.format(field.name), values[field.name])
+        self._complete(values)
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        """What a class makes of several of its arguments, which have been checked one by one."""
-        del given
+    def _complete(self, values: dict[str, Any]) -> None:
+        """Sets attributes that depend on several arguments, which have been checked one by one."""
+        del values
 
     @property
     def _policy(self) -> Policy:
-        """The dtypes that somebody has said: the layer's arguments, or a block of `mixed_precision`."""
-        return self._made_with.within(current_policy())
+        """The dtypes that were set, by the layer's arguments or by blocks of `mixed_precision`.
+
+        A block counts where the layer is made, as in Keras, and where it is applied, as scopes do here. If
+        only one counted, layers of the other habit would silently compute in float32.
+        """
+        return self._policy_at_creation.within(current_policy())
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What the layer computes in, where it is applied."""
+        """The dtype of the computation, where the layer is applied."""
         dtype = self._policy.dtype
         return np.dtype(np.float32) if dtype is None else dtype
 
     @property
     def param_dtype(self) -> np.dtype[Any]:
-        """What its variables have, where it is applied."""
+        """The dtype of the layer's variables, where it is applied."""
         dtype = self._policy.param_dtype
-        return self.dtype if dtype is None else dtype
+        return self.dtype if dtype is None else dtype  # `dtype` alone sets both, as Keras's does
 
     def __call__(self, inputs: Any, **options: Any) -> jax.Array:
         """Applies the layer to a traced array, in a stage."""
@@ -448,7 +451,7 @@ class Layer(abc.ABC):
 
     @contextlib.contextmanager
     def _own_scope(self) -> Iterator[None]:
-        """The scope of the layer's variables; the second time in a program, they are used again."""
+        """Enters the scope of the layer's variables; the second time in a program, they are used again."""
         names = current_frame(type(self).__name__).names
         around = get_variable_scope().name
         scope = self._scopes.get(names)
@@ -465,7 +468,7 @@ class Layer(abc.ABC):
         """The layer's outputs; subclasses may take options."""
 
     def _full_name(self) -> str:
-        """What errors call the layer while it is applied, for example "Dense encoder/dense"."""
+        """The layer's name in errors while it is applied, for example "Dense encoder/dense"."""
         return f"{type(self).__name__} {get_variable_scope().name}"
 
     def _is_training(self, training: bool | None) -> bool:
@@ -482,26 +485,27 @@ class Layer(abc.ABC):
             )
 
     def _as_own_dtype(self, inputs: jax.Array) -> jax.Array:
-        """Floating-point inputs in the dtype that the layer computes in."""
+        """Casts floating-point inputs to the dtype that the layer computes in."""
         self._check_floating(inputs)
         return self._cast(inputs)
 
     def _get_variable(
         self, name: str, shape: tuple[int, ...], dtype: Any = None, trainable: bool = True
     ) -> jax.Array:
-        """A variable that starts as the layer's argument `initializer` of that name says."""
+        """Returns a variable that starts as the layer's argument `<name>_initializer` says."""
         dtype = self.param_dtype if dtype is None else dtype
         return get_variable(name, shape, dtype, getattr(self, f"_{name}_initializer"), trainable)
 
     def _own_variable(self, name: str, shape: tuple[int, ...]) -> jax.Array:
-        """Such a variable in the dtype that the layer computes in."""
+        """Returns such a variable in the dtype that the layer computes in."""
         return self._cast(self._get_variable(name, shape))
 
     def _add_bias(self, outputs: jax.Array) -> jax.Array:
         """Adds the variable `bias`, along the last axis."""
         bias = self._get_variable("bias", outputs.shape[-1:])
         if bias.dtype != self.dtype:
-            # The cast comes behind the broadcast, so that the gradient is summed in the variable's dtype.
+            # The cast comes behind the broadcast, so that the gradient is summed in the variable's dtype:
+            # in bfloat16, a sum of ones ends at 256.
             bias = self._cast(jnp.broadcast_to(bias, outputs.shape))
         return outputs + bias
 
@@ -510,7 +514,7 @@ class Layer(abc.ABC):
 
 
 def common(meaning: str, *, default: Any = None) -> Any:
-    """An argument that `Layer` checks and keeps."""
+    """Declares an argument that `Layer` checks and keeps."""
     return argument(meaning, default=default, attribute="")
 
 

@@ -32,8 +32,6 @@ from ipu_pipeline.tf1.layers.base import (
     with_arguments,
 )
 
-# Layers without a window: Dense, Embedding, and those that have no variables.
-
 
 @with_arguments
 class Dense(VariableLayer):
@@ -201,8 +199,8 @@ class Dropout(PlainLayer):
         "an integer, folded into the layer's random key.", _check_seed, default=None, attribute=""
     )
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        self._noise_shape, self._seed = given["noise_shape"], given["seed"]
+    def _complete(self, values: dict[str, Any]) -> None:
+        self._noise_shape, self._seed = values["noise_shape"], values["seed"]
 
     def _apply(self, inputs: jax.Array, training: bool | None = None) -> jax.Array:
         """`training` None: True in a program that trains, False in others."""
@@ -216,7 +214,7 @@ class Dropout(PlainLayer):
                     f"of the inputs, {shape}."
                 )
             sizes = zip(self._noise_shape, shape, strict=True)
-            shape = tuple(own if noise is None else noise for noise, own in sizes)
+            shape = tuple(size if noise is None else noise for noise, size in sizes)
         key = draw_key("ipu.layers.Dropout", " With training=False it needs none.")
         if self._seed is not None:
             key = jax.random.fold_in(key, self._seed)
@@ -224,10 +222,8 @@ class Dropout(PlainLayer):
         return jnp.where(is_kept, inputs / (1 - self.rate), jnp.zeros((), inputs.dtype))
 
 
-# Normalizations: to mean 0 and variance 1 over some axes, then `gamma` and `beta`.
-#
-# Sources: S. Ioffe and C. Szegedy, Batch Normalization, arXiv:1502.03167; J. L. Ba et al., Layer
-# Normalization, arXiv:1607.06450; Y. Wu and K. He, Group Normalization, arXiv:1803.08494.
+# Normalizations. Sources: S. Ioffe and C. Szegedy, Batch Normalization, arXiv:1502.03167; J. L. Ba et al.,
+# Layer Normalization, arXiv:1607.06450; Y. Wu and K. He, Group Normalization, arXiv:1803.08494.
 #
 #     outputs = (inputs - mean) / sqrt(variance + epsilon) * gamma + beta
 #
@@ -260,7 +256,7 @@ def _check_groups(layer: str, argument: str, value: Any) -> int:
 
 
 class _Normalization(VariableLayer):
-    """What the three share: epsilon, `gamma` and `beta`, and the dtype of the statistics."""
+    """The base of normalizations: epsilon, `gamma` and `beta`, and the dtype of the statistics."""
 
     axis: Any  # an index, or in LayerNormalization a tuple of them
     epsilon: float
@@ -277,13 +273,13 @@ class _Normalization(VariableLayer):
     def _find_axes(self, inputs: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
         """The axes counted from 0, in ascending order."""
         rank = inputs.ndim
-        found = {axis % rank for axis in axes if -rank <= axis < rank}
-        if len(found) < len(axes):
+        indices = {axis % rank for axis in axes if -rank <= axis < rank}
+        if len(indices) < len(axes):
             raise ValueError(
                 f"{self._full_name()}: axis must name different axes of the inputs; got {list(axes)} for "
                 f"inputs of shape {inputs.shape}."
             )
-        return tuple(sorted(found))
+        return tuple(sorted(indices))
 
     def _scale_and_center(self, normalized: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         """Applies `gamma` and `beta`, which have the given axes; the result has the outputs' dtype."""
@@ -485,32 +481,32 @@ class GroupNormalization(_Normalization):
                 f"{self._full_name()}: groups must divide the channels of the inputs; got groups={groups} "
                 f"and {channels} channels, in inputs of shape {inputs.shape}. -1 makes each a group."
             )
-        sizes, own = (groups, channels // groups), axis  # the axis of the groups
+        sizes, group_axis = (groups, channels // groups), axis  # the axis of the groups
         if self.strided_channel_grouping:
-            sizes, own = (channels // groups, groups), axis + 1
+            sizes, group_axis = (channels // groups, groups), axis + 1
         grouped = inputs.reshape(*inputs.shape[:axis], *sizes, *inputs.shape[axis + 1 :])
-        others = tuple(other for other in range(1, grouped.ndim) if other != own)
-        mean = jnp.mean(grouped, others, keepdims=True)
-        variance = jnp.var(grouped, others, keepdims=True)
+        reduced_axes = tuple(index for index in range(1, grouped.ndim) if index != group_axis)
+        mean = jnp.mean(grouped, reduced_axes, keepdims=True)
+        variance = jnp.var(grouped, reduced_axes, keepdims=True)
         normalized = _normalize(grouped, mean, variance, self.epsilon).reshape(inputs.shape)
         return self._scale_and_center(normalized, axes)
 
 
 def _normalize(inputs: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float) -> jax.Array:
-    """Mean and variance have 1 for the axes that they do not depend on."""
+    """Normalizes; mean and variance have 1 for the axes that they do not depend on."""
     return (inputs - mean) * jax.lax.rsqrt(variance + epsilon)
 
 
 def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, jax.Array]:
     """Mean and variance for each index of an axis, of this replica's inputs or of those of all replicas."""
-    others = tuple(other for other in range(inputs.ndim) if other != axis)
-    mean = jnp.mean(inputs, others)
+    reduced_axes = tuple(index for index in range(inputs.ndim) if index != axis)
+    mean = jnp.mean(inputs, reduced_axes)
     if not is_shared:
-        return mean, jnp.var(inputs, others)
+        return mean, jnp.var(inputs, reduced_axes)
     number = engine.replica_count().astype(inputs.dtype)  # all have inputs of the same size
     mean = engine.cross_replica_sum(mean) / number
     squares = jnp.square(inputs - _along((axis,), inputs, mean))
-    return mean, engine.cross_replica_sum(jnp.mean(squares, others)) / number
+    return mean, engine.cross_replica_sum(jnp.mean(squares, reduced_axes)) / number
 
 
 def _bessel(inputs: jax.Array, axis: int, is_shared: bool) -> jax.Array:

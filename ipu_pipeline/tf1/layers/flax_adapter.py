@@ -21,7 +21,7 @@ from ipu_pipeline.ground.checks import hash_name, join
 from ipu_pipeline.tf1.layers import base
 from ipu_pipeline.tf1.layers.base import VariableLayer, argument, common, with_arguments
 
-# How linen modules call the argument that says whether they train, and what they get for it in training.
+# The names of the argument that tells linen modules whether they train, and its value in training.
 _TRAINING_ARGUMENTS = {
     "train": True,
     "training": True,
@@ -128,11 +128,11 @@ class Flax(VariableLayer):
         default=None,
     )
 
-    def _complete(self, given: dict[str, Any]) -> None:
+    def _complete(self, values: dict[str, Any]) -> None:
         from flax import linen
 
-        self._is_linen = isinstance(given["module"], linen.Module)
-        if given["init_inputs"] is not None and not self._is_linen:
+        self._is_linen = isinstance(values["module"], linen.Module)
+        if values["init_inputs"] is not None and not self._is_linen:
             raise ValueError(
                 "ipu.layers.Flax: init_inputs are for modules of flax.linen; one of flax.nnx has values "
                 "from the start: call its init_cache."
@@ -211,16 +211,17 @@ class Flax(VariableLayer):
             **options,
         )
         for path, value in jax.tree_util.tree_flatten_with_path(changed)[0]:
-            known = values[paths.index(path)] if path in paths else value  # what is new is dropped
-            if value is not known:
-                assign(_name(path), self._cast_back(value, known))
+            old_value = values[paths.index(path)] if path in paths else value  # what is new is dropped
+            if value is not old_value:
+                assign(_name(path), self._cast_back(value, old_value))
         return outputs
 
     def _apply_nnx(self, inputs: tuple[Any, ...], options: dict[str, Any], training: bool) -> Any:
         from flax import nnx
 
+        # Variables: a copy of the module with traced values; the user's module stays as it is.
         graphdef, state = nnx.split(self.module)
-        known = current_frame("Flax").names
+        program_names = current_frame("Flax").names
         holders = dict(nnx.iter_graph(self.module))  # by path; what stands at several, at the same as above
         key = self._key()
         parts: dict[Any, Any] = {}
@@ -235,9 +236,9 @@ class Flax(VariableLayer):
                 parts[path] = variable
                 continue
             own_name = join(get_variable_scope().name, _name(path))
-            names[path] = known.name_of_holder(holders[path], own_name)
+            names[path] = program_names.name_of_holder(holders[path], own_name)
             is_parameter = isinstance(variable, nnx.Param)
-            read = []
+            inner_values = []
             leaves, tree = jax.tree_util.tree_flatten_with_path(variable.get_value())
             for inner, leaf in leaves:
                 self._check_concrete(leaf, path)
@@ -246,18 +247,22 @@ class Flax(VariableLayer):
                 with absolute_scope("", reuse=names[path] != own_name):
                     value = get_variable(name, shape, dtype, _copy_of(leaf), trainable=is_parameter)
                 values[name] = self._cast_floating(value) if is_parameter else value
-                read.append(values[name])
-            parts[path] = variable.replace(jax.tree.unflatten(tree, read))
+                inner_values.append(values[name])
+            parts[path] = variable.replace(jax.tree.unflatten(tree, inner_values))
+        # The call.
         module = nnx.merge(graphdef, nnx.from_flat_state(parts))
         part: Any
         for _path, part in nnx.iter_modules(module):
             if getattr(part, "dtype", self) is None:
-                part.dtype = self._policy.dtype  # a BatchNorm would compute in the dtype of its statistics
+                # A BatchNorm would go on in the dtype of its statistics. (Modules of linen are made within
+                # their calls, and look at inputs and parameters only.)
+                part.dtype = self._policy.dtype
         if training:
             module.train()
         else:
             module.eval()
         outputs = module(*inputs, **options)
+        # Assignment of what the call changed.
         for path, variable in nnx.to_flat_state(nnx.state(module)):
             if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.RngState):
                 continue
@@ -274,19 +279,19 @@ class Flax(VariableLayer):
         return outputs
 
     def _cast_floating(self, tree: Any) -> Any:
-        """What the module is given, as somebody said that it computes; as it is, if nobody has."""
+        """Casts what the module is given to the dtype that was set; without one, returns it as it is."""
         return base.cast_floating(tree, self._policy.dtype)
 
     def _variable_dtype(self, dtype: Any, is_parameter: bool) -> Any:
-        """That of a variable to which the module gives a dtype."""
-        said = self._policy.param_dtype
-        is_told = is_parameter and said is not None and jnp.issubdtype(dtype, jnp.floating)
-        return said if is_told else dtype
+        """The dtype of a variable: `param_dtype` for parameters if it is set, or the module's."""
+        param_dtype = self._policy.param_dtype
+        is_set = is_parameter and param_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        return param_dtype if is_set else dtype
 
-    def _cast_back(self, value: Any, known: Any) -> Any:
-        """What a module makes of a variable may have the dtype that it was told to compute in."""
-        is_told = self._policy.dtype is not None
-        return base.cast_floating(value, known.dtype) if is_told else value
+    def _cast_back(self, value: Any, old_value: Any) -> Any:
+        """Casts a variable's new value back from the dtype that was set for the computation."""
+        is_cast = self._policy.dtype is not None
+        return base.cast_floating(value, old_value.dtype) if is_cast else value
 
     def _check_concrete(self, leaf: Any, path: tuple[Any, ...]) -> None:
         if jax_compat.is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
@@ -302,13 +307,13 @@ def _trace_init(module: Any, inputs: Any, options: Any) -> tuple[Any, Any, Any]:
 
     # Only shapes of arrays go in: initial values do not depend on what the module is given.
     leaves, tree = jax.tree.flatten((inputs, options))
-    known = [
+    shapes = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
         for leaf in leaves
     ]
 
     def init(key: jax.Array) -> Any:
-        zeros = [jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in known]
+        zeros = [jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in shapes]
         args, kwargs = jax.tree.unflatten(tree, zeros)
         return linen.meta.unbox(module.init(key, *args, **kwargs))
 
@@ -335,14 +340,14 @@ def _copy_of(leaf: Any) -> Callable[..., jax.Array]:
 
 
 def _replace_rng(variable: Any, path: tuple[Any, ...], key: jax.Array) -> Any:
-    """The state of a random stream as at its start, from this key."""
+    """Returns a random stream's state at its start, from this key."""
     from flax import nnx
 
     value = variable.get_value()
     if not isinstance(variable, nnx.RngKey):
         return variable.replace(jnp.zeros(value.shape, value.dtype))
-    own = jax.random.fold_in(key, np.uint32(hash_name(_name(path))))
-    return variable.replace(own if value.shape == () else jax.random.split(own, value.shape))
+    new_key = jax.random.fold_in(key, np.uint32(hash_name(_name(path))))
+    return variable.replace(new_key if value.shape == () else jax.random.split(new_key, value.shape))
 
 
 def _name(path: tuple[Any, ...]) -> str:

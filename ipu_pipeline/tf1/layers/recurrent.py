@@ -28,16 +28,16 @@ from ipu_pipeline.tf1.layers.base import (
 )
 from ipu_pipeline.tf1.layers.core import Dropout
 
-# What recurrent layers share, those of `layers` and those of `rnn_ops`.
+# What the layers here and those of `rnn_ops` share.
 
 
 def without_effect(meaning: str) -> Any:
-    """An argument that was for Poplar. Who gives it is told, once, that it has no effect."""
+    """Declares an argument that was for Poplar. Passing it warns, once, that it has no effect."""
     return argument(meaning, check_is_without_effect, default=None, attribute="")
 
 
 def check_is_without_effect(layer: str, argument: str, value: Any) -> None:
-    """Warns, once per argument, if something is given for it."""
+    """Warns, once per argument, if it is passed."""
     reason = "it was for Poplar's libraries, and XLA compiles here"
     if argument == "partials_dtype":
         reason = "products of matrices are summed in float32, or in float64 if the layer computes in it"
@@ -47,7 +47,7 @@ def check_is_without_effect(layer: str, argument: str, value: Any) -> None:
 
 
 class Recurrent(Layer):
-    """What recurrent layers share: the number of units, activations, and checks of inputs and states."""
+    """The base of recurrent layers: the number of units, activations, and checks of inputs and states."""
 
     _units: int
     _recurrent_activation: Callable[[Any], Any]
@@ -84,7 +84,7 @@ class Recurrent(Layer):
         return self._cast(state)
 
 
-# LSTM, GRU and AUGRU over whole sequences, as functions of their weights.
+# The formulas: LSTM, GRU and AUGRU over whole sequences, as functions of their weights.
 #
 # Sources: S. Hochreiter and J. Schmidhuber, Long Short-Term Memory (1997), with the forget gate of F. A.
 # Gers et al. (2000); K. Cho et al., arXiv:1406.1078, version 3, and version 1 for `reset_after`; G. Zhou et
@@ -116,7 +116,9 @@ class Recurrent(Layer):
 #
 # Outputs and states have the dtype of the inputs. Matrix products have factors of that dtype and are summed
 # in float32 or wider. Gates are computed in float32 or wider too, and the gradient of a weight is summed
-# over the steps in it.
+# over the steps in it: so a weight goes into the scan in float32 and is cast within it. That cast does not
+# depend on the step, so JAX keeps no copy of it for each. The inputs of all steps are multiplied with
+# their weights before the scan, in one product.
 
 Activation: TypeAlias = "Callable[[Any], Any]"
 _State: TypeAlias = "tuple[jax.Array, ...]"  # the output of the step before comes last
@@ -163,9 +165,9 @@ def run_lstm(
     kernel, recurrent_kernel = kernel.astype(wide), recurrent_kernel.astype(wide)
     projected = _add(_product(inputs, kernel), bias)
 
-    def step(state: _State, own: tuple[jax.Array, ...]) -> _State:
+    def step(state: _State, step_inputs: tuple[jax.Array, ...]) -> _State:
         c, h = state
-        gates = own[0] + _product(h, recurrent_kernel)
+        gates = step_inputs[0] + _product(h, recurrent_kernel)
         i, f, candidate, o = jnp.split(gates, 4, axis=-1)
         i, f, o = (recurrent_activation(gate) for gate in (i, f, o))
         new_c = f * c.astype(gates.dtype) + i * activation(candidate)
@@ -203,9 +205,9 @@ def run_gru(
     projected = _add(_product(inputs, kernel), bias)
     per_step = (projected,) if attention is None else (projected, attention.astype(projected.dtype))
 
-    def step(state: _State, own: tuple[jax.Array, ...]) -> _State:
+    def step(state: _State, step_inputs: tuple[jax.Array, ...]) -> _State:
         (h,) = state
-        of_inputs, of_candidate = jnp.split(own[0], [2 * units], axis=-1)
+        of_inputs, of_candidate = jnp.split(step_inputs[0], [2 * units], axis=-1)
         if reset_after:
             of_state, reset = jnp.split(
                 _add(_product(h, recurrent_kernel), recurrent_bias), [2 * units], axis=-1
@@ -219,7 +221,7 @@ def run_gru(
         else:
             candidate = activation(of_candidate + r * reset)
         if attention is not None:
-            z = z * (1 - own[1][:, jnp.newaxis])
+            z = z * (1 - step_inputs[1][:, jnp.newaxis])
         return ((z * h.astype(z.dtype) + (1 - z) * candidate).astype(h.dtype),)
 
     outputs, (h,) = _scan(step, (state,), per_step, lengths, unroll)
@@ -236,39 +238,39 @@ def _scan(
     """The outputs of all steps, and the last state."""
     if lengths is None:
 
-        def whole(state: _State, own: tuple[jax.Array, ...]) -> tuple[_State, jax.Array]:
-            new = step(state, own)
-            return new, new[-1]
+        def unmasked(state: _State, step_inputs: tuple[jax.Array, ...]) -> tuple[_State, jax.Array]:
+            new_state = step(state, step_inputs)
+            return new_state, new_state[-1]
 
-        final, outputs = jax.lax.scan(whole, state, per_step, unroll=unroll)
+        final, outputs = jax.lax.scan(unmasked, state, per_step, unroll=unroll)
         return outputs, final
 
     limits = lengths.astype(jnp.int32)
 
     def masked(state: _State, numbered: tuple[jax.Array, Any]) -> tuple[_State, jax.Array]:
-        number, own = numbered
+        number, step_inputs = numbered
         is_within = (number < limits)[:, jnp.newaxis]
-        new = step(state, own)
-        kept = tuple(jnp.where(is_within, after, before) for after, before in zip(new, state, strict=True))
-        return kept, jnp.where(is_within, new[-1], jnp.zeros_like(new[-1]))
+        new_state = step(state, step_inputs)
+        state_after = tuple(
+            jnp.where(is_within, after, before) for after, before in zip(new_state, state, strict=True)
+        )
+        return state_after, jnp.where(is_within, new_state[-1], jnp.zeros_like(new_state[-1]))
 
     numbers = jnp.arange(per_step[0].shape[0], dtype=jnp.int32)
     final, outputs = jax.lax.scan(masked, state, (numbers, per_step), unroll=unroll)
     return outputs, final
 
 
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """`left @ right` with factors in the dtype of `left`, summed in that of `right`."""
-    return jnp.matmul(left, right.astype(left.dtype), preferred_element_type=right.dtype)
+def _product(factor: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns `factor @ weights`, with both in the dtype of `factor`, summed in the dtype of `weights`."""
+    return jnp.matmul(factor, weights.astype(factor.dtype), preferred_element_type=weights.dtype)
 
 
 def _add(values: jax.Array, bias: jax.Array | None) -> jax.Array:
     return values if bias is None else values + bias.astype(values.dtype)
 
 
-# Recurrent layers: LSTM and GRU, with Keras's arguments and variables.
-#
-# `recurrent_scans` has the formulas and says which dtypes they are computed in.
+# LSTM and GRU with Keras's arguments and variables.
 
 
 def _check_stateful(layer: str, argument: str, value: Any) -> None:
@@ -282,7 +284,7 @@ def _check_stateful(layer: str, argument: str, value: Any) -> None:
 
 @with_arguments
 class _KerasRecurrent(Recurrent, VariableLayer):
-    """What LSTM and GRU share: variables as Keras has them, dropout, and what is returned."""
+    """The base of LSTM and GRU: variables as Keras has them, dropout, and what is returned."""
 
     num_gates: ClassVar[int]
 
@@ -342,11 +344,11 @@ class _KerasRecurrent(Recurrent, VariableLayer):
         "of the outputs and the state; None: see `mixed_precision`, by default float32."
     )
 
-    def _complete(self, given: dict[str, Any]) -> None:
+    def _complete(self, values: dict[str, Any]) -> None:
         self._units = self.units
         # One mask for all steps of an example.
         noise_shape = (1, None, None) if self.time_major else (None, 1, None)
-        self._dropout = Dropout(given["dropout"], noise_shape, given["dropout_seed"], name="dropout")
+        self._dropout = Dropout(values["dropout"], noise_shape, values["dropout_seed"], name="dropout")
 
     def __call__(  # type: ignore[override]  # no other options
         self, inputs: Any, *, initial_state: Any = None, training: bool | None = None
@@ -389,7 +391,7 @@ class _KerasRecurrent(Recurrent, VariableLayer):
         return (result, *states) if self.return_state else result
 
     @abc.abstractmethod
-    def _as_states(self, given: Any, batch: int) -> tuple[jax.Array, ...]:
+    def _as_states(self, initial_state: Any, batch: int) -> tuple[jax.Array, ...]:
         """The states before the first step, h first."""
 
     @abc.abstractmethod
@@ -429,23 +431,23 @@ class LSTM(_KerasRecurrent):
         attribute="",
     )
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        super()._complete(given)
-        if given["unit_forget_bias"]:
-            start = _with_ones(given["bias_initializer"], slice(self.units, 2 * self.units))
+    def _complete(self, values: dict[str, Any]) -> None:
+        super()._complete(values)
+        if values["unit_forget_bias"]:
+            start = _with_ones(values["bias_initializer"], slice(self.units, 2 * self.units))
             self._bias_initializer = start
 
-    def _as_states(self, given: Any, batch: int) -> tuple[jax.Array, ...]:
-        if isinstance(given, LSTMStateTuple):
-            given = (given.h, given.c)
-        if given is None:
-            given = (None, None)
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
+    def _as_states(self, initial_state: Any, batch: int) -> tuple[jax.Array, ...]:
+        if isinstance(initial_state, LSTMStateTuple):
+            initial_state = (initial_state.h, initial_state.c)
+        if initial_state is None:
+            initial_state = (None, None)
+        if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
             raise TypeError(
                 f"{self._full_name()}: initial_state must be two arrays, [h, c], or an LSTMStateTuple; got "
-                f"{type(given).__name__}."
+                f"{type(initial_state).__name__}."
             )
-        h, c = given
+        h, c = initial_state
         return self._as_state(h, batch, "initial_state's h"), self._as_state(c, batch, "initial_state's c")
 
     def _run(
@@ -499,10 +501,10 @@ class GRU(_KerasRecurrent):
         default=True,
     )
 
-    def _as_states(self, given: Any, batch: int) -> tuple[jax.Array, ...]:
-        if isinstance(given, (tuple, list)) and len(given) == 1:  # as Keras takes it, too
-            (given,) = given
-        return (self._as_state(given, batch),)
+    def _as_states(self, initial_state: Any, batch: int) -> tuple[jax.Array, ...]:
+        if isinstance(initial_state, (tuple, list)) and len(initial_state) == 1:  # as Keras takes it, too
+            (initial_state,) = initial_state
+        return (self._as_state(initial_state, batch),)
 
     def _run(
         self,

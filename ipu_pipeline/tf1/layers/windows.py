@@ -27,8 +27,6 @@ from ipu_pipeline.tf1.layers.base import (
     with_arguments,
 )
 
-# What layers with a window that moves over height and width share: attributes, arguments and checks.
-
 Padding: TypeAlias = Literal["valid", "same", "VALID", "SAME"]
 Pair: TypeAlias = int | Sequence[int]
 
@@ -43,7 +41,7 @@ class Windowed(Layer):
 
 
 def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
-    """The sizes along height and width."""
+    """Returns the sizes along height and width."""
     sizes = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_usable = len(sizes) == 2 and all(is_integer(size, 1) for size in sizes)
     if not is_usable:
@@ -54,8 +52,8 @@ def find_pair(layer: str, argument: str, value: Any) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
-    """The size along one axis."""
+def find_size(layer: str, argument: str, value: Any) -> tuple[int]:
+    """Returns the size along one axis."""
     sizes = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(sizes) != 1 or not is_integer(sizes[0], 1):
         raise ValueError(f"{layer}: {argument} must be a positive integer; got {value!r}.")
@@ -63,14 +61,14 @@ def find_one(layer: str, argument: str, value: Any) -> tuple[int]:
 
 
 def find_padding(layer: str, argument: str, value: Any) -> str:
-    """The padding in lower case."""
+    """Returns the padding in lower case."""
     if not isinstance(value, str) or value.lower() not in ("valid", "same"):
         raise ValueError(f"{layer}: {argument} must be 'valid' or 'same'; got {value!r}.")
     return value.lower()
 
 
 def data_format_argument() -> Any:
-    """The argument `data_format`, which is None or "channels_last", in any case."""
+    """Declares the argument `data_format`: None or "channels_last", in any case."""
     return argument(
         'only "channels_last", which None stands for.', _check_data_format, default=None, attribute=""
     )
@@ -92,20 +90,20 @@ def check_images(full_name: str, inputs: jax.Array, window: Sequence[int], paddi
             f"{full_name} needs inputs of rank 4, [batch, height, width, channels]; got shape "
             f"{inputs.shape}."
         )
-    needed = window if padding == "valid" else (1, 1)
-    if any(size < least for size, least in zip(inputs.shape[1:3], needed, strict=True)):
+    sizes = window if padding == "valid" else (1, 1)
+    if any(size < least for size, least in zip(inputs.shape[1:3], sizes, strict=True)):
         raise ValueError(
-            f"{full_name} with padding {padding!r} needs inputs of at least {needed[0]} by {needed[1]}, "
+            f"{full_name} with padding {padding!r} needs inputs of at least {sizes[0]} by {sizes[1]}, "
             f"[batch, height, width, channels]; got shape {inputs.shape}. Give larger inputs, a smaller "
             "window, or padding='same'."
         )
 
 
-# Convolutions over height and width, and over one axis.
+# Convolutions.
 
 
 class _Convolution(Windowed, VariableLayer):
-    """What convolutions share: a kernel that moves over some axes, a bias, and an activation."""
+    """The base of convolutions: a kernel that moves over some axes, a bias, and an activation."""
 
     axes = "HW"  # that the kernel moves over
     padding: Any
@@ -113,13 +111,13 @@ class _Convolution(Windowed, VariableLayer):
 
     @property
     def _reach(self) -> tuple[int, ...]:
-        """How far the kernel reaches along each axis."""
+        """The extent of the kernel along each axis."""
         sizes = zip(self.kernel_size, self.dilation_rate, strict=True)
         return tuple((size - 1) * rate + 1 for size, rate in sizes)
 
     @property
     def _dimensions(self) -> tuple[str, str, str]:
-        """What the axes of inputs, kernel and outputs are, as JAX calls them."""
+        """The axes of inputs, kernel and outputs, as JAX calls them."""
         return f"N{self.axes}C", f"{self.axes}IO", f"N{self.axes}C"
 
     def _convolve(self, inputs: jax.Array, kernel: jax.Array, padding: Any, groups: int) -> jax.Array:
@@ -143,7 +141,7 @@ class _Convolution(Windowed, VariableLayer):
 
 @with_arguments
 class _GroupedConvolution(_Convolution):
-    """What convolutions of groups of channels share."""
+    """The base of convolutions of groups of channels."""
 
     filters: int = argument("the channels of the outputs.", check_positive_integer)
     kernel_size: InitVar[Pair] = argument(
@@ -175,8 +173,8 @@ class _GroupedConvolution(_Convolution):
     )
     bias_initializer: InitVar[Any] = initializer("bias", "[filters]", default="zeros")
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        filters, groups = given["filters"], given["groups"]
+    def _complete(self, values: dict[str, Any]) -> None:
+        filters, groups = values["filters"], values["groups"]
         if filters % groups:
             raise ValueError(
                 f"{type(self).__name__}: groups must divide filters; got {groups=} and {filters=}."
@@ -248,15 +246,15 @@ class Conv1D(_GroupedConvolution):
     kind = "conv1d"
     axes = "W"
 
-    kernel_size: InitVar[int] = argument("the length of the kernel.", find_one)
-    strides: InitVar[int] = argument("how far the kernel moves.", find_one, default=1)
+    kernel_size: InitVar[int] = argument("the length of the kernel.", find_size)
+    strides: InitVar[int] = argument("how far the kernel moves.", find_size, default=1)
     padding: Padding | Literal["causal", "CAUSAL"] = argument(  # type: ignore[assignment]  # more
         '"valid" (none), "same" (zeros around the inputs, as in `Conv2D`), or "causal": all zeros before '
         "the inputs, so that no output depends on later inputs.",
         _find_causal_padding,
         default="valid",
     )
-    dilation_rate: InitVar[int] = argument("the distance of the kernel's points.", find_one, default=1)
+    dilation_rate: InitVar[int] = argument("the distance of the kernel's points.", find_size, default=1)
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         inputs = self._as_own_dtype(inputs)
@@ -385,12 +383,12 @@ class Conv2DTranspose(_Convolution):
         return self._finish(outputs)
 
 
-# The largest value, or the mean, in windows over height and width.
+# Pooling.
 
 
 @with_arguments
 class _Pooling2D(Windowed, PlainLayer):
-    """What the two share: a window, how far it moves, and padding."""
+    """The base of pooling: a window, how far it moves, and padding."""
 
     pool_size: InitVar[Pair] = argument(
         "the height and width of the window, or one integer for both.", find_pair, default=(2, 2)
@@ -409,8 +407,8 @@ class _Pooling2D(Windowed, PlainLayer):
     )
     data_format: InitVar[str | None] = data_format_argument()
 
-    def _complete(self, given: dict[str, Any]) -> None:
-        self.strides = given["strides"] or self.pool_size
+    def _complete(self, values: dict[str, Any]) -> None:
+        self.strides = values["strides"] or self.pool_size
 
     def _check(self, inputs: jax.Array) -> None:
         self._check_floating(inputs)

@@ -90,27 +90,27 @@ def cross_replica_mean(x: Any, replica_group_size: int | None = None, name: str 
     return engine.cross_replica_sum(value) / engine.replica_count().astype(value.dtype)
 
 
-def _as_numbers(x: Any, what: str) -> jax.Array:
+def _as_numbers(x: Any, caller: str) -> jax.Array:
     try:
         value = jnp.asarray(x)
     except TypeError as error:
-        raise TypeError(f"{what}: x must be an array of numbers; got {type(x).__name__}.") from error
+        raise TypeError(f"{caller}: x must be an array of numbers; got {type(x).__name__}.") from error
     if not jnp.issubdtype(value.dtype, jnp.number):
-        raise TypeError(f"{what}: x must be an array of numbers; got {value.dtype}.")
+        raise TypeError(f"{caller}: x must be an array of numbers; got {value.dtype}.")
     return value
 
 
-def _is_alone(replica_group_size: Any, what: str) -> bool:
+def _is_alone(replica_group_size: Any, caller: str) -> bool:
     """Whether each replica is a group of its own."""
     if replica_group_size is None:
         return False
     if not is_int(replica_group_size):
         raise TypeError(
-            f"{what}: replica_group_size must be an integer, or None; got {replica_group_size!r}."
+            f"{caller}: replica_group_size must be an integer, or None; got {replica_group_size!r}."
         )
     if replica_group_size != 1:
         raise NotImplementedError(
-            f"{what}: replica_group_size must be None, for one group of all replicas, or 1; got "
+            f"{caller}: replica_group_size must be None, for one group of all replicas, or 1; got "
             f"{replica_group_size}."
         )
     return True

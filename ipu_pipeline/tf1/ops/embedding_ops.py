@@ -112,18 +112,18 @@ class HostEmbeddingOptimizerSpec:
         Raises:
           TypeError, ValueError: the rate is not such a number, or the name is another optimizer's.
         """
-        own = type(self).__name__
+        kind = type(self).__name__
         is_number = isinstance(learning_rate, (int, float, np.floating, np.integer))
         if isinstance(learning_rate, bool) or not is_number:
             raise TypeError(
-                f"{own}: learning_rate must be a number, as the host computes the update; got "
+                f"{kind}: learning_rate must be a number, as the host computes the update; got "
                 f"{type(learning_rate).__name__}."
             )
         if not (math.isfinite(learning_rate) and learning_rate >= 0):
-            raise ValueError(f"{own}: learning_rate must be finite and at least 0; got {learning_rate}.")
+            raise ValueError(f"{kind}: learning_rate must be finite and at least 0; got {learning_rate}.")
         if optimizer_name not in (None, "SGD"):
             raise ValueError(
-                f"{own}: optimizer_name must be None or 'SGD'; got {optimizer_name!r}. "
+                f"{kind}: optimizer_name must be None or 'SGD'; got {optimizer_name!r}. "
                 "HostEmbeddingSGDGAOptimizerSpec accumulates gradients."
             )
         self._learning_rate = float(learning_rate)

@@ -106,26 +106,28 @@ def softmax_cross_entropy_with_logits_v2(
       ValueError: the shapes differ, or there is no such axis.
     """
     del name
-    what = "softmax_cross_entropy_with_logits"
-    logits, labels = _as_logits(what, logits), jnp.asarray(labels)
+    caller = "softmax_cross_entropy_with_logits"
+    logits, labels = _as_logits(caller, logits), jnp.asarray(labels)
     if labels.shape != logits.shape:
         raise ValueError(
-            f"{what}: labels must have the shape of the logits; got {labels.shape} and {logits.shape}. "
+            f"{caller}: labels must have the shape of the logits; got {labels.shape} and {logits.shape}. "
             "sparse_softmax_cross_entropy_with_logits takes the numbers of classes."
         )
     if axis is not None and dim is not None:
-        raise ValueError(f"{what}: axis and dim are the same argument; got {axis} and {dim}.")
-    axis = next((given for given in (axis, dim) if given is not None), -1)
+        raise ValueError(f"{caller}: axis and dim are the same argument; got {axis} and {dim}.")
+    axis = next((number for number in (axis, dim) if number is not None), -1)
     if not isinstance(axis, int) or not -logits.ndim <= axis < logits.ndim:
-        raise ValueError(f"{what}: axis must be one of the logits; got {axis!r} for shape {logits.shape}.")
+        raise ValueError(
+            f"{caller}: axis must be one of the logits; got {axis!r} for shape {logits.shape}."
+        )
     wide = at_least_float32(logits.dtype)
     logarithms = jax.nn.log_softmax(logits.astype(wide), axis)
     labels = labels.astype(wide)
     loss = -jnp.sum(labels * logarithms, axis)
     # Of value 0. Its gradient makes up for labels that do not sum to 1, whose softmax has another factor.
     norms = jax.nn.logsumexp(logits.astype(wide), axis)
-    rest = jax.lax.stop_gradient(1 - jnp.sum(labels, axis))
-    return (loss + rest * (norms - jax.lax.stop_gradient(norms))).astype(logits.dtype)
+    missing_share = jax.lax.stop_gradient(1 - jnp.sum(labels, axis))
+    return (loss + missing_share * (norms - jax.lax.stop_gradient(norms))).astype(logits.dtype)
 
 
 def sparse_softmax_cross_entropy_with_logits(
@@ -155,13 +157,13 @@ def sparse_softmax_cross_entropy_with_logits(
       ValueError: the shapes do not fit.
     """
     del name
-    what = "sparse_softmax_cross_entropy_with_logits"
-    logits, labels = _as_logits(what, logits), jnp.asarray(labels)
+    caller = "sparse_softmax_cross_entropy_with_logits"
+    logits, labels = _as_logits(caller, logits), jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{what}: labels must be integers; got {labels.dtype.name}.")
+        raise TypeError(f"{caller}: labels must be integers; got {labels.dtype.name}.")
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"{what}: labels must have the shape of the logits without their last axis; got "
+            f"{caller}: labels must have the shape of the logits without their last axis; got "
             f"{labels.shape} and {logits.shape}."
         )
     logarithms = jax.nn.log_softmax(logits.astype(at_least_float32(logits.dtype)))
@@ -171,11 +173,11 @@ def sparse_softmax_cross_entropy_with_logits(
     return (jnp.where(is_class, -1.0, jnp.nan).astype(chosen.dtype) * chosen).astype(logits.dtype)
 
 
-def _as_logits(what: str, logits: Any) -> jax.Array:
+def _as_logits(caller: str, logits: Any) -> jax.Array:
     logits = jnp.asarray(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating) or logits.ndim == 0:
         raise TypeError(
-            f"{what}: logits must be floating-point numbers, [..., classes]; got "
+            f"{caller}: logits must be floating-point numbers, [..., classes]; got "
             f"{logits.dtype.name}{list(logits.shape)}."
         )
     return logits

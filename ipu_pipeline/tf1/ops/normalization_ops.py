@@ -196,10 +196,10 @@ def _normalize(
     is_strided: bool,
 ) -> jax.Array:
     inputs = jnp.asarray(inputs)
-    for flag, given in (("center", center), ("scale", scale)):
-        if not isinstance(given, bool):
+    for flag, is_on in (("center", center), ("scale", scale)):
+        if not isinstance(is_on, bool):
             raise TypeError(
-                f"{kind}: {flag} must be True or False; got {given!r}. SDKs before 2.0 had reduction_axes "
+                f"{kind}: {flag} must be True or False; got {is_on!r}. SDKs before 2.0 had reduction_axes "
                 "before center: leave it out, since statistics are over all axes but the first."
             )
     axis = channels_axis % inputs.ndim if -inputs.ndim <= channels_axis < inputs.ndim else 0
@@ -229,10 +229,10 @@ def _normalize(
     wide = jnp.moveaxis(inputs, axis, -1).astype(at_least_float32(inputs.dtype))
     sizes = (channels // number, number) if is_strided else (number, channels // number)
     grouped = wide.reshape(*wide.shape[:-1], *sizes)
-    own = wide.ndim if is_strided else wide.ndim - 1  # the axis of the groups
-    others = tuple(other for other in range(1, grouped.ndim) if other != own)
-    mean = jnp.mean(grouped, others, keepdims=True)
-    variance = jnp.var(grouped, others, keepdims=True)
+    group_axis = wide.ndim if is_strided else wide.ndim - 1  # the axis of the groups
+    reduced_axes = tuple(index for index in range(1, grouped.ndim) if index != group_axis)
+    mean = jnp.mean(grouped, reduced_axes, keepdims=True)
+    variance = jnp.var(grouped, reduced_axes, keepdims=True)
     outputs = ((grouped - mean) * jax.lax.rsqrt(variance + epsilon)).reshape(wide.shape)
     with variable_scope(scope, default_name=kind, reuse=reuse):
         for name, is_wanted in (("gamma", scale), ("beta", center)):

@@ -245,6 +245,7 @@ def pipeline(
         another schedule, or with several IPUs.
       RuntimeError: it is not called in a function that `ipu_compiler.compile` traces.
     """
+    # Checks, and conversion for the engine.
     if not isinstance(continuous_weight_updates, bool):
         raise TypeError(f"continuous_weight_updates must be False; got {continuous_weight_updates!r}.")
     size = _num_devices(tensor_parallel)
@@ -316,6 +317,7 @@ def pipeline(
         warnings.warn(
             "reduction_method will have no effect since this pipeline is in inference.", stacklevel=2
         )
+    # The program that the pipeline becomes a part of.
     builder = current_builder()
     if builder is None:
         raise RuntimeError(
@@ -328,15 +330,15 @@ def pipeline(
             "pipelining_ops.pipeline was called within a computational stage; pipelines do not nest. Call "
             "it in the compiled function, or make its stages stages of the outer pipeline."
         )
-    # Stages may make arrays, which starts JAX.
+    # Stages may make arrays, which starts JAX: the program's CPU devices are asked for before.
     reserve_ipus(builder.ipu_device, size * (1 + max(jax.tree.leaves(device_mapping))))
     if isinstance(count, Placeholder):
         count = count.traced()
     has_count_operand = isinstance(count, jax.Array)
-    found = computational_stages
-    inputs, computational_stages, begin_input = give_steps(inputs, found, trains=not is_inference)
-    if isinstance(found, AutoStages):
-        computational_stages = AutoStages(computational_stages, found.groups, found.table)
+    stages = computational_stages
+    inputs, computational_stages, begin_input = give_steps(inputs, stages, trains=not is_inference)
+    if isinstance(stages, AutoStages):
+        computational_stages = AutoStages(computational_stages, stages.groups, stages.table)
     input_leaves, input_tree = as_traced_inputs(inputs)
 
     outfeed_tree: Any = jax.tree.structure(0)  # the loss's
@@ -345,10 +347,11 @@ def pipeline(
         nonlocal outfeed_tree
         if outfeed_queue is None or outfeed_loss:
             return [False] * len(jax.tree.leaves(outputs))
-        rest, is_chosen = apply_mask(outfeed_mask, outputs)
-        outfeed_tree = jax.tree.structure(rest)
+        unmasked, is_chosen = apply_mask(outfeed_mask, outputs)
+        outfeed_tree = jax.tree.structure(unmasked)
         return is_chosen
 
+    # The engine's pipeline, traced.
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     captures = Captures(builder.is_captured_placeholder, builder.describe_input)
     engine_pipeline = Pipeline(
@@ -387,6 +390,7 @@ def pipeline(
     element = None if infeed_queue is None else infeed_queue.element
     input_avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in input_leaves]
     engine_pipeline.trace(element, *jax.tree.unflatten(input_tree, input_avals))
+    # The call in the program.
     averages = optimizer is not None and optimizer.averages_replicas
     num_devices = engine_pipeline.num_devices
     replication = make_replication(
@@ -488,7 +492,7 @@ def auto_stages(
     check_arguments(layers, infeed_queue, None, optimizer_function)
     inputs, given_layers, _begin = give_steps(inputs, layers, trains=optimizer_function is not None)
     num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
-    given = _give(
+    arguments = _engine_arguments(
         num_known,
         inputs,
         infeed_queue,
@@ -505,17 +509,17 @@ def auto_stages(
         tensor_parallel,
         measure,
     )
-    found = engine_auto_stages(
+    result = engine_auto_stages(
         given_layers,
         num_stages,
-        given.element,
-        *given.inputs,
+        arguments.element,
+        *arguments.inputs,
         bytes_per_ipu=bytes_per_ipu,
         measure=measure,
-        **given.options,
+        **arguments.options,
     )
-    stages = [join_layers([layers[number] for number in group]) for group in found.groups]
-    return AutoStages(stages, found.groups, found.table)
+    stages = [join_layers([layers[number] for number in group]) for group in result.groups]
+    return AutoStages(stages, result.groups, result.table)
 
 
 def split(
@@ -592,10 +596,10 @@ def split(
         the memory.
     """
     check_arguments([model], infeed_queue, None, optimizer_function)
-    rest, (given_model,), begin = give_steps(inputs, [model], trains=optimizer_function is not None)
-    given = _give(
+    new_inputs, (given_model,), begin = give_steps(inputs, [model], trains=optimizer_function is not None)
+    arguments = _engine_arguments(
         num_stages if is_integer(num_stages, 1) else 1,
-        rest,
+        new_inputs,
         infeed_queue,
         optimizer_function,
         gradient_accumulation_count,
@@ -610,28 +614,28 @@ def split(
         None,
         measure,
     )
-    found = engine_split(
+    parts = engine_split(
         given_model,
         num_stages,
-        given.element,
-        *given.inputs,
+        arguments.element,
+        *arguments.inputs,
         bytes_per_ipu=bytes_per_ipu,
         measure=measure,
         cut_scans=cut_scans,
-        **given.options,
+        **arguments.options,
     )
-    return AutoStages([keep_steps(found[0], begin), *found[1:]], found.groups, found.table)
+    return AutoStages([keep_steps(parts[0], begin), *parts[1:]], parts.groups, parts.table)
 
 
-class _Given(NamedTuple):
-    """What the engine is given for a pipeline whose stages are to be found."""
+class _EngineArguments(NamedTuple):
+    """The engine's arguments for a pipeline whose stages it is to find."""
 
     element: Any
     inputs: Sequence[Any]
     options: dict[str, Any]
 
 
-def _give(
+def _engine_arguments(
     num_stages: int,
     inputs: Any,
     infeed_queue: IPUInfeedQueue | None,
@@ -647,8 +651,8 @@ def _give(
     offload_weights: bool | None,
     tensor_parallel: TensorParallel | None,
     measure: bool,
-) -> _Given:
-    """Makes the engine's arguments of those of `auto_stages`."""
+) -> _EngineArguments:
+    """Converts the arguments of `auto_stages` to the engine's."""
     count = check_count(gradient_accumulation_count)
     if not isinstance(count, int):
         raise TypeError(
@@ -664,10 +668,10 @@ def _give(
     optimizer = None if optimizer_function is None else LossAndTransformation(optimizer_function)
     targets = None if optimizer is None else optimizer.gradient_targets
     if builder is None:
-        given, hooks = input_shapes(inputs), Hooks(option_names=OPTION_NAMES, gradient_targets=targets)
+        shapes, hooks = input_shapes(inputs), Hooks(option_names=OPTION_NAMES, gradient_targets=targets)
     else:
         leaves, tree = as_traced_inputs(inputs)
-        given = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+        shapes = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
         captures = Captures(builder.is_captured_placeholder, builder.describe_input)
         hooks = Hooks(
             option_names=OPTION_NAMES,
@@ -697,7 +701,7 @@ def _give(
         ),
         "tensor_parallel": tensor_parallel,
     }
-    return _Given(None if infeed_queue is None else infeed_queue.element, given, options)
+    return _EngineArguments(None if infeed_queue is None else infeed_queue.element, shapes, options)
 
 
 explain_missing(__name__)

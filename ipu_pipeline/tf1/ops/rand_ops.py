@@ -73,15 +73,17 @@ def dropout(
     if noise_shape is not None:
         if not isinstance(noise_shape, (Sequence, np.ndarray)):
             raise TypeError(f"dropout: noise_shape must be a list; got {noise_shape!r}.{_OLDER_ORDER}")
-        given = tuple(noise_shape)
-        if len(given) != x.ndim or any(
-            size not in (None, 1, whole) for size, whole in zip(given, x.shape, strict=True)
+        sizes = tuple(noise_shape)
+        if len(sizes) != x.ndim or any(
+            size not in (None, 1, full_size) for size, full_size in zip(sizes, x.shape, strict=True)
         ):
             raise ValueError(
                 f"dropout: noise_shape must have 1, None or the size of each axis of x; got "
                 f"{noise_shape!r} for shape {x.shape}."
             )
-        shape = tuple(whole if size is None else size for size, whole in zip(given, x.shape, strict=True))
+        shape = tuple(
+            full_size if size is None else size for size, full_size in zip(sizes, x.shape, strict=True)
+        )
     if rate == 0:
         return x
     key = draw_key("ipu.rand_ops.dropout", " Or give it a `seed`.") if seed is None else _key_of(seed)
@@ -92,12 +94,12 @@ def dropout(
 
 
 def _key_of(seed: Any) -> jax.Array:
-    given = jnp.atleast_1d(seed) if isinstance(seed, jax.Array) else np.atleast_1d(np.asarray(seed))
-    if given.ndim != 1 or given.size > 2 or not jnp.issubdtype(given.dtype, jnp.integer):
+    numbers = jnp.atleast_1d(seed) if isinstance(seed, jax.Array) else np.atleast_1d(np.asarray(seed))
+    if numbers.ndim != 1 or numbers.size > 2 or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(f"dropout: seed must be one or two integers; got {seed!r}.")
     key = jax.random.key(0)
-    for number in range(given.size):
-        low = given[number] & 0xFFFFFFFF if given.dtype.itemsize > 4 else given[number]
+    for index in range(numbers.size):
+        low = numbers[index] & 0xFFFFFFFF if numbers.dtype.itemsize > 4 else numbers[index]
         key = jax.random.fold_in(key, low.astype(np.uint32))
     return key
 

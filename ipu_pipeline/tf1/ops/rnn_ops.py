@@ -56,9 +56,6 @@ __all__ = [
 ]
 
 
-# What the layers of `rnn_ops` share: arguments, variables, shapes, and checks of lengths and scores.
-
-
 class Popnn(Recurrent):
     """A recurrent layer with the variables `kernel` and `biases`, as in Graphcore's TensorFlow 1."""
 
@@ -246,7 +243,7 @@ class Popnn(Recurrent):
 
 
 def _seeded(layer: str, seed: Any) -> Any:
-    """Glorot uniform with a seed of its own."""
+    """Makes Glorot's uniform initializer with a seed of its own."""
     if not is_integer(seed):
         raise TypeError(f"{layer}: seed must be an integer or None; got {seed!r}.")
     number = int(seed) % 2**32
@@ -256,27 +253,6 @@ def _seeded(layer: str, seed: Any) -> Any:
         return find_initializer("glorot_uniform")(jax.random.key(number), shape, dtype)
 
     return initialize
-
-
-# Recurrent layers, as Graphcore's `ipu.rnn_ops` has them: time-major LSTM, GRU and AUGRU.
-#
-# `layers.recurrent_scans` has the formulas and says which dtypes they are computed in. Names, shapes and
-# layouts of the variables are Graphcore's. With `u` units and inputs of `f` features:
-#
-#     kernel    [f + u, gates * u]: the rows for the inputs, then the rows for the state
-#     biases    [gates, u]; for a GRU with `reset_after` [gates, 2, u]: the inputs' row, then the state's
-#
-# The gates of an LSTM are in the order input, forget, candidate, output, and the gates of a GRU in the
-# order update, reset, candidate, as in Keras and in newer Poplar SDKs. (Older SDKs had forget, input,
-# candidate, output, and reset, update, candidate: permute the blocks of their checkpoints.)
-#
-# An AUGRU has `bias_r_u` [2, u], which starts from 1, and `bias_c` [1, u], which starts from 0. Despite its
-# name, `bias_r_u` has the update gate's row first. Graphcore's AUGRU also has a variable `biases`, which it
-# never reads.
-#
-# A layer without a `name` is called after its class: `popnn_lstm`, then `popnn_lstm_1` in the same scope. A
-# layer that is called again uses its variables again. Layers can be called in stages, in loop bodies, and
-# within `jax.checkpoint`.
 
 
 class PopnnLSTM(Popnn):

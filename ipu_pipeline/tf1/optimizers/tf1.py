@@ -21,7 +21,7 @@ import optax
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.tf1.graph import waits_for_step
-from ipu_pipeline.tf1.optimizers.wrappers import Optimizer, Unwrapped
+from ipu_pipeline.tf1.optimizers.wrappers import Optimizer, OptimizerEffect
 
 __all__ = [
     "AdadeltaOptimizer",
@@ -43,12 +43,9 @@ __all__ = [
 ]
 
 
-# TensorFlow 1's decays of learning rates, as functions of the global step.
-#
-# Each function takes a step: a number, a traced scalar, or `get_global_step()`. If the global step has no
-# value yet, as in a `model_fn`, the result is computed where it is used. As an Optax schedule, write
-# `lambda step: exponential_decay(0.1, step, 1000, 0.96)`. The formulas are from the documentation of
-# `tf.train` in TensorFlow 1.15.
+# Decays of learning rates. Each takes a step: a number, a traced scalar, or `get_global_step()`. If the
+# global step has no value yet, as in a `model_fn`, the result is computed where it is used. As an Optax
+# schedule, write `lambda step: exponential_decay(0.1, step, 1000, 0.96)`.
 
 
 @waits_for_step
@@ -208,24 +205,18 @@ def _quotient(step: Any, steps: Any, staircase: bool) -> jax.Array:
     return jnp.floor(quotient) if staircase else quotient
 
 
-# TensorFlow 1's optimizers and decays of learning rates, by their names, defaults and formulas.
-#
-# They use Optax's transformations if these compute the same. Optax has other defaults, another epsilon in
-# Adam, another weight decay in AdamW, and a bias correction in LAMB. The formulas are from the
-# documentation of `tf.train` and `tf.contrib.opt` in TensorFlow 1.15. Two are from programs for BERT,
-# without bias correction: AdamWeightDecay (https://arxiv.org/abs/1810.04805) and LAMB
-# (https://arxiv.org/abs/1904.00962).
+# Optimizers.
 
 Rate = Any  # a number, a value traced in the optimizer function, or a schedule of Optax
 Tree = Any
 
 
 class _Plain(Optimizer, optax.GradientTransformationExtraArgs):
-    """An optimizer around a transformation, which it changes in nothing, and so one itself."""
+    """An optimizer around a transformation that it does not change, so it is a transformation, too."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """A transformation is a tuple of two functions, here of those that `__init__` is given."""
-        if any(isinstance(one, optax.GradientTransformation) for one in (*args, *options.values())):
+        """Makes the tuple of two functions that a transformation is; they use what `__init__` is given."""
+        if any(isinstance(value, optax.GradientTransformation) for value in (*args, *options.values())):
             raise TypeError(
                 f"{cls.__name__}: it does not wrap another optimizer. optax.chain(other, "
                 f"{cls.__name__}(...)) applies one after the other."
@@ -249,8 +240,8 @@ class _Plain(Optimizer, optax.GradientTransformationExtraArgs):
             )
         super().__init__(transformation, name)
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
-        """What it is given."""
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
+        """Returns the transformation as it is."""
         return inner
 
 
@@ -571,7 +562,7 @@ def _check_positive(name: str, value: float) -> None:
 def _excluding(
     patterns: Sequence[str] | None, transformation: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """A transformation of the variables in whose names none of some regular expressions is found."""
+    """Restricts a transformation to the variables whose names match none of some regular expressions."""
     if not patterns:
         return transformation
     if isinstance(patterns, str):
@@ -641,9 +632,9 @@ def _ftrl(
             new = (jnp.clip(z, -l1, l1) - z) / (grown**power / now + 2 * l2)
             return (new - w).astype(w.dtype), grown.astype(n.dtype), z.astype(w.dtype)
 
-        made = jax.tree.map(step, gradients, state.squares, state.linear, params)
+        results = jax.tree.map(step, gradients, state.squares, state.linear, params)
         outer = jax.tree.structure(gradients)
-        updates, squares, linear = jax.tree.transpose(outer, jax.tree.structure((0, 0, 0)), made)
+        updates, squares, linear = jax.tree.transpose(outer, jax.tree.structure((0, 0, 0)), results)
         return updates, _FtrlState(optax.safe_increment(state.count), squares, linear)
 
     return optax.GradientTransformation(init, update)

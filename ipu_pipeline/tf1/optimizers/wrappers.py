@@ -33,12 +33,12 @@ from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph import GlobalStep, is_internal
 
-# Optimizers around an Optax transformation: the combined effect of nested ones, and `minimize`.
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
-    """Where gradients of micro-batches go, and of which variables; None: of all."""
+class GradientOutfeed:
+    """A queue for gradients of micro-batches, and the variables whose gradients it takes; None: all."""
 
     queue: IPUOutfeedQueue
     variable_names: tuple[str, ...] | None
@@ -46,7 +46,7 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class Accumulation:
-    """How an optimizer accumulates.
+    """The accumulation of an optimizer.
 
     Attributes:
       num_mini_batches: iterations per weight update.
@@ -64,8 +64,8 @@ class Accumulation:
 
 
 @dataclass(frozen=True, eq=False)
-class Unwrapped:
-    """What a nest of optimizers amounts to.
+class OptimizerEffect:
+    """The combined effect of nested optimizers.
 
     Attributes:
       innermost: the Optax transformation inside.
@@ -81,7 +81,7 @@ class Unwrapped:
     scaled: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
     gradient_maps: tuple[GradientMap, ...] = ()
     accumulation: Accumulation | None = None
-    watched: tuple[Watched, ...] = ()
+    watched: tuple[GradientOutfeed, ...] = ()
     has_outfeeds: bool = False
     averages_replicas: bool = False
 
@@ -97,14 +97,14 @@ class Unwrapped:
 
 
 @dataclass(frozen=True, eq=False)
-class Minimized:
+class MinimizeCall:
     """A call of `minimize` in an estimator's `model_fn`.
 
     Attributes:
-      optimizer: whose.
+      optimizer: the optimizer.
       loss: a traced scalar.
       var_list: as given.
-      operation: what it returned.
+      operation: its result.
     """
 
     optimizer: Optimizer
@@ -113,24 +113,24 @@ class Minimized:
     operation: Operation
 
 
-_minimized: contextvars.ContextVar[list[Minimized] | None] = contextvars.ContextVar(
+_minimized: contextvars.ContextVar[list[MinimizeCall] | None] = contextvars.ContextVar(
     "minimized", default=None
 )
 
 
 @contextlib.contextmanager
-def collecting_minimized() -> Iterator[list[Minimized]]:
+def collecting_minimized() -> Iterator[list[MinimizeCall]]:
     """Collects the calls of `minimize` in a `with` block, in which a `model_fn` is called."""
-    found: list[Minimized] = []
-    token = _minimized.set(found)
+    calls: list[MinimizeCall] = []
+    token = _minimized.set(calls)
     try:
-        yield found
+        yield calls
     finally:
         _minimized.reset(token)
 
 
 class Optimizer(abc.ABC):
-    """What the optimizers here share."""
+    """The base of the optimizers here."""
 
     def __init__(self, opt: Any, name: str) -> None:
         """Takes the optimizer to wrap, and the name under which its state is kept."""
@@ -196,10 +196,10 @@ class Optimizer(abc.ABC):
             that cannot be trained.
           NotImplementedError: the body has another training step that cannot be combined with it.
         """
-        what = f"{type(self).__name__}.minimize"
+        subject = f"{type(self).__name__}.minimize"
         collected = _minimized.get()
         if collected is None:  # raises elsewhere than in a loop
-            body = current_body(what, "A pipeline gets its optimizer by `optimizer_function`.")
+            body = current_body(subject, "A pipeline gets its optimizer by `optimizer_function`.")
         if collected is not None and global_step is not None:
             raise ValueError(
                 "minimize: global_step must be None in the model_fn of an estimator, which counts the "
@@ -218,7 +218,7 @@ class Optimizer(abc.ABC):
             )
         if collected is not None:
             operation = Operation(name or self.name)
-            collected.append(Minimized(self, loss, var_list, operation))
+            collected.append(MinimizeCall(self, loss, var_list, operation))
             return operation
         unwrapped = unwrap(self)
         accumulation = unwrapped.accumulation or Accumulation()
@@ -244,20 +244,17 @@ class Optimizer(abc.ABC):
         return Operation(step_name)
 
     @abc.abstractmethod
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
-        """What the optimizer amounts to, around one that amounts to `inner`.
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
+        """Returns the combined effect of this optimizer around one whose effect is `inner`.
 
         Raises:
           ValueError: they do not go together.
         """
 
 
-def unwrap(opt: Any) -> Unwrapped:
+def unwrap(opt: Any) -> OptimizerEffect:
     """Looks through a nest of optimizers."""
-    return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else Unwrapped(opt)
-
-
-# An optimizer whose gradients are averaged over the replicas of a program.
+    return opt.wrap(unwrap(opt.wrapped)) if isinstance(opt, Optimizer) else OptimizerEffect(opt)
 
 
 class CrossReplicaOptimizer(Optimizer):
@@ -286,21 +283,16 @@ class CrossReplicaOptimizer(Optimizer):
         """
         super().__init__(opt, name)
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the mean over replicas."""
         return averaged(inner)
 
 
-def averaged(inner: Unwrapped) -> Unwrapped:
-    """Adds the mean over replicas to what a nest of optimizers amounts to."""
+def averaged(inner: OptimizerEffect) -> OptimizerEffect:
+    """Adds the mean over replicas to the effect of nested optimizers."""
     if inner.averages_replicas:
         raise ValueError("An optimizer can average gradients over replicas only once; two are nested.")
     return dataclasses.replace(inner, averages_replicas=True)
-
-
-# Optimizers for the bodies of loops that update the weights every few iterations.
-
-_MAX_INT32 = 2**31 - 1
 
 
 class GradientAccumulationOptimizerV2(Optimizer):
@@ -374,7 +366,7 @@ class GradientAccumulationOptimizerV2(Optimizer):
             shards_state=bool(replicated_optimizer_state_sharding),
         )
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the accumulation."""
         if inner.accumulation is not None:
             raise ValueError("An optimizer can accumulate gradients only once; two are nested.")
@@ -393,12 +385,9 @@ class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV
       ... )
     """
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the accumulation, and the mean over replicas."""
         return averaged(super().wrap(inner))
-
-
-# Optimizers that change or report the gradients of micro-batches.
 
 
 class MapGradientOptimizer(Optimizer):
@@ -433,7 +422,7 @@ class MapGradientOptimizer(Optimizer):
             )
         self.gradient_mapping_function = gradient_mapping_function
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the function, behind those of inner optimizers."""
         maps = (*inner.gradient_maps, self.gradient_mapping_function)
         return dataclasses.replace(inner, gradient_maps=maps)
@@ -495,7 +484,7 @@ class OutfeedOptimizer(Optimizer):
             )
         if variable_names is not None:
             is_list = isinstance(variable_names, (list, tuple)) and all(
-                isinstance(one, str) for one in variable_names
+                isinstance(variable, str) for variable in variable_names
             )
             if not is_list or not variable_names:
                 raise ValueError(
@@ -512,11 +501,11 @@ class OutfeedOptimizer(Optimizer):
         self.mode = outfeed_optimizer_mode
         self.variable_names = None if variable_names is None else tuple(dict.fromkeys(variable_names))
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the outfeed."""
         if self.mode is OutfeedOptimizerMode.AFTER_COMPUTE:
-            own = Watched(self.outfeed_queue, self.variable_names)
-            return dataclasses.replace(inner, watched=(*inner.watched, own), has_outfeeds=True)
+            watched = GradientOutfeed(self.outfeed_queue, self.variable_names)
+            return dataclasses.replace(inner, watched=(*inner.watched, watched), has_outfeeds=True)
         innermost = _enqueue_gradients(inner.innermost, self.outfeed_queue, self.variable_names)
         return dataclasses.replace(inner, innermost=innermost, has_outfeeds=True)
 
@@ -536,19 +525,14 @@ def _enqueue_gradients(
 
 def choose_trained(names: Sequence[str] | None, trained: Iterable[str]) -> list[str]:
     """Full names of the variables whose gradients an `OutfeedOptimizer` takes."""
-    known = sorted(name for name in trained if not is_internal(name))
+    trained_names = sorted(name for name in trained if not is_internal(name))
     for name in names or ():
-        if name not in known:
+        if name not in trained_names:
             raise ValueError(
                 f"OutfeedOptimizer: variable_names has {name!r}, which is not trained. Trained are: "
-                f"{', '.join(known)}."
+                f"{', '.join(trained_names)}."
             )
-    return known if names is None else list(names)
-
-
-# An optimizer that scales the loss, for gradients in float16.
-
-_MAX_INTERVAL = 2**31 - 1
+    return trained_names if names is None else list(names)
 
 
 class LossScalingOptimizer(Optimizer):
@@ -597,11 +581,11 @@ class LossScalingOptimizer(Optimizer):
             raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
         if not is_integer(growth_interval):
             raise TypeError(f"growth_interval must be an integer; got {growth_interval!r}.")
-        if not 1 <= growth_interval <= _MAX_INTERVAL:
-            raise ValueError(f"growth_interval must be from 1 to {_MAX_INTERVAL}; got {growth_interval}.")
+        if not 1 <= growth_interval <= _MAX_INT32:
+            raise ValueError(f"growth_interval must be from 1 to {_MAX_INT32}; got {growth_interval}.")
         self._settings = (float(initial_scale), dynamic, int(growth_interval), float(factor))
 
-    def wrap(self, inner: Unwrapped) -> Unwrapped:
+    def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the scale, around the transformation."""
         if inner.scaled is not None:
             raise ValueError("An optimizer can scale the loss only once; two are nested.")
@@ -610,9 +594,6 @@ class LossScalingOptimizer(Optimizer):
             return scale_loss(transformation, *self._settings)
 
         return dataclasses.replace(inner, scaled=scaled)
-
-
-# An optimizer that keeps an average of the weights in its state, to evaluate with.
 
 
 class AveragedWeightsState(NamedTuple):

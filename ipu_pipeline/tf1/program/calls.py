@@ -25,64 +25,42 @@ from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.graph import Placeholder, is_internal
 
-# The number of replicas of a pipeline or loop, and their IPUs, which are known when devices are selected.
-#
-# There are several replicas only if something asks for them: the `replication_factor` of a queue;
-# `IPURunConfig.num_replicas`; an optimizer that averages over replicas; or, without an optimizer, a
-# computation with other replicas. In the last two cases there are as many as fit the IPUs that `IPUConfig`
-# selects. Selecting more IPUs does not create replicas by itself.
-
 
 @dataclass(frozen=True)
-class Asked:
-    """The numbers that an estimator is given."""
+class ReplicaRequest:
+    """How many replicas an estimator asks for, and of how many IPUs."""
 
-    num_replicas: int  # how many replicas
-    num_ipus: int  # how many IPUs each of them has, some of which may be idle
+    num_replicas: int
+    num_ipus: int  # of each replica; some may be idle
 
 
-_asked: contextvars.ContextVar[Asked | None] = contextvars.ContextVar("asked", default=None)
+_request: contextvars.ContextVar[ReplicaRequest | None] = contextvars.ContextVar(
+    "replica_request", default=None
+)
 
 
 @contextlib.contextmanager
 def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
-    """Sets the number of replicas of pipelines compiled inside this `with` block; see `Asked`."""
-    token = _asked.set(Asked(num_replicas, num_ipus))
+    """Sets the number of replicas of pipelines compiled inside this `with` block.
+
+    `pipeline` has no argument for it, so a context variable passes it on.
+    """
+    token = _request.set(ReplicaRequest(num_replicas, num_ipus))
     try:
         yield
     finally:
-        _asked.reset(token)
-
-
-def make_replication(
-    ipu_device: int,
-    num_ipus: int,
-    uses_replicas: bool,
-    queues: Sequence[Any],
-    *,
-    trains: bool,
-    averages: bool,
-    sharded: Sequence[str] = (),
-) -> Replication:
-    """Makes the replication of a pipeline or loop that has been traced."""
-    known = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
-    factors = [queue.replication_factor for queue in known]
-    made = Replication(
-        ipu_device,
-        num_ipus,
-        trains,
-        averages,
-        uses_replicas,
-        tuple(factor for factor in factors if factor is not None),
-        sharded=tuple(sharded),
-    )
-    made.check()
-    return made
+        _request.reset(token)
 
 
 @dataclass(frozen=True)
 class Replication:
-    """The facts that decide how many replicas a pipeline or loop has."""
+    """The facts that decide how many replicas a pipeline or loop has, once devices are selected.
+
+    There are several only if something asks for them: the `replication_factor` of a queue;
+    `IPURunConfig.num_replicas`; an optimizer that averages over replicas; or, without an optimizer, a
+    computation with other replicas. In the last two cases there are as many as fit the IPUs that
+    `IPUConfig` selects.
+    """
 
     ipu_device: int  # the n of its `/device:IPU:<n>`
     num_ipus: int  # how many IPUs one replica uses
@@ -91,7 +69,7 @@ class Replication:
     # whether its stages compute with other replicas, or with the number of their own
     communicates: bool = False
     factors: tuple[int, ...] = ()  # the numbers of replicas that its queues give
-    asked: Asked | None = field(default_factory=_asked.get)  # an estimator's numbers
+    request: ReplicaRequest | None = field(default_factory=_request.get)  # an estimator's
     # how many replicas share statistics of batch normalization, in the configuration when it was traced
     norm_group_size: int = field(default_factory=selection.norm_group_size)
     sharded: tuple[str, ...] = ()  # names of the arguments by which something is spread over replicas
@@ -102,21 +80,22 @@ class Replication:
         return self.averages or (self.communicates and not self.trains)
 
     @property
-    def is_said(self) -> bool:
+    def is_given(self) -> bool:
         """Whether an estimator or a queue gives the number of replicas."""
-        return self.may_be_several or self.asked is not None or bool(self.factors)
+        return self.may_be_several or self.request is not None or bool(self.factors)
 
     def check(self) -> None:
         """Raises if the number of replicas is contradictory, or their gradients would not be averaged."""
-        said = {*self.factors, *([] if self.asked is None else [self.asked.num_replicas])}
-        if len(said) > 1:
+        requested = [] if self.request is None else [self.request.num_replicas]
+        numbers = {*self.factors, *requested}
+        if len(numbers) > 1:
             raise ValueError(
                 "The replication_factor of all queues of a program, and num_replicas, must be the same; "
-                f"got {', '.join(map(str, sorted(said)))}."
+                f"got {', '.join(map(str, sorted(numbers)))}."
             )
-        number = max(said, default=1)
+        number = max(numbers, default=1)
         if number > 1 and self.trains and not self.averages:
-            argument = "replication_factor of a queue" if self.asked is None else "num_replicas"
+            argument = "replication_factor of a queue" if self.request is None else "num_replicas"
             raise ValueError(
                 f"This is not a valid replicated pipeline or loop: {argument} is {number}, but no "
                 "optimizer averages the gradients over the replicas. Wrap the optimizer in "
@@ -125,18 +104,20 @@ class Replication:
 
     def count(self) -> int:
         """The number of replicas on the devices that are selected now."""
-        if self.asked is not None:
-            return self.asked.num_replicas
+        if self.request is not None:
+            return self.request.num_replicas
+        # Devices that were selected automatically, or only rounded up to, make no replicas: another
+        # program's needs would otherwise change the effective batch of this one.
         configured = selection.num_configured(self.ipu_device)
         number = 1
         if self.may_be_several and configured is not None and configured >= self.num_ipus:
             number = configured // self.num_ipus
-        wanted = self.factors[0] if self.factors else number
-        if wanted != number and self.may_be_several:
-            needed = wanted * self.num_ipus
+        num_replicas = self.factors[0] if self.factors else number
+        if num_replicas != number and self.may_be_several:
+            num_needed = num_replicas * self.num_ipus
             raise ValueError(
-                f"A queue has replication_factor={wanted}, but IPUConfig selects IPUs for {number} "
-                f"replica(s) of {self.num_ipus} IPU(s): set IPUConfig.auto_select_ipus to {needed}, or "
+                f"A queue has replication_factor={num_replicas}, but IPUConfig selects IPUs for {number} "
+                f"replica(s) of {self.num_ipus} IPU(s): set IPUConfig.auto_select_ipus to {num_needed}, or "
                 "leave replication_factor out."
             )
         is_uneven = configured is not None and configured > self.num_ipus and configured % self.num_ipus
@@ -150,13 +131,13 @@ class Replication:
                 f"{fitting + self.num_ipus} (with require_power_of_two = False where that is no power of "
                 "two), or leave the cross-replica optimizer out."
             )
-        return wanted
+        return num_replicas
 
     def settle(self, name: str) -> int:
         """The number of replicas of a pipeline or loop to run; warns of arguments without effect."""
         number = self.count()
         configured = selection.num_configured(self.ipu_device)
-        if self.trains and self.communicates and not self.averages and number == 1 and self.asked is None:
+        if self.trains and self.communicates and not self.averages and number == 1 and self.request is None:
             possible = 1 if configured is None else configured // self.num_ipus
             if possible > 1:
                 raise ValueError(
@@ -190,7 +171,7 @@ class Replication:
 
     def deal_devices(self, devices: Sequence[Any], num_replicas: int) -> list[Sequence[Any]]:
         """The devices of each replica."""
-        num_each = self.num_ipus if self.asked is None else max(self.asked.num_ipus, self.num_ipus)
+        num_each = self.num_ipus if self.request is None else max(self.request.num_ipus, self.num_ipus)
         starts = [replica * num_each for replica in range(num_replicas)]  # some may be idle
         if len(devices) < starts[-1] + self.num_ipus:
             raise ValueError(
@@ -200,12 +181,38 @@ class Replication:
         return [devices[start : start + self.num_ipus] for start in starts]
 
 
-# The pipelines and loops that a program calls, and the program while it is being built.
+def make_replication(
+    ipu_device: int,
+    num_ipus: int,
+    uses_replicas: bool,
+    queues: Sequence[Any],
+    *,
+    trains: bool,
+    averages: bool,
+    sharded: Sequence[str] = (),
+) -> Replication:
+    """Makes the replication of a pipeline or loop that has been traced."""
+    feeds = [queue for queue in queues if isinstance(queue, IPUInfeedQueue | IPUOutfeedQueue)]
+    factors = [queue.replication_factor for queue in feeds]
+    replication = Replication(
+        ipu_device,
+        num_ipus,
+        trains,
+        averages,
+        uses_replicas,
+        tuple(factor for factor in factors if factor is not None),
+        sharded=tuple(sharded),
+    )
+    replication.check()
+    return replication
+
+
+# Pipelines and loops.
 
 _MAX_INT32 = 2**31 - 1
 
 
-class Outfed(NamedTuple):
+class Outfeed(NamedTuple):
     """A queue that a pipeline or loop enqueues to.
 
     Attributes:
@@ -246,7 +253,7 @@ class _Call(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def outfeeds(self) -> list[Outfed]:
+    def outfeeds(self) -> list[Outfeed]:
         """The queues that it enqueues to."""
 
     @property
@@ -331,16 +338,18 @@ class PipelineCall(_Call):
         return set(self.pipeline.built.accumulator_dtypes)
 
     @property
-    def outfeeds(self) -> list[Outfed]:
+    def outfeeds(self) -> list[Outfeed]:
         """The queues that it enqueues to."""
-        found: list[Outfed] = []
+        outfeeds: list[Outfeed] = []
         if self.outfeed_queue is not None:
-            found.append(
-                Outfed(self.outfeed_queue, self.outfeed_tree, self.pipeline.built.collecting.avals)
+            outfeeds.append(
+                Outfeed(self.outfeed_queue, self.outfeed_tree, self.pipeline.built.collecting.avals)
             )
-        found += [Outfed(entry.target, entry.tree, entry.avals) for entry, _leaves in self._enqueued]
-        found += [Outfed(entry.target, entry.tree, entry.avals, False) for entry, _leaves in self._updated]
-        return found
+        outfeeds += [Outfeed(entry.target, entry.tree, entry.avals) for entry, _leaves in self._enqueued]
+        outfeeds += [
+            Outfeed(entry.target, entry.tree, entry.avals, False) for entry, _leaves in self._updated
+        ]
+        return outfeeds
 
     @functools.cached_property
     def _enqueued(self) -> list[tuple[Enqueued, slice]]:
@@ -456,10 +465,10 @@ class LoopCall(_Call):
         return f"{training.num_mini_batches} mini-batches, {training.reduction.name} of {described}"
 
     @property
-    def outfeeds(self) -> list[Outfed]:
+    def outfeeds(self) -> list[Outfeed]:
         """The queues that it enqueues to."""
         enqueued = self.loop.body.enqueued
-        return [Outfed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
+        return [Outfeed(entry.target, entry.tree, entry.avals) for entry, _places in enqueued]
 
     def placement(self) -> PipelineDetails:
         """The placement of its parts."""
@@ -478,8 +487,8 @@ Call: TypeAlias = PipelineCall | LoopCall
 def find_num_replicas(call: Call) -> int:
     """The number of replicas of a pipeline or loop on the selected devices."""
     number = call.replication.settle(call.name)
-    for outfed in call.outfeeds:
-        outfed.queue.expect_replicas(number if outfed.is_of_replicas else 1)
+    for outfeed in call.outfeeds:
+        outfeed.queue.expect_replicas(number if outfeed.is_of_replicas else 1)
     return number
 
 
@@ -511,10 +520,10 @@ class ProgramBuilder:
         Returns:
           Its results, traced.
         """
-        queues = [outfed.queue for other in self.calls for outfed in other.outfeeds]
-        for outfed in call.outfeeds:
-            queue = outfed.queue
-            if any(queue is known for known in queues):
+        queues = [outfeed.queue for other in self.calls for outfeed in other.outfeeds]
+        for outfeed in call.outfeeds:
+            queue = outfeed.queue
+            if any(queue is queue_before for queue_before in queues):
                 raise ValueError(
                     "An IPUOutfeedQueue can be enqueued to only once in a program; give each pipeline, "
                     "loop and call of enqueue its own."
@@ -549,12 +558,13 @@ class ProgramBuilder:
     def find_captured(self, values: Sequence[Any]) -> list[Placeholder]:
         """The placeholders that captured values stand for."""
         return [
-            next(known for known in self.captured if self.placeholders[known] is value) for value in values
+            next(symbol for symbol in self.captured if self.placeholders[symbol] is value)
+            for value in values
         ]
 
     @contextlib.contextmanager
     def rebinding(self, placeholders: Sequence[Placeholder], values: Sequence[Any]) -> Iterator[None]:
-        """A block in which placeholders are used as other values: a pipeline is traced once more."""
+        """Uses placeholders as other values inside a `with` block: a pipeline is traced once more."""
         self.placeholders.update(zip(placeholders, values, strict=True))
         try:
             yield
@@ -563,11 +573,11 @@ class ProgramBuilder:
 
     def is_captured_placeholder(self, value: Any) -> bool:
         """Whether a traced value stands for a placeholder that was used as an array."""
-        return any(self.placeholders[known] is value for known in self.captured)
+        return any(self.placeholders[symbol] is value for symbol in self.captured)
 
     def describe_input(self, value: Any) -> str | None:
         """The name of an argument of the function; None if the value is not one."""
-        return next((name for known, name in self.inputs if known is value), None)
+        return next((name for argument, name in self.inputs if argument is value), None)
 
 
 _builder: contextvars.ContextVar[ProgramBuilder | None] = contextvars.ContextVar(

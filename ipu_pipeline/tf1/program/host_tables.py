@@ -1,9 +1,10 @@
 """Tables that stay in host memory: programs look rows up there, and return the rows' gradients.
 
 A lookup is a callback from the program into Python, and so is its derivative, which hands over the rows'
-gradients. So a table can be as large as the host's memory; a device has only the rows that a micro-batch
-asked for. The gradients are applied to the table between steps (`session.host_rows`), so all lookups of a
-step see the same values, recomputed ones too.
+gradients; it exists because of an internal variable, always 0, that is trained with the table. So a table
+can be as large as the host's memory; a device has only the rows that a micro-batch asked for. `HostRows`
+applies the gradients when the step's state is kept, not in the callback: so all lookups of a step see the
+same values, recomputed ones too, and a step that fails leaves the table alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class HostTable:
     # JAX keeps programs, which have the table, for long: so the table has weak references only.
     _array: weakref.ref[np.ndarray[Any, Any]] | None = None  # the last run's
     _user: weakref.ref[Any] | None = None  # the last run
-    _taken: list[RowGradients] = dataclasses.field(default_factory=list)
+    _row_gradients: list[RowGradients] = dataclasses.field(default_factory=list)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
@@ -56,8 +57,8 @@ class HostTable:
     def lookup(self, indices: Any, clips: bool) -> jax.Array:
         """Looks up rows, in the function that is being traced; see `HostEmbedding.lookup`."""
         tables = current_frame("HostEmbedding.lookup").names.host_tables
-        known = tables.setdefault(self.spec.name, self)
-        if known is not self:
+        registered = tables.setdefault(self.spec.name, self)
+        if registered is not self:
             raise ValueError(
                 f"Two host embeddings of the program are named {self.spec.name!r}. Give one another name."
             )
@@ -75,8 +76,8 @@ class HostTable:
         return self._find_trained(marker, ids)
 
     def _find(self, ids: jax.Array) -> jax.Array:
-        found = jax.ShapeDtypeStruct((*ids.shape, self.spec.shape[1]), self.spec.dtype)
-        rows: jax.Array = jax.pure_callback(self._read, found, ids, vmap_method="expand_dims")
+        shape = jax.ShapeDtypeStruct((*ids.shape, self.spec.shape[1]), self.spec.dtype)
+        rows: jax.Array = jax.pure_callback(self._read_rows, shape, ids, vmap_method="expand_dims")
         return rows
 
     def _find_trained(self, marker: jax.Array, ids: jax.Array) -> jax.Array:
@@ -90,13 +91,13 @@ class HostTable:
 
         def backward(ids: jax.Array, cotangents: jax.Array) -> tuple[jax.Array, None]:
             zero = jax.ShapeDtypeStruct((), self.spec.dtype)
-            return io_callback(self._take, zero, ids, cotangents), None
+            return io_callback(self._receive_gradients, zero, ids, cotangents), None
 
         find.defvjp(forward, backward)
         rows: jax.Array = find(marker, ids)
         return rows
 
-    def _read(self, ids: Any) -> np.ndarray[Any, Any]:
+    def _read_rows(self, ids: Any) -> np.ndarray[Any, Any]:
         array = None if self._array is None else self._array()
         if array is None:
             raise RuntimeError(f"The host embedding {self.spec.name!r} is looked up outside of a run.")
@@ -112,26 +113,26 @@ class HostTable:
             )
         return rows
 
-    def _take(self, ids: Any, cotangents: Any) -> np.ndarray[Any, Any]:
+    def _receive_gradients(self, ids: Any, cotangents: Any) -> np.ndarray[Any, Any]:
         # The arguments may be the program's memory, so they are copied. XLA leaves out a lookup whose rows
         # are not used, so they are checked here, too.
         rows = self._checked(np.array(ids)).reshape(-1)
         gradients = np.array(cotangents).reshape(len(rows), self.spec.shape[1])
         with self._lock:
-            self._taken.append(RowGradients(rows, gradients))
+            self._row_gradients.append(RowGradients(rows, gradients))
         return np.zeros((), self.spec.dtype)
 
     @contextlib.contextmanager
     def connected(self, user: Any, array: np.ndarray[Any, Any]) -> Iterator[None]:
         """Lets programs look rows up, for a `with` block."""
         with self._lock:
-            other = None if self._user is None else self._user()
-            if other is not None:
+            user_before = None if self._user is None else self._user()
+            if user_before is not None:
                 raise RuntimeError(
                     f"The host embedding {self.spec.name!r} is used by a run of another session. Let one "
                     "run after the other, or make another HostEmbedding for the second one's programs."
                 )
-            self._user, self._array, self._taken = weakref.ref(user), weakref.ref(array), []
+            self._user, self._array, self._row_gradients = weakref.ref(user), weakref.ref(array), []
         try:
             yield
         except BaseException:
@@ -144,8 +145,8 @@ class HostTable:
     def take(self) -> list[RowGradients]:
         """Returns the gradients since the last call."""
         with self._lock:
-            taken, self._taken = self._taken, []
-        return taken
+            row_gradients, self._row_gradients = self._row_gradients, []
+        return row_gradients
 
 
 def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> None:
@@ -156,17 +157,20 @@ def check_tables(tables: Sequence[HostTable], call: Call, count: int | None) -> 
     for table in tables:
         if table.marker not in accumulated:
             continue
-        name, own = f"The host embedding {table.spec.name!r}", table.num_mini_batches
+        name, num_mini_batches = f"The host embedding {table.spec.name!r}", table.num_mini_batches
         assert call.runner.built.updates is not None
         if call.runner.built.updates.loss_scale is not None:
             raise NotImplementedError(
                 f"{name} is trained by {call.name!r}, whose optimizer scales the loss; the gradients of "
                 "its rows would be scaled, too. Use an optimizer without loss scaling."
             )
-        if count is None or own == count or (own == 1 and isinstance(call, LoopCall)):
+        if num_mini_batches == 1 and isinstance(call, LoopCall):
+            continue
+        if count is None or num_mini_batches == count:
             continue
         raise ValueError(
-            f"{name} has the gradients of {own} mini-batches in an update, but {call.name!r} has {count}. "
+            f"{name} has the gradients of {num_mini_batches} mini-batches in an update, but {call.name!r} "
+            f"has {count}. "
             "Give it optimizer_spec=HostEmbeddingSGDGAOptimizerSpec("
             f"{table.learning_rate!r}, {count})."
         )

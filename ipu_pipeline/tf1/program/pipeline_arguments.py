@@ -1,4 +1,4 @@
-"""Checks the arguments of `pipeline`; `PipelineStageOptions`."""
+"""The arguments of `pipeline`: their types, and checks before anything is traced."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from ipu_pipeline.queues.outfeed import IPUOutfeedMode, IPUOutfeedQueue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.program.calls import PipelineCall
-
-# `PipelineStageOptions`: compiler options for the programs of a pipeline's stages.
 
 _POPLAR = ("convolution_options", "matmul_options", "slice_options")
 OPTION_NAMES = {  # of the engine, in errors
@@ -84,10 +82,10 @@ def compiler_options(
     stages: Sequence[Any], trains: bool, forward: Any, backward: Any, weight_update: Any
 ) -> dict[str, Any]:
     """Checks the three arguments of `pipeline`."""
-    given = {"forward_options": forward, "backward_options": backward, "update_options": weight_update}
-    found: dict[str, Any] = {}
+    arguments = {"forward_options": forward, "backward_options": backward, "update_options": weight_update}
+    options: dict[str, Any] = {}
     has_poplar_options = []
-    for parameter, value in given.items():
+    for parameter, value in arguments.items():
         name = OPTION_NAMES[parameter]
         if value is None:
             continue
@@ -97,14 +95,14 @@ def compiler_options(
                     f"{name} to be of type PipelineStageOptions was expected; got {type(value).__name__}."
                 )
             entries = [value]
-            found[parameter] = value.compiler_options or {}
+            options[parameter] = value.compiler_options or {}
         else:
             entries = _check_list(name, value, stages)
-            found[parameter] = [entry.compiler_options or {} for entry in entries]
+            options[parameter] = [entry.compiler_options or {} for entry in entries]
         if any(getattr(entry, poplar) for entry in entries for poplar in _POPLAR):
             has_poplar_options.append(name)
         if parameter != "forward_options" and not trains:
-            del found[parameter]
+            del options[parameter]
             warnings.warn(f"{name} will have no effect since this pipeline is in inference.", stacklevel=3)
     if has_poplar_options:
         warnings.warn(
@@ -112,14 +110,14 @@ def compiler_options(
             "Poplar's, and mean nothing to XLA. compiler_options has XLA's.",
             stacklevel=3,
         )
-    return found
+    return options
 
 
 def _check_list(name: str, value: Any, stages: Sequence[Any]) -> list[PipelineStageOptions]:
     rule = f"{name} must be a list or a tuple of PipelineStageOptions objects"
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{rule}; got {type(value).__name__}.")
-    for entry in (one for level in value for one in as_level(level)):
+    for entry in (entry for level in value for entry in as_level(level)):
         if not isinstance(entry, PipelineStageOptions):
             raise TypeError(f"{rule}; got one with {entry!r}.")
     if len(value) != len(stages):
@@ -130,12 +128,10 @@ def _check_list(name: str, value: Any, stages: Sequence[Any]) -> list[PipelineSt
     for index, (level, stage) in enumerate(zip(value, stages, strict=True)):
         is_list, is_parallel = isinstance(level, (list, tuple)), isinstance(stage, (list, tuple))
         if is_list != is_parallel or len(as_level(level)) != len(as_level(stage)):
-            wanted = f"a list of {len(stage)} PipelineStageOptions" if is_parallel else "one"
-            raise ValueError(f"{name}[{index}] must be {wanted}, as computational_stages[{index}] is.")
-    return [one for level in value for one in as_level(level)]
+            expected = f"a list of {len(stage)} PipelineStageOptions" if is_parallel else "one"
+            raise ValueError(f"{name}[{index}] must be {expected}, as computational_stages[{index}] is.")
+    return [entry for level in value for entry in as_level(level)]
 
-
-# Checks the arguments of `pipeline`, before anything is traced.
 
 _MAX_INT32 = 2**31 - 1
 
@@ -327,14 +323,14 @@ def find_pipeline_schedule(pipeline_schedule: Any) -> ScheduleName | ScheduleFun
     return find_schedule(pipeline_schedule, "pipeline_schedule")
 
 
-def check_accumulator_dtype(wanted: Any) -> Any:
+def check_accumulator_dtype(dtype: Any) -> Any:
     """Converts the gradient_accumulation_dtype for the engine, checked as far as possible."""
     argument = "gradient_accumulation_dtype"
-    if wanted is None:
+    if dtype is None:
         return None
-    if callable(wanted) and not isinstance(wanted, type):
-        return wanted
-    return check_float_dtype(wanted, argument)
+    if callable(dtype) and not isinstance(dtype, type):
+        return dtype
+    return check_float_dtype(dtype, argument)
 
 
 def check_replication(is_inference: bool, **arguments: Any) -> list[str]:
@@ -417,9 +413,9 @@ def check_mapping(device_mapping: Any, stages: Sequence[Any]) -> list[int | list
     for index, (entry, stage) in enumerate(zip(device_mapping, stages, strict=True)):
         is_parallel = isinstance(stage, (list, tuple))
         if isinstance(entry, (list, tuple)) != is_parallel or len(as_level(entry)) != len(as_level(stage)):
-            wanted = f"a list of {len(stage)} IPUs" if is_parallel else "one IPU"
+            expected = f"a list of {len(stage)} IPUs" if is_parallel else "one IPU"
             raise ValueError(
-                f"Each stage must be mapped to an IPU: device_mapping[{index}] must be {wanted}, as "
+                f"Each stage must be mapped to an IPU: device_mapping[{index}] must be {expected}, as "
                 f"computational_stages[{index}] is; got {entry!r}."
             )
         for ipu in as_level(entry):
@@ -505,7 +501,7 @@ def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
                 "outfeed_mask must have the names of the last stage's outputs, "
                 f"{', '.join(map(repr, outputs))}; got {', '.join(map(repr, mask)) or 'none'}."
             )
-        rest: Any = {name: value for name, value in outputs.items() if not mask[name]}
+        unmasked: Any = {name: value for name, value in outputs.items() if not mask[name]}
         chosen: Any = {
             name: jax.tree.map(lambda _leaf, n=name: not mask[n], v) for name, v in outputs.items()
         }
@@ -516,17 +512,17 @@ def apply_mask(mask: Any, outputs: Any) -> tuple[Any, list[bool]]:
                 f"outfeed_mask must have one boolean for each of the last stage's {len(values)} outputs; "
                 f"it has {len(mask)}."
             )
-        rest = [value for value, is_masked in zip(values, mask, strict=True) if not is_masked]
-        rest = tuple(rest) if isinstance(outputs, tuple) else rest
+        unmasked = [value for value, is_masked in zip(values, mask, strict=True) if not is_masked]
+        unmasked = tuple(unmasked) if isinstance(outputs, tuple) else unmasked
         chosen = [
             jax.tree.map(lambda _leaf, m=is_masked: not m, value)
             for value, is_masked in zip(values, mask, strict=True)
         ]
-        if not isinstance(outputs, (list, tuple)) and rest:
-            (rest,) = rest
-    if not jax.tree.leaves(rest):
+        if not isinstance(outputs, (list, tuple)) and unmasked:
+            (unmasked,) = unmasked
+    if not jax.tree.leaves(unmasked):
         raise ValueError(f"outfeed_mask leaves nothing to enqueue; got {mask!r}.")
-    return rest, jax.tree.leaves(chosen)
+    return unmasked, jax.tree.leaves(chosen)
 
 
 def check_outfeed(call: PipelineCall) -> None:

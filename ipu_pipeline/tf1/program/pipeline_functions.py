@@ -24,16 +24,14 @@ from ipu_pipeline.engine.fronts import (
 from ipu_pipeline.tf1.graph import at_run_begin, is_internal, split_steps
 from ipu_pipeline.tf1.optimizers.wrappers import choose_trained, unwrap
 
-# The global step among the `inputs` of a pipeline: not a constant, so the first stage computes it.
-#
-# Inputs stay the same during a run. So the stage is given the number of weight updates before the run,
-# which the session fills in, in place of the first of these inputs.
-
 _HAS_STEPS = "_computes_global_steps"  # an attribute of stages; see `keep_steps`
 
 
 def give_steps(inputs: Any, stages: Sequence[Any], trains: bool) -> tuple[Any, Sequence[Any], int | None]:
     """Makes the first stage compute the global step, and values computed from it, in `inputs`.
+
+    Inputs stay the same during a run. So the stage is given the number of weight updates before the run,
+    which the session fills in, in place of the first of these inputs.
 
     Returns:
       The inputs of the stages that are returned; the stages; and the position of the number of weight
@@ -51,14 +49,14 @@ def give_steps(inputs: Any, stages: Sequence[Any], trains: bool) -> tuple[Any, S
         def wrapped(*arguments: Any, **named: Any) -> Any:
             begin, symbols = split.put_back(arguments[: split.number])
             with at_run_begin(begin if trains else update_count()):
-                given = jax.tree.map(lambda leaf: leaf, symbols)  # their values are their leaves
-            return stage(*given, *arguments[split.number :], **named)
+                values = jax.tree.map(lambda leaf: leaf, symbols)  # their values are their leaves
+            return stage(*values, *arguments[split.number :], **named)
 
         return wrapped
 
     first = stages[0]
-    wrapped = [wrap(one) for one in first] if isinstance(first, (list, tuple)) else wrap(first)
-    return split.rest, [wrapped, *stages[1:]], split.position
+    wrapped = [wrap(stage) for stage in first] if isinstance(first, (list, tuple)) else wrap(first)
+    return split.inputs, [wrapped, *stages[1:]], split.position
 
 
 def keep_steps(stage: Callable[..., Any], position: int | None) -> Callable[..., Any]:
@@ -67,14 +65,14 @@ def keep_steps(stage: Callable[..., Any], position: int | None) -> Callable[...,
         return stage
 
     @functools.wraps(stage)
-    def kept(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
         return stage(*arguments, **named)
 
-    setattr(kept, _HAS_STEPS, True)
-    return kept
+    setattr(wrapped, _HAS_STEPS, True)
+    return wrapped
 
 
-# The result of an `optimizer_function`, and its conversion for the engine.
+# The optimizer function.
 
 OptimizerFunction: TypeAlias = "Callable[..., OptimizerFunctionOutput]"
 
@@ -185,8 +183,8 @@ class LossAndTransformation:
         """Returns the loss, computed from what the last stage returns."""
         output = self._call(*args, **kwargs)
         names = current_frame("the optimizer_function").names
-        given = output.var_list
-        self._var_list = None if given is None else [names.trained_name(name) for name in given]
+        var_list = output.var_list
+        self._var_list = None if var_list is None else [names.trained_name(name) for name in var_list]
         unwrapped = unwrap(output.opt)
         self._gradient_map = unwrapped.gradient_map
         self._averages_replicas = unwrapped.averages_replicas

@@ -24,11 +24,9 @@ from ipu_pipeline.processes.launcher import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import Operation
 from ipu_pipeline.reports.program_summary import Placement, ProgramSummary
-from ipu_pipeline.tf1.graph import Placeholder, Symbol, is_internal, live_placeholders, standing
+from ipu_pipeline.tf1.graph import Placeholder, Symbol, finding_placeholders, is_internal, live_placeholders
 from ipu_pipeline.tf1.program.calls import Call, PipelineCall, ProgramBuilder, building, current_builder
 from ipu_pipeline.tf1.program.host_tables import HostTable, check_tables
-
-# The values that a program returns, one by one, and values computed from them on the host.
 
 
 class Fetched:
@@ -57,10 +55,10 @@ class Computed(Fetched):
 def _forward(name: str, is_reflected: bool = False) -> Callable[..., Computed]:
     function = getattr(operator, name)
 
-    def method(self: Fetched, *others: Any) -> Computed:
-        for other in others:
-            _check_operand(other, name)
-        parts = (*others, self) if is_reflected else (self, *others)
+    def method(self: Fetched, *operands: Any) -> Computed:
+        for operand in operands:
+            _check_operand(operand, name)
+        parts = (*operands, self) if is_reflected else (self, *operands)
         return Computed(function, parts)
 
     return method
@@ -74,7 +72,7 @@ def _check_operand(value: Any, name: str) -> None:
     if name == "getitem":
         parts = value if isinstance(value, tuple) else (value,)
         limits = [limit for part in parts if isinstance(part, slice) for limit in _limits(part)]
-        is_usable = not any(isinstance(one, Fetched) for one in (*parts, *limits))
+        is_usable = not any(isinstance(part, Fetched) for part in (*parts, *limits))
     elif isinstance(value, (list, tuple)):
         is_usable = np.asarray(value, dtype=object if _has_fetched(value) else None).dtype.kind in "biufc"
     if not is_usable:
@@ -102,11 +100,8 @@ for _name in ["neg", "pos", "abs", "getitem"]:
     setattr(Fetched, f"__{_name}__", _forward(_name))
 
 
-# A compiled program: an ordered list of jitted segments, pipelines and loops.
-
-
 class Program:
-    """The result of `ipu_compiler.compile`, for `Session.run`. It is data; `session.running` runs it.
+    """The result of `ipu_compiler.compile`, for `Session.run`. It is data; `session.program_runs` runs it.
 
     It is also the sequence of the values that the compiled function returns. Each can be run, as in
     TensorFlow 1: `(loss,) = compile(...)`, `session.run(compiled[0])`. If the function returns a dict, its
@@ -149,6 +144,7 @@ class Program:
     @property
     def outputs(self) -> Any:
         """The values that the compiled function returns, in their structure; None if there are none."""
+        # Made when asked for: a program that refers to itself would not go at once when it is dropped.
         number = len(self.function.outputs)
         return self.result_tree.unflatten([Output(self, n) for n in range(number)]) if number else None
 
@@ -210,7 +206,7 @@ class Program:
         for call in self.calls:
             number = call.replication.count()
             dealt = call.replication.deal_devices(selected, number) if number > 1 and selected else ()
-            of_replicas.append(tuple(tuple(map(str, own)) for own in dealt))
+            of_replicas.append(tuple(tuple(map(str, group)) for group in dealt))
         return Placement(
             tuple(call.placement() for call in self.calls), tuple(map(str, selected)), tuple(of_replicas)
         )
@@ -242,7 +238,7 @@ class Program:
             return None
         shapes: list[Any] = list(self.variables.values())
         shapes += [leaf for call in self.calls for leaf in call.optimizer_shapes.values()]
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in shapes)
+        return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
     @property
     def dispatch_plans(self) -> dict[str, Chunking]:
@@ -262,31 +258,31 @@ class Program:
     @property
     def variables(self) -> dict[str, VariableSpec]:
         """All variables that the program uses, by full name."""
-        found: dict[str, VariableSpec] = {}
+        variables: dict[str, VariableSpec] = {}
         for step in self.function.steps:
-            used = step.reads if step.number is None else self.calls[step.number].variables
-            found.update((spec.name, spec) for spec in used.values() if not is_internal(spec.name))
-        return found | {table.spec.name: table.spec for table in self.host_tables}
+            specs = step.reads if step.number is None else self.calls[step.number].variables
+            variables.update((spec.name, spec) for spec in specs.values() if not is_internal(spec.name))
+        return variables | {table.spec.name: table.spec for table in self.host_tables}
 
     def find_operands(
-        self, call: Call, known: Mapping[Placeholder, Any], read: Callable[[VariableSpec], Any]
+        self, call: Call, feeds: Mapping[Placeholder, Any], read: Callable[[VariableSpec], Any]
     ) -> list[Any]:
         """Finds a pipeline's operands if some placeholders are known: arrays, or the other placeholders.
 
         Args:
           call: the pipeline; there is no other one before it.
-          known: placeholder -> value.
+          feeds: placeholder -> value.
           read: returns the value of a variable.
 
         Raises:
           NotImplementedError: the pipeline takes a result of another pipeline or loop.
           ValueError: a value would be computed from a placeholder that is not known.
         """
-        given = [
-            value.check_value(known[value]) if isinstance(value, Placeholder) and value in known else value
+        inputs = [
+            value.check_value(feeds[value]) if isinstance(value, Placeholder) and value in feeds else value
             for value in self._inputs
         ]
-        values = self.function.begin(given)
+        values = self.function.begin(inputs)
         for step in self.function.steps:
             if step.number is not None:
                 assert self.calls[step.number] is call
@@ -339,11 +335,11 @@ def build_program(
 
     def traced(*arguments: Any) -> list[Any]:
         named = [value.name if isinstance(value, Placeholder) else "a constant" for value in inputs]
-        given = arguments[: len(inputs)]
-        builder.inputs = list(zip(given, named, strict=True))
+        own_inputs = arguments[: len(inputs)]
+        builder.inputs = list(zip(own_inputs, named, strict=True))
         builder.placeholders = dict(zip(live, arguments[len(inputs) :], strict=True))
-        with building(builder), standing(builder.capture):
-            leaves, tree = jax.tree.flatten(returned_values(function(*given)))
+        with building(builder), finding_placeholders(builder.capture):
+            leaves, tree = jax.tree.flatten(returned_values(function(*own_inputs)))
         result[:] = [tree]
         return leaves
 
@@ -352,20 +348,20 @@ def build_program(
         for value in (*inputs, *live)
     ]
     cut = SegmentedFunction.trace(traced, avals, builder.names)
-    outfeeds = [(call.replication, outfed) for call in builder.calls for outfed in call.outfeeds]
-    for _replication, outfed in outfeeds:
-        outfed.queue.check(outfed.tree, outfed.avals)
-    for replication, outfed in outfeeds:
-        count = replication.count if outfed.is_of_replicas else None
-        outfed.queue.bind(outfed.tree, outfed.avals, count)
+    outfeeds = [(call.replication, outfeed) for call in builder.calls for outfeed in call.outfeeds]
+    for _replication, outfeed in outfeeds:
+        outfeed.queue.check(outfeed.tree, outfeed.avals)
+    for replication, outfeed in outfeeds:
+        count = replication.count if outfeed.is_of_replicas else None
+        outfeed.queue.bind(outfeed.tree, outfeed.avals, count)
     (tree,) = result
-    used = list(builder.captured)
+    captured = list(builder.captured)
     builder.forget_values()
-    numbers = {known: number for number, known in enumerate(live, len(inputs))}
-    places = [*range(len(inputs)), *(numbers[known] for known in used)]
+    numbers = {symbol: number for number, symbol in enumerate(live, len(inputs))}
+    places = [*range(len(inputs)), *(numbers[symbol] for symbol in captured)]
     return Program(
         ipu_device,
-        [*inputs, *used],
+        [*inputs, *captured],
         cut.with_inputs(places),
         builder.calls,
         tree,
@@ -423,7 +419,7 @@ def _without_operations(values: Any) -> Any:
     return jax.tree.map(lambda leaf: None if isinstance(leaf, Operation) else leaf, values)
 
 
-# The compiled programs that are still in use.
+# Programs that are still in use.
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -467,13 +463,13 @@ def global_variables() -> list[VariableSpec]:
     builder = current_builder()
     if builder is not None:
         names = builder.names
-        own = [spec for spec in names.variables.values() if not is_internal(spec.name)]
-        return own + [table.spec for table in names.host_tables.values()]
-    found: dict[str, VariableSpec] = {}
+        specs = [spec for spec in names.variables.values() if not is_internal(spec.name)]
+        return specs + [table.spec for table in names.host_tables.values()]
+    variables: dict[str, VariableSpec] = {}
     for program in compiled_programs():
         for name, spec in program.variables.items():
-            found.setdefault(name, spec)
-    return list(found.values())
+            variables.setdefault(name, spec)
+    return list(variables.values())
 
 
 def trainable_variables() -> list[VariableSpec]:
@@ -487,5 +483,5 @@ def trainable_variables() -> list[VariableSpec]:
 
 def reserve_ipus(ipu_device: int, number: int) -> None:
     """Reserves IPUs for a program that is being compiled, in addition to those of other programs."""
-    known = [(program.ipu_device, program.num_ipus) for program in compiled_programs()]
-    selection.reserve([*known, (ipu_device, number)])
+    reserved = [(program.ipu_device, program.num_ipus) for program in compiled_programs()]
+    selection.reserve([*reserved, (ipu_device, number)])

@@ -1,4 +1,8 @@
-"""Exported programs: inference pipelines as directories that run without their Python code."""
+"""Exported programs: inference pipelines as directories that run without their Python code.
+
+The directory is a checkpoint of the variables, with one file per stage, which `jax.export` made, and a
+description of the routes between them in the checkpoint's document. Nothing in it is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,12 @@ from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.program.calls import PipelineCall
 from ipu_pipeline.tf1.program.program import Program
 
-# The inputs of an exported program: examples of micro-batches, and larger batches, which are cut.
 
-
-def make_example(described: Any, what: str) -> Any:
+def make_example(described: Any, subject: str) -> Any:
     """Makes arrays of zeros, with the described shapes and dtypes."""
 
     def make(path: Any, leaf: Any) -> np.ndarray[Any, Any]:
-        where = f"{what}{jax.tree_util.keystr(path)}"
+        where = f"{subject}{jax.tree_util.keystr(path)}"
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
             raise TypeError(
@@ -58,29 +60,29 @@ def make_example(described: Any, what: str) -> Any:
 
 def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any) -> list[Any]:
     """Cuts the inputs of a loaded program into micro-batches, along the first axis."""
-    given = _arrange(arguments, named, element)
+    inputs = _arrange(arguments, named, element)
     tree: Any
-    wanted, tree = jax.tree_util.tree_flatten_with_path(element)
-    leaves = tree.flatten_up_to(given)
+    shapes, tree = jax.tree_util.tree_flatten_with_path(element)
+    leaves = tree.flatten_up_to(inputs)
     arrays, counts = [], {}
-    for (path, shape), leaf in zip(wanted, leaves, strict=True):
-        what = f"LoadedProgram: input{jax.tree_util.keystr(path)}"
-        array = cast_exactly(np.asarray(leaf), shape.dtype, what)
+    for (path, shape), leaf in zip(shapes, leaves, strict=True):
+        subject = f"LoadedProgram: input{jax.tree_util.keystr(path)}"
+        array = cast_exactly(np.asarray(leaf), shape.dtype, subject)
         size = shape.shape[0] if shape.shape else None
         if size is None and array.shape:
-            raise ValueError(f"{what} must be a scalar; got the shape {array.shape}.")
+            raise ValueError(f"{subject} must be a scalar; got the shape {array.shape}.")
         if size is not None:
-            rest = array.shape[1:] == shape.shape[1:]
-            if array.ndim != len(shape.shape) or not rest or size == 0 or len(array) % size:
+            inner_axes_fit = array.shape[1:] == shape.shape[1:]
+            if array.ndim != len(shape.shape) or not inner_axes_fit or size == 0 or len(array) % size:
                 raise ValueError(
-                    f"{what} must have the shape {shape.shape} that was exported, or a multiple of its "
+                    f"{subject} must have the shape {shape.shape} that was exported, or a multiple of its "
                     f"{size} rows; got {array.shape}. Predict the rest with copies of a row, or export "
                     "with a batch size that divides."
                 )
-            counts[what] = len(array) // size
+            counts[subject] = len(array) // size
         arrays.append(array)
     if len(set(counts.values())) > 1:
-        described = ", ".join(f"{what} has {count}" for what, count in counts.items())
+        described = ", ".join(f"{subject} has {count}" for subject, count in counts.items())
         raise ValueError(f"All inputs must have the same number of micro-batches: {described}.")
     count = next(iter(counts.values()), 1)
 
@@ -88,7 +90,7 @@ def split_rows(arguments: Sequence[Any], named: Mapping[str, Any], element: Any)
         return tree.unflatten(
             [
                 array.reshape(count, *shape.shape)[number] if shape.shape else array
-                for array, (_path, shape) in zip(arrays, wanted, strict=True)
+                for array, (_path, shape) in zip(arrays, shapes, strict=True)
             ]
         )
 
@@ -124,18 +126,14 @@ def join_rows(stacks: Any, shapes: Any, rows: int | None) -> Any:
     return jax.tree.map(join, stacks, shapes)
 
 
-# Exports inference pipelines as directories, to run without their Python code; see `loaded_program`.
-#
-# The directory is a checkpoint of the variables, with one file per stage, which `jax.export` made, and a
-# description of the routes between them in the checkpoint's document. It has no Python code, and nothing in
-# it is unpickled.
+# Exporting.
 
 PROGRAM = "program"  # its key in the document's extra
 FORMAT_VERSION = 2  # 1 encoded trees in another way, and is still read
 
 
 @dataclass(frozen=True, eq=False)
-class Exported:
+class SessionParts:
     """The parts of a session that an export needs."""
 
     variable: Callable[[VariableSpec], Any]  # returns the value of a variable
@@ -146,9 +144,10 @@ class Exported:
 
 
 def export(
-    path: str | os.PathLike[str], program: Program, inputs: Mapping[Placeholder, Any], exported: Exported
+    path: str | os.PathLike[str], program: Program, inputs: Mapping[Placeholder, Any], source: SessionParts
 ) -> None:
     """See `Session.export`."""
+    # Checks.
     calls = program.calls
     if len(calls) != 1 or not isinstance(calls[0], PipelineCall) or calls[0].trains:
         raise NotImplementedError(
@@ -175,25 +174,27 @@ def export(
     for placeholder in inputs:
         if placeholder not in program.placeholders:
             raise ValueError(f"export: {placeholder!r} in `inputs` is not an input of this program.")
+    # Operands and variables.
     platform = selection.devices_for(program.ipu_device, program.num_ipus)[0].platform
-    operands = program.find_operands(call, inputs, exported.variable)[call.has_count_operand :]
+    operands = program.find_operands(call, inputs, source.variable)[call.has_count_operand :]
     pipeline = call.pipeline
-    variables = {name: exported.variable(spec) for name, spec in call.variables.items()}
-    given = list(dict.fromkeys(value for value in operands if isinstance(value, Placeholder)))
-    given_names = [placeholder.name for placeholder in given]
-    if len(set(given_names)) < len(given_names):
+    variables = {name: source.variable(spec) for name, spec in call.variables.items()}
+    placeholders = list(dict.fromkeys(value for value in operands if isinstance(value, Placeholder)))
+    names = [placeholder.name for placeholder in placeholders]
+    if len(set(names)) < len(names):
         raise ValueError(
             "export: placeholders are known by their names afterwards, but there are "
-            f"{', '.join(given_names)}. "
+            f"{', '.join(names)}. "
             "Give each another `name`."
         )
-    key = exported.key()
+    # Stages, and the document.
+    key = source.key()
     avals = [value.aval if isinstance(value, Placeholder) else value for value in operands]
-    made = export_stages(pipeline, avals, key, platform)
+    exported = export_stages(pipeline, avals, key, platform)
     collecting = pipeline.built.collecting
     snapshot = Snapshot(
         SessionState({**variables, **_as_variables(operands)}),
-        exported.seed,
+        source.seed,
         str(jax.random.key_impl(key)),
         extra={
             PROGRAM: {
@@ -205,25 +206,25 @@ def export(
                 "element": _encode(call.infeed_queue.element) if call.infeed_queue else None,
                 "num_micro_batches": pipeline.options.num_micro_batches or 1,
                 "placeholders": {
-                    placeholder.name: describe_array(placeholder.aval) for placeholder in given
+                    placeholder.name: describe_array(placeholder.aval) for placeholder in placeholders
                 },
                 "inputs": [
                     {"placeholder": value.name} if isinstance(value, Placeholder) else {"value": number}
                     for number, value in enumerate(operands)
                 ],
-                "execution_count": exported.execution_count(call.name),
-                "update_count": exported.update_count(call.name),
-                "stages": made.stages,
-                "outputs": made.outputs,
+                "execution_count": source.execution_count(call.name),
+                "update_count": source.update_count(call.name),
+                "stages": exported.stages,
+                "outputs": exported.outputs,
                 "output_tree": _encode(call.outfeed_tree.unflatten(collecting.avals)),
             }
         },
     )
-    checkpoints.write_checkpoint(path, snapshot, made.files)
+    checkpoints.write_checkpoint(path, snapshot, exported.files)
 
 
 def _encode(tree: Any) -> Any:
-    """A pytree of shapes as JSON."""
+    """Encodes a pytree of shapes as JSON."""
 
     def encode_shape(leaf: Any) -> str:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -255,9 +256,7 @@ def _as_variables(operands: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-# Loads exported programs: inference pipelines that run without their Python code.
-#
-# `exporting` writes them. Their directories have no Python code, and nothing in them is unpickled.
+# Loading and running.
 
 _IN_FLIGHT_PER_STAGE = 2  # micro-batches
 
@@ -413,8 +412,8 @@ class LoadedProgram:
         values = self._check_feed(dict(feed or {}))
         element = self.element
         if (element is None) is not (elements is None):
-            wanted = "takes no elements" if element is None else "needs elements, as the infeed gave them"
-            raise ValueError(f"LoadedProgram.run: this program {wanted}.")
+            rule = "takes no elements" if element is None else "needs elements, as the infeed gave them"
+            raise ValueError(f"LoadedProgram.run: this program {rule}.")
         devices = selection.devices_for(0, self.num_ipus)
         if devices[0].platform != program["platform"]:
             raise ValueError(
@@ -422,12 +421,12 @@ class LoadedProgram:
                 "that are selected "
                 f"are {devices[0].platform!r}. Export it there, or select others with IPUConfig."
             )
-        used = [devices[stage["ipu"]] for stage in program["stages"]]
-        if not all(map(is_here, used)):
+        chosen = [devices[stage["ipu"]] for stage in program["stages"]]
+        if not all(map(is_here, chosen)):
             raise NotImplementedError(
                 "LoadedProgram.run: a loaded program runs on the devices of one process, and some of those "
-                f"that are selected are of another: {', '.join(map(str, used))}. Run it in a process that "
-                "is not joined with others."
+                f"that are selected are of another: {', '.join(map(str, chosen))}. Run it in a process "
+                "that is not joined with others."
             )
         inputs = [
             values[entry["placeholder"]]
@@ -438,23 +437,23 @@ class LoadedProgram:
         if elements is None:
             elements = [None] * program["num_micro_batches"]
         waiting: collections.deque[list[Any]] = collections.deque()
-        done: list[list[np.ndarray[Any, Any]]] = []
-        for number, given in enumerate(elements):
+        results: list[list[np.ndarray[Any, Any]]] = []
+        for number, micro_batch in enumerate(elements):
             leaves = []
             if element is not None:
-                what = f"LoadedProgram.run: element {number}"
-                arrays = jax.tree.map(np.asarray, given)
-                leaves = check_like(arrays, element, what)
+                subject = f"LoadedProgram.run: element {number}"
+                arrays = jax.tree.map(np.asarray, micro_batch)
+                leaves = check_like(arrays, element, subject)
             waiting.append(self._run_one(leaves, inputs, devices, number))
-            if len(waiting) > _IN_FLIGHT_PER_STAGE * len(used):
-                done.append([np.asarray(value) for value in waiting.popleft()])
-        done += [[np.asarray(value) for value in values] for values in waiting]
-        self._execution_count += -(-len(done) // program["num_micro_batches"])
+            if len(waiting) > _IN_FLIGHT_PER_STAGE * len(chosen):
+                results.append([np.asarray(value) for value in waiting.popleft()])
+        results += [[np.asarray(value) for value in values] for values in waiting]
+        self._execution_count += -(-len(results) // program["num_micro_batches"])
         outputs = pytrees.decode_tree(program["output_tree"], parse_array)
         shapes, tree = jax.tree.flatten(outputs)
         stacks = [
-            np.stack([values[place] for values in done])
-            if done
+            np.stack([values[place] for values in results])
+            if results
             else np.empty((0, *shape.shape), shape.dtype)
             for place, shape in enumerate(shapes)
         ]
@@ -464,7 +463,10 @@ class LoadedProgram:
     def _run_one(
         self, leaves: Sequence[Any], inputs: Sequence[Any], devices: Sequence[Any], number: int
     ) -> list[Any]:
-        """Starts all stages for one micro-batch; returns the outputs, which are still being computed."""
+        """Starts all stages for one micro-batch; returns the outputs, which are still being computed.
+
+        There is no schedule: nothing waits for a backward, so JAX overlaps the micro-batches.
+        """
         execution, micro_batch = divmod(number, self._program["num_micro_batches"])
         return self._runner.run(leaves, inputs, devices, self._execution_count + execution, micro_batch)
 
@@ -481,15 +483,15 @@ class LoadedProgram:
         )
 
     def _check_feed(self, feed: dict[str, Any]) -> dict[str, Any]:
-        known = self.placeholders
+        placeholders = self.placeholders
         for name in feed:
-            if name not in known:
+            if name not in placeholders:
                 raise ValueError(
                     f"LoadedProgram.run: there is no placeholder {name!r}; there are "
-                    f"{', '.join(map(repr, known)) or 'none'}."
+                    f"{', '.join(map(repr, placeholders)) or 'none'}."
                 )
         values = {}
-        for name, shape in known.items():
+        for name, shape in placeholders.items():
             if name not in feed:
                 raise ValueError(
                     f"LoadedProgram.run: a value for the placeholder {name!r} is missing in feed."

@@ -34,7 +34,7 @@ from ipu_pipeline.tf1.program.program import Computed, Fetched, Output, Program
 from ipu_pipeline.tf1.session.resumption import Resumption
 from ipu_pipeline.tf1.session.store import Store
 
-# The argument `fetch` of `Session.run`: what it runs, and the structure of its results.
+# The argument `fetch` of `Session.run`.
 
 _OF_THE_HOST = (InfeedOperation, OutfeedOperation, GlobalStep)
 
@@ -42,8 +42,8 @@ _OF_THE_HOST = (InfeedOperation, OutfeedOperation, GlobalStep)
 def find_runs(fetch: Any) -> list[Any]:
     """Finds the programs and operations to run, in order; each once, however often it occurs."""
     runs: list[Any] = []
-    for one in _leaves(fetch):
-        run = one.program if isinstance(one, Output) else one
+    for leaf in _leaves(fetch):
+        run = leaf.program if isinstance(leaf, Output) else leaf
         if not isinstance(run, (Program, InitializerOperation, HostVariable, *_OF_THE_HOST)):
             advice = ""
             if isinstance(run, (str, VariableSpec)):
@@ -60,7 +60,7 @@ def find_runs(fetch: Any) -> list[Any]:
                 "get_global_step(), a host embedding's get_embedding_tensor(), "
                 f"or a list or dict of them; got {type(run).__name__}.{advice}"
             )
-        if not any(run is known for known in runs):
+        if not any(run is run_before for run_before in runs):
             runs.append(run)
     return runs
 
@@ -68,17 +68,19 @@ def find_runs(fetch: Any) -> list[Any]:
 def give_results(fetch: Any, values: dict[int, Any]) -> Any:
     """Makes the result of `Session.run`: the results in the places of what was run."""
     if isinstance(fetch, dict):
-        return {key: give_results(one, values) for key, one in fetch.items()}
+        return {key: give_results(part, values) for key, part in fetch.items()}
     if isinstance(fetch, (list, tuple)):
-        given = [give_results(one, values) for one in fetch]
+        results = [give_results(part, values) for part in fetch]
         if isinstance(fetch, list):
-            return given
-        return type(fetch)(*given) if hasattr(fetch, "_fields") else tuple(given)
+            return results
+        return type(fetch)(*results) if hasattr(fetch, "_fields") else tuple(results)
     if isinstance(fetch, Output):
         return values[id(fetch.program)][fetch.number]
     if isinstance(fetch, Computed):
         if id(fetch) not in values:
-            parts = [give_results(one, values) if isinstance(one, Fetched) else one for one in fetch.parts]
+            parts = [
+                give_results(part, values) if isinstance(part, Fetched) else part for part in fetch.parts
+            ]
             values[id(fetch)] = fetch.function(*parts)
         return values[id(fetch)]
     if isinstance(fetch, Program):
@@ -88,35 +90,36 @@ def give_results(fetch: Any, values: dict[int, Any]) -> Any:
 
 def find_infeeds(fetch: Any) -> list[IPUInfeedQueue]:
     """The infeeds of all programs in a fetch."""
-    programs = [one.program if isinstance(one, Output) else one for one in _leaves(fetch)]
-    return [infeed for one in programs if isinstance(one, Program) for infeed in one.infeeds]
+    programs = [leaf.program if isinstance(leaf, Output) else leaf for leaf in _leaves(fetch)]
+    return [infeed for program in programs if isinstance(program, Program) for infeed in program.infeeds]
 
 
 def concerns_devices(fetch: Any) -> bool:
     """Whether a part of a fetch runs on devices; queues and the global step do not."""
-    return not all(isinstance(one, _OF_THE_HOST) for one in _leaves(fetch))
+    return not all(isinstance(leaf, _OF_THE_HOST) for leaf in _leaves(fetch))
 
 
 def _leaves(fetch: Any) -> list[Any]:
     return list(_find_leaves(fetch, set()))
 
 
-def _find_leaves(fetch: Any, known: set[int]) -> Iterator[Any]:
-    """The leaves; for computed values, the values that they are computed from, each computed value once."""
+def _find_leaves(fetch: Any, computed_ids: set[int]) -> Iterator[Any]:
+    """Yields the leaves; for a computed value, once, those that it is computed from."""
     if isinstance(fetch, dict):
         fetch = list(fetch.values())
     if isinstance(fetch, Computed):
-        parts = [] if id(fetch) in known else [one for one in fetch.parts if isinstance(one, Fetched)]
-        known.add(id(fetch))
+        is_new = id(fetch) not in computed_ids
+        parts = [part for part in fetch.parts if is_new and isinstance(part, Fetched)]
+        computed_ids.add(id(fetch))
         fetch = parts
     if isinstance(fetch, (list, tuple)):
-        for one in fetch:
-            yield from _find_leaves(one, known)
+        for part in fetch:
+            yield from _find_leaves(part, computed_ids)
     else:
         yield fetch
 
 
-# Lets threads use a session one after another, and rejects a call that would have to wait for itself.
+# Threads use a session one after another; a call that would have to wait for itself is rejected.
 
 _CALLED_BACK = (
     "The session was called within one of its runs, by a function that JAX calls back (jax.debug.callback, "
@@ -135,7 +138,7 @@ def _in_order(together: str | None) -> contextlib.AbstractContextManager[None]:
 
 
 class _Stopping:
-    """A `with` block. After Ctrl-C in it no thread reads data ahead, even if the block had hardly begun."""
+    """A `with` block after whose Ctrl-C no thread reads data ahead, even if it had hardly begun."""
 
     def __init__(self, lock: threading.RLock, fetch: Any) -> None:
         self._lock = lock
@@ -197,7 +200,7 @@ class Turns:
             self._running_in = None
 
 
-# Updates tables in host memory during a run: takes the gradients of rows, and applies them.
+# Tables in host memory.
 
 
 def check_registered(program: Program, session: Any) -> None:
@@ -245,14 +248,14 @@ class HostRows:
         """Begins a loop's run, which may go on within a weight update."""
         for table in self.trained_by(call):
             name = table.spec.name
-            known = len(self.store.row_gradients.get((call.name, name), ()))
-            if table.num_mini_batches == 1 or known == num_accumulated:
+            num_known = len(self.store.row_gradients.get((call.name, name), ()))
+            if table.num_mini_batches == 1 or num_known == num_accumulated:
                 continue
             if num_accumulated:
                 raise RuntimeError(
                     f"{call.name!r} is to go on within a weight update, after {num_accumulated} of its "
-                    f"iterations. The gradients of the host embedding {name!r} are known for {known} of "
-                    "them: checkpoints do not have these. Save where an update is complete, after a "
+                    f"iterations. The gradients of the host embedding {name!r} are known for {num_known} "
+                    "of them: checkpoints do not have these. Save where an update is complete, after a "
                     "multiple of its mini-batches."
                 )
             del self.store.row_gradients[call.name, name]
@@ -265,7 +268,7 @@ class HostRows:
             steps = [*before, table.take()]
             if is_update or table.num_mini_batches == 1:
                 array = self.store.host_array(table.spec)
-                _descend(table, array, [one for step in steps for one in step])
+                _descend(table, array, [gradients for step in steps for gradients in step])
                 steps = []
             if isinstance(call, LoopCall):
                 self.store.row_gradients[place] = steps
@@ -275,16 +278,13 @@ def _descend(table: HostTable, array: np.ndarray[Any, Any], gradients: Sequence[
     """Does SGD on the rows that have gradients, with their sum: in float64, as they come in any order."""
     if not gradients:
         return
-    rows, places = np.unique(np.concatenate([one.rows for one in gradients]), return_inverse=True)
+    rows, places = np.unique(np.concatenate([part.rows for part in gradients]), return_inverse=True)
     sums = np.zeros((len(rows), array.shape[1]), np.float64)
-    np.add.at(sums, places, np.concatenate([one.gradients for one in gradients]).astype(np.float64))
+    np.add.at(sums, places, np.concatenate([part.gradients for part in gradients]).astype(np.float64))
     array[rows] = (array[rows] - table.learning_rate * sums).astype(array.dtype)
 
 
-# Runs the segments, pipelines and loops of a program on the state of a session.
-#
-# The state changes after each weight update of a pipeline, and after each iteration of a loop, or block of
-# iterations.
+# Running a program.
 
 _BLIND_ITERATIONS = 64  # of a while_loop without a feed, before the host checks its condition
 
@@ -334,14 +334,14 @@ def run_program(
 
 def check_feeds(programs: Sequence[Program], feed_dict: Mapping[Any, Any]) -> None:
     """Raises if a key of the feed is not a placeholder of the programs."""
-    known = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
+    inputs = dict.fromkeys(placeholder for program in programs for placeholder in program.placeholders)
     for key in feed_dict:
         if not isinstance(key, Placeholder):
             raise TypeError(f"feed_dict: keys must be placeholders; got {key!r}.")
-        if key not in known:
+        if key not in inputs:
             raise ValueError(
                 f"feed_dict: {key!r} is not an input of this program. Inputs are: "
-                f"{', '.join(repr(placeholder) for placeholder in known) or 'none'}."
+                f"{', '.join(repr(placeholder) for placeholder in inputs) or 'none'}."
             )
 
 
@@ -354,6 +354,7 @@ def _run_pipeline(
     resumption: Resumption,
     limit: Limit,
 ) -> None:
+    # Operands and devices.
     pipeline, inputs, count = call.pipeline, operands, None
     if call.has_count_operand:
         count, inputs = call.check_count(read_count(call.name, operands[0])), operands[1:]
@@ -367,23 +368,27 @@ def _run_pipeline(
         begin = store.update_count(call) - limit.num_done
         inputs[call.begin_input] = np.array(begin % 2**32, np.uint32).astype(np.int32)
     introduce(pipeline, call.name)
+    # The feed.
     take: Take | None = None
     is_synthetic = uses_synthetic_data()
     if call.infeed_queue is not None and is_synthetic:
         fed = jax.tree.leaves(pipeline.traced.element)
         take = make_synthetic(pipeline, fed, pipeline.updated_every(count) * num_replicas)
     elif call.infeed_queue is not None and runner.takes_elements:
-        every = pipeline.updated_every(count)
-        num_fetched = runner.num_fetched(call.repeat_count * every, every)
+        per_update = pipeline.updated_every(count)
+        num_fetched = runner.num_fetched(call.repeat_count * per_update, per_update)
         may_vary = pipeline.options.max_shapes > 1
         take = call.infeed_queue.connect(pipeline.place_element, num_fetched, shapes_may_vary=may_vary)
+    # The run.
     states = [pipeline.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
-    wanted = call.repeat_count if limit.max_updates is None else min(call.repeat_count, limit.max_updates)
+    num_updates = call.repeat_count
+    if limit.max_updates is not None:
+        num_updates = min(num_updates, limit.max_updates)
     micro_batches = pipeline.options.num_micro_batches if count is None else count
     assert micro_batches is not None
-    every = pipeline.updated_every(count)
-    check_tables(rows.tables, call, every)
-    with announcements.running(store, call.name, pipeline, runner, devices, micro_batches) as told:
+    per_update = pipeline.updated_every(count)
+    check_tables(rows.tables, call, per_update)
+    with announcements.running(store, call.name, pipeline, runner, devices, micro_batches) as announcement:
 
         def keep(progress: Progress, num_done: int) -> None:
             after = progress.state.pipeline
@@ -395,14 +400,14 @@ def _run_pipeline(
             call.hand_out(progress)
             last = int(after.update_count if call.trains else after.execution_count)
             store.metrics.add(call, num_done, last, progress)
-            told.done(num_done * every * num_replicas, last)
+            announcement.done(num_done * per_update * num_replicas, last)
 
         state = pipeline.run(
             states.pop(),
             take,
             inputs,
             keep,
-            wanted,
+            num_updates,
             call.repeat_count,
             num_micro_batches=count,
             # With synthetic data what is on the devices is one update's. Tables change between updates.
@@ -417,7 +422,7 @@ def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[
     """Returns the runner of a pipeline or loop, and the selected devices that it uses."""
     num_replicas = find_num_replicas(call)
     dealt = call.replication.deal_devices(devices, num_replicas)
-    chosen = [device for own in dealt for device in own]
+    chosen = [device for group in dealt for device in group]
     call.runner.set_replicas(num_replicas, utils.replicas_are_identical())
     return call.runner.prepare(chosen), chosen
 
@@ -441,6 +446,7 @@ def _run_loop(
     store: Store,
     resumption: Resumption,
 ) -> list[Any]:
+    # Operands and devices.
     loop, body = call.loop, call.loop.body
     resumption.before_run(call)
     runner, devices = _prepare(call, devices)
@@ -456,6 +462,7 @@ def _run_loop(
     num_fetched = loop.num_fetched_by(total)
     states = [store.place_loop_state(call)]  # nothing holds on to it while it runs
     rows.resume(call, states[0].num_accumulated)
+    # The feed.
     take: Take | None = None
     infeed = call.infeed_queue
     if infeed is not None and uses_synthetic_data():
@@ -467,11 +474,12 @@ def _run_loop(
         infeed = None
     if infeed is not None:
         take = infeed.connect(loop.place_element, num_fetched, is_tentative=loop.has_condition)
+    # The run.
     has_part = loop.has_part  # a process without any device of the loop announces nothing
     with (
         announcements.running(store, call.name, loop, runner, devices, total)
         if has_part
-        else contextlib.nullcontext() as told
+        else contextlib.nullcontext() as announcement
     ):
 
         def keep(progress: Progress, num_unneeded: int) -> None:
@@ -486,8 +494,8 @@ def _run_loop(
                 for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
                     entry.target.extend(leaves, part.size)
             num_updates = state.pipeline.update_count if call.trains else None
-            assert told is not None
-            told.done(progress.count * num_replicas, num_updates)
+            assert announcement is not None
+            announcement.done(progress.count * num_replicas, num_updates)
 
         return loop.iterate(
             states.pop(),

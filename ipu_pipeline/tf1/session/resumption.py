@@ -23,8 +23,6 @@ from ipu_pipeline.tf1.program.calls import Call
 from ipu_pipeline.tf1.program.program import Program, compiled_programs
 from ipu_pipeline.tf1.session.store import Store
 
-# Makes the variables of compiled programs that a session lacks, before it is saved.
-
 
 def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
     """Makes the variables that no run has made yet, for a session that is about to be saved.
@@ -34,11 +32,11 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
     """
     store.check_weights("save")
     if store.is_initialized or (store.state.variables and not store.state.pipelines):
-        known, takes_all = store.state.variables, store.is_initialized
-        missing = find_missing(known, compiled_programs(), takes_all=takes_all)
+        variables, takes_all = store.state.variables, store.is_initialized
+        missing = find_missing(variables, compiled_programs(), takes_all=takes_all)
         if missing:
             gc.collect()  # programs that are no longer used may be among them
-            missing = find_missing(known, compiled_programs(), takes_all=takes_all)
+            missing = find_missing(variables, compiled_programs(), takes_all=takes_all)
         if missing:
             select_devices()
         for spec in missing:
@@ -55,21 +53,25 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
 
 
 def find_missing(
-    known: Mapping[str, Any], programs: Sequence[Program], *, takes_all: bool
+    variables: Mapping[str, Any], programs: Sequence[Program], *, takes_all: bool
 ) -> list[VariableSpec]:
     """Finds the variables to make before a session is saved.
 
     If programs have variables of one name in different shapes, the program compiled last has replaced the
     others.
     """
-    found: dict[str, VariableSpec] = {}
+    new_specs: dict[str, VariableSpec] = {}
     for program in reversed(programs):
-        own = program.variables
-        if not takes_all and own.keys().isdisjoint(known):
+        specs = program.variables
+        if not takes_all and specs.keys().isdisjoint(variables):
             continue
-        if all(_fits(spec, found.get(name, known.get(name))) for name, spec in own.items()):
-            found.update(own)
-    return [spec for name, spec in found.items() if name not in known or known[name].dtype != spec.dtype]
+        if all(_fits(spec, new_specs.get(name, variables.get(name))) for name, spec in specs.items()):
+            new_specs.update(specs)
+    return [
+        spec
+        for name, spec in new_specs.items()
+        if name not in variables or variables[name].dtype != spec.dtype
+    ]
 
 
 def _fits(spec: VariableSpec, value: Any) -> bool:
@@ -78,9 +80,6 @@ def _fits(spec: VariableSpec, value: Any) -> bool:
         return True
     is_loaded = isinstance(value, np.ndarray)  # it is cast when it is first used
     return bool(spec.shape == value.shape and (is_loaded or spec.dtype == value.dtype))
-
-
-# Notes positions in data sets for a session's checkpoints, and puts them back in a restored session.
 
 
 class Resumption:
@@ -114,9 +113,9 @@ class Resumption:
         for program in programs:
             if program in self._checked:
                 continue
-            wanted = {name: describe_array(spec) for name, spec in program.variables.items()}
-            known = {name: text for name, text in self._names.items() if name in wanted}
-            _refuse(self._source, find_differences(known, wanted))
+            expected = {name: describe_array(spec) for name, spec in program.variables.items()}
+            saved = {name: text for name, text in self._names.items() if name in expected}
+            _refuse(self._source, find_differences(saved, expected))
             self._checked.add(program)
 
     def before_run(self, call: Call) -> None:
@@ -124,8 +123,8 @@ class Resumption:
         queue = call.infeed_queue
         if queue is None or not call.trains:
             return
-        for other, names in self._fed.items():
-            if other is not queue and call.name in names:
+        for fed_queue, names in self._fed.items():
+            if fed_queue is not queue and call.name in names:
                 names.remove(call.name)
         names = self._fed.setdefault(queue, [])
         if call.name not in names:
@@ -161,21 +160,21 @@ def check_snapshot(
     A program that shares no variable with the checkpoint is taken for another session's model. A program
     with a variable that differs from a later program's is taken for one that the later one has replaced.
     """
-    known = _describe_variables(snapshot)
-    if _compare(known, programs()):
+    saved = _describe_variables(snapshot)
+    if _compare(saved, programs()):
         gc.collect()  # programs that are no longer used may be among them
-        _refuse(path, _compare(known, programs()))
+        _refuse(path, _compare(saved, programs()))
 
 
 def check_program(
     snapshot: Snapshot, path: str | os.PathLike[str], program: Program, allow_extra: bool
 ) -> None:
     """Raises if a checkpoint is not of a program's model."""
-    known = _describe_variables(snapshot)
-    wanted = {name: describe_array(spec) for name, spec in program.variables.items()}
+    saved = _describe_variables(snapshot)
+    expected = {name: describe_array(spec) for name, spec in program.variables.items()}
     if allow_extra:
-        known = {name: text for name, text in known.items() if name in wanted}
-    _refuse(path, find_differences(known, wanted), "")
+        saved = {name: text for name, text in saved.items() if name in expected}
+    _refuse(path, find_differences(saved, expected), "")
 
 
 def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: Program) -> None:
@@ -192,14 +191,14 @@ def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: 
             )
 
 
-def _compare(known: Mapping[str, str], programs: Sequence[Program]) -> list[str]:
-    wanted: dict[str, str] = {}
+def _compare(saved: Mapping[str, str], programs: Sequence[Program]) -> list[str]:
+    expected: dict[str, str] = {}
     for program in reversed(programs):
-        own = {name: describe_array(spec) for name, spec in program.variables.items()}
-        is_outdated = any(wanted.get(name, text) != text for name, text in own.items())
-        if own.keys() & known.keys() and not is_outdated:
-            wanted.update(own)
-    return find_differences(known, wanted) if wanted else []
+        texts = {name: describe_array(spec) for name, spec in program.variables.items()}
+        is_outdated = any(expected.get(name, text) != text for name, text in texts.items())
+        if texts.keys() & saved.keys() and not is_outdated:
+            expected.update(texts)
+    return find_differences(saved, expected) if expected else []
 
 
 def _describe_variables(snapshot: Snapshot) -> dict[str, str]:

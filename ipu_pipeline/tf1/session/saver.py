@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: `Saver` keeps the newest; others find them and take weights from them."""
+"""Checkpoints in a directory: `Saver`, and the search for checkpoints and weights of estimators."""
 
 from __future__ import annotations
 
@@ -22,106 +22,9 @@ from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.session.resumption import check_program
 from ipu_pipeline.tf1.session.session import Session
 
-# Finds an estimator's checkpoints, and takes weights for programs from them.
-
 CHECKPOINTS = "checkpoints"  # the folder in `model_dir`
 GLOBAL_STEP = "global_step"  # in a snapshot's extra
 _logger = logging.getLogger("ipu_pipeline.estimator")
-
-
-def agree_on_directory(own: str | None) -> str:
-    """The model_dir, or a temporary one if there is none; the same in all processes: the first's."""
-    join_by_environment()
-
-    def choose() -> str:
-        if own is not None:
-            return own
-        made = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
-        _logger.warning("Using temporary folder as model directory: %s", made)
-        return made
-
-    directory = do_first(choose)
-    if own is not None and directory != own:
-        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, own)
-    return directory
-
-
-def find_checkpoint(
-    series: CheckpointSeries, path: str | os.PathLike[str] | None
-) -> tuple[Path, Snapshot] | None:
-    """The checkpoint at a path, or the newest of a series, and its path; None if the series has none."""
-    if path is not None:
-        return Path(path), checkpoints.read_checkpoint(path)
-    found = series.read_latest()
-    return None if found is None else (series.path(found[0]), found[1])
-
-
-@dataclass(frozen=True, eq=False)
-class Newest:
-    """The state that training goes on from.
-
-    Attributes:
-      global_step: its step.
-      snapshot: what it is.
-      source: where it is from.
-      saved_step: the step of the newest checkpoint on disk, which may be older.
-    """
-
-    global_step: int
-    snapshot: Snapshot
-    source: Path
-    saved_step: int
-
-
-def find_newest(series: CheckpointSeries, in_memory: InMemorySeries | None) -> Newest | None:
-    """The newest state of a training, in memory or on disk; None if there is none. All call it."""
-    kept = None if in_memory is None else in_memory.find()
-    if in_memory is not None and kept is not None:
-        step_kept, saved = int(kept.extra[GLOBAL_STEP]), do_first(lambda: _latest_step(series))
-        if step_kept > saved:
-            in_memory.tell_resumed()
-            return Newest(step_kept, kept, Path("memory"), saved)
-    found = series.read_latest(set_aside=True)
-    if found is None:
-        return None
-    step, snapshot = found
-    global_step = int(snapshot.extra.get(GLOBAL_STEP, step))
-    return Newest(global_step, snapshot, series.path(step), global_step)
-
-
-def _latest_step(series: CheckpointSeries) -> int:
-    latest = series.latest()
-    return 0 if latest is None else int(latest.name)
-
-
-def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:
-    """Loads the variables of a checkpoint into a session that infers.
-
-    Returns:
-      The global step of the variables.
-    """
-    _logger.info("The variables come from %s.", path)
-    check_program(snapshot, path, program, allow_extra=True)
-    session.take_over(snapshot, path, fits=False, feeds=False)
-    return int(snapshot.extra.get(GLOBAL_STEP, 0))
-
-
-def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Program) -> dict[str, Any]:
-    """A program's variables from a checkpoint, or from the newest one in a `model_dir`."""
-    source = Path(os.fspath(warm_start_from))
-    series = CheckpointSeries(source / CHECKPOINTS)
-    if series.steps():
-        found = series.read_latest()
-        assert found is not None
-        path, snapshot = series.path(found[0]), found[1]
-    else:
-        path, snapshot = source, checkpoints.read_checkpoint(source)
-    check_program(snapshot, path, program, allow_extra=True)
-    _logger.info("The variables begin as in %s.", path)
-    return {name: snapshot.state.variables[name] for name in program.variables}
-
-
-# `Saver`: keeps the newest checkpoints of a session in a directory.
 
 
 class Saver:
@@ -225,9 +128,105 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         directories within it are searched, so "logs" finds what `saver.save(session, "logs/model.ckpt")`
         wrote; among several of these, the newest is the one written last.
     """
-    found: Path | None = CheckpointSeries(directory).latest()
-    if found is None and os.path.isdir(directory):
+    path: Path | None = CheckpointSeries(directory).latest()
+    if path is None and os.path.isdir(directory):
         inner = [CheckpointSeries(path).latest() for path in Path(directory).iterdir() if path.is_dir()]
         newest = [path for path in inner if path is not None]
-        found = max(newest, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if found is None else str(found)
+        path = max(newest, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if path is None else str(path)
+
+
+# Checkpoints of estimators.
+
+
+def agree_on_directory(directory_here: str | None) -> str:
+    """Returns the first process's model_dir to all of them; a temporary one if it has none."""
+    join_by_environment()
+
+    def choose() -> str:
+        if directory_here is not None:
+            return directory_here
+        temporary = tempfile.mkdtemp(prefix="ipu_pipeline_estimator_")
+        _logger.warning("Using temporary folder as model directory: %s", temporary)
+        return temporary
+
+    directory = do_first(choose)
+    if directory_here is not None and directory != directory_here:
+        _logger.warning("The model_dir of process 0 is used: %s, not %s.", directory, directory_here)
+    return directory
+
+
+def find_checkpoint(
+    series: CheckpointSeries, path: str | os.PathLike[str] | None
+) -> tuple[Path, Snapshot] | None:
+    """Returns the checkpoint at a path, or a series's newest, after its path; None if there is none."""
+    if path is not None:
+        return Path(path), checkpoints.read_checkpoint(path)
+    latest = series.read_latest()
+    return None if latest is None else (series.path(latest[0]), latest[1])
+
+
+@dataclass(frozen=True, eq=False)
+class ResumePoint:
+    """The state that training goes on from.
+
+    Attributes:
+      global_step: its step.
+      snapshot: the state itself.
+      source: the path it was read from, or "memory".
+      saved_step: the step of the newest checkpoint on disk, which may be older.
+    """
+
+    global_step: int
+    snapshot: Snapshot
+    source: Path
+    saved_step: int
+
+
+def find_newest(series: CheckpointSeries, in_memory: InMemorySeries | None) -> ResumePoint | None:
+    """The newest state of a training, in memory or on disk; None if there is none. All call it."""
+    snapshot_in_memory = None if in_memory is None else in_memory.find()
+    if in_memory is not None and snapshot_in_memory is not None:
+        step = int(snapshot_in_memory.extra[GLOBAL_STEP])
+        saved_step = do_first(lambda: _latest_step(series))
+        if step > saved_step:
+            in_memory.tell_resumed()
+            return ResumePoint(step, snapshot_in_memory, Path("memory"), saved_step)
+    latest = series.read_latest(set_aside=True)
+    if latest is None:
+        return None
+    step, snapshot = latest
+    global_step = int(snapshot.extra.get(GLOBAL_STEP, step))
+    return ResumePoint(global_step, snapshot, series.path(step), global_step)
+
+
+def _latest_step(series: CheckpointSeries) -> int:
+    latest = series.latest()
+    return 0 if latest is None else int(latest.name)
+
+
+def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:
+    """Loads the variables of a checkpoint into a session that infers.
+
+    Returns:
+      The global step of the variables.
+    """
+    _logger.info("The variables come from %s.", path)
+    check_program(snapshot, path, program, allow_extra=True)
+    session.take_over(snapshot, path, fits=False, feeds=False)
+    return int(snapshot.extra.get(GLOBAL_STEP, 0))
+
+
+def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Program) -> dict[str, Any]:
+    """A program's variables from a checkpoint, or from the newest one in a `model_dir`."""
+    source = Path(os.fspath(warm_start_from))
+    series = CheckpointSeries(source / CHECKPOINTS)
+    if series.steps():
+        latest = series.read_latest()
+        assert latest is not None
+        path, snapshot = series.path(latest[0]), latest[1]
+    else:
+        path, snapshot = source, checkpoints.read_checkpoint(source)
+    check_program(snapshot, path, program, allow_extra=True)
+    _logger.info("The variables begin as in %s.", path)
+    return {name: snapshot.state.variables[name] for name in program.variables}

@@ -48,7 +48,7 @@ _OF_TENSORFLOW = {"config": "tf.ConfigProto", "graph": "tf.Graph"}
 
 @dataclass(frozen=True, eq=False)
 class _InMemory:
-    """Where in-memory checkpoints go, and other data that belongs to each."""
+    """The series of in-memory checkpoints, and other data that belongs to each."""
 
     series: InMemorySeries
     extra: Callable[[], Mapping[str, Any]]
@@ -218,8 +218,8 @@ class Session:
             self._store.check_weights("weights_of")
             variables = self._store.state.variables
             optimizer = self._store.optimizer(name)
-            found = store.find_weights(optimizer, entry, variables, find_trained(name, optimizer))
-            with self._store.lending(entry, found):
+            weights = store.find_weights(optimizer, entry, variables, find_trained(name, optimizer))
+            with self._store.lending(entry, weights):
                 yield
 
     def create_variables(self, program: Program) -> None:
@@ -299,7 +299,7 @@ class Session:
                 path,
                 program,
                 dict(inputs or {}),
-                exported_programs.Exported(
+                exported_programs.SessionParts(
                     self._store.variable,
                     lambda: self.key,
                     self.seed,
@@ -417,10 +417,10 @@ class Session:
             self._store.check_weights("save")
             self._warn_of_row_gradients()
             state = self._store.state
-            own = {name: value for name, value in state.variables.items() if not is_internal(name)}
+            variables = {name: value for name, value in state.variables.items() if not is_internal(name)}
             if is_kept:
-                own = self._store.with_host_copies(own)
-            state = dataclasses.replace(state, variables=own)
+                variables = self._store.with_host_copies(variables)
+            state = dataclasses.replace(state, variables=variables)
             leaves, tree = jax.tree.flatten(state.arrays)
             if in_parts:
                 leaves = parts_of(leaves)
@@ -497,8 +497,8 @@ class Session:
         if self._is_closed:
             raise RuntimeError("Attempted to use a closed Session.")
         runs = find_runs(fetch)
-        programs = [one for one in runs if isinstance(one, Program)]
-        outfeeds = [one.queue for one in runs if isinstance(one, OutfeedOperation)]
+        programs = [run for run in runs if isinstance(run, Program)]
+        outfeeds = [run.queue for run in runs if isinstance(run, OutfeedOperation)]
         try:
             values = self._run_all(runs, programs, feed_dict)
         except BaseException:
@@ -509,9 +509,9 @@ class Session:
                 for infeed in program.infeeds:
                     infeed.stop()
             raise
-        results = {id(one): value for one, value in zip(runs, values, strict=True)}
+        results = {id(run): value for run, value in zip(runs, values, strict=True)}
         try:
-            given = give_results(fetch, results)
+            result = give_results(fetch, results)
         except BaseException:
             with interrupts.deferred():
                 for outfeed in outfeeds:
@@ -519,7 +519,7 @@ class Session:
             raise
         for outfeed in outfeeds:
             outfeed.drop()
-        return given
+        return result
 
     def run_part(
         self,
@@ -552,7 +552,7 @@ class Session:
         fault = self._find_fault(runs, programs, feeds)
         if fault is not None and (processes.current() is None or not programs):
             raise fault
-        needs_devices = any(isinstance(one, (Program, InitializerOperation, HostVariable)) for one in runs)
+        needs_devices = any(isinstance(run, (Program, InitializerOperation, HostVariable)) for run in runs)
         if needs_devices:
             self._select_devices()
         in_memory = self._in_memory if any(map(_trains, programs)) else None
@@ -560,22 +560,22 @@ class Session:
             in_memory.series.wait()
         if programs:
             beside = "" if in_memory is None else in_memory.series.tell()
-            told = agree_on_run(programs, feeds, self._changes, fault, beside)
+            texts = agree_on_run(programs, feeds, self._changes, fault, beside)
             self._store.agree_on_values(programs)
             if in_memory is not None:
-                in_memory.series.hear(told)
-        first = next((one for one in runs if isinstance(one, Program) and _trains(one)), None)
+                in_memory.series.hear(texts)
+        first = next((run for run in runs if isinstance(run, Program) and _trains(run)), None)
         values: list[Any] = []
-        for one in runs:
-            if in_memory is not None and one is first and not self._store.has_row_gradients():
+        for run in runs:
+            if in_memory is not None and run is first and not self._store.has_row_gradients():
                 # After the operations before it, such as an infeed's initializer.
                 take = functools.partial(self.take_snapshot, extra=in_memory.extra(), in_parts=True)
                 in_memory.series.take(take)
-            self._is_resumed = self._is_resumed and one is not first
-            if isinstance(one, Program):
-                one_value: Any = run_program(one, feeds, self._store, self._resumption, self._limit)
+            self._is_resumed = self._is_resumed and run is not first
+            if isinstance(run, Program):
+                one_value: Any = run_program(run, feeds, self._store, self._resumption, self._limit)
             else:
-                one_value = self._run_operation(one)
+                one_value = self._run_operation(run)
             values.append(one_value)
         if in_memory is not None:
             in_memory.series.note_run(self._store.global_step(), tuple(map(id, programs)))
@@ -594,23 +594,23 @@ class Session:
                 check_registered(program, self)
             if any(call.trains for program in programs for call in program.calls):
                 self._store.check_weights("run")
-            if any(isinstance(one, InitializerOperation) for one in runs):
+            if any(isinstance(run, InitializerOperation) for run in runs):
                 self._store.check_weights("global_variables_initializer")
         except Exception as error:
             return error
         return None
 
-    def _check_not_resumed(self, what: str) -> None:
+    def _check_not_resumed(self, caller: str) -> None:
         if self._is_resumed:
             raise RuntimeError(
-                f"{what}: Session.resume has taken back the state of a training that was interrupted, and "
-                "this would replace it. Do it before Session.resume."
+                f"{caller}: Session.resume has taken back the state of a training that was interrupted, "
+                "and this would replace it. Do it before Session.resume."
             )
 
     def _select_devices(self) -> None:
         if not selection.is_selected():
-            known = compiled_programs()
-            selection.select_automatically([(program.ipu_device, program.num_ipus) for program in known])
+            programs = compiled_programs()
+            selection.select_automatically([(program.ipu_device, program.num_ipus) for program in programs])
         self._store.agree_on_seed()
 
     def _run_operation(self, operation: Any) -> Any:
@@ -638,9 +638,9 @@ class Session:
         return None
 
 
-def _choose_seed(seed: int | None, others: Collection[str]) -> int:
+def _choose_seed(seed: int | None, names: Collection[str]) -> int:
     """Checks the arguments, and returns the seed of a session."""
-    for name in others:
+    for name in names:
         text = f"Session() got an unexpected keyword argument {name!r}"
         if name in _OF_TENSORFLOW:
             text += f", which is TensorFlow's. {sdk_names.read_rows()[_OF_TENSORFLOW[name]].why}"

@@ -27,11 +27,9 @@ from ipu_pipeline.tf1.program.calls import Call, LoopCall, PipelineCall
 from ipu_pipeline.tf1.program.host_tables import RowGradients
 from ipu_pipeline.tf1.program.program import Program
 
-# Compares values between the processes of a run before a session runs, so that all have the same.
-#
-# All of them run the same programs, with the same feeds, on variables that were set in the same way. Values
-# that each process makes for itself (initial, loaded or restored values) are compared once, by digests;
-# values from runs are on devices, and the same for all.
+# Agreement between processes. They compare before a run, not in `Session.load` and the like: such a call
+# would wait for a process that does not make it. Values that each process makes or reads by itself are
+# compared once, by digests; values from runs are on devices, and the same for all.
 
 _MOST_SHOWN = 4  # elements of an array that an error shows
 
@@ -48,32 +46,32 @@ def agree_on_run(
     Returns:
       What is `beside` in each process.
     """
-    others = processes.current()
-    if others is None:
+    peers = processes.current()
+    if peers is None:
         return [beside]
-    told = {
+    facts = {
         "the programs": "; ".join(
             ", ".join(call.name for call in program.calls) or "no pipeline or loop" for program in programs
         )
     }
-    told |= {f"calls of {way}": str(number) for way, number in changes.items()}
+    facts |= {f"calls of {way}": str(number) for way, number in changes.items()}
     for program in programs:
         for placeholder in program.placeholders:
-            told[f"the value fed to {placeholder!r}"] = _describe_fed(placeholder, feeds)
-    return _agree(others, "a run of a session", told, fault, beside)
+            facts[f"the value fed to {placeholder!r}"] = _describe_fed(placeholder, feeds)
+    return _agree(peers, "a run of a session", facts, fault, beside)
 
 
 def _agree(
-    others: processes.Peers,
-    what: str,
-    told: Mapping[str, str],
+    peers: processes.Peers,
+    event: str,
+    facts: Mapping[str, str],
     fault: Exception | None,
     beside: str = "",
 ) -> list[str]:
-    """Also compares this process's fault, and raises it if it is the same for all."""
+    """Compares facts and this process's fault with the others'; raises the fault if all have it."""
     described = "nothing" if fault is None else f"{type(fault).__name__}: {fault}"
     try:
-        besides = others.agree(what, {"what keeps it from running": described, **told}, beside=beside)
+        besides = peers.agree(event, {"what keeps it from running": described, **facts}, beside=beside)
     except ValueError as error:
         raise error from fault
     if fault is not None:
@@ -92,21 +90,21 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
 
 def agree_on_state(state: SessionState, fault: Exception | None = None) -> None:
     """Compares the values that each process has made by itself, if there are others; all call it."""
-    others = processes.current()
-    if others is None:
+    peers = processes.current()
+    if peers is None:
         return
-    own = dict(_own_arrays(state))
-    told = {name: _digest(array) for name, array in own.items()}
-    told |= {
+    arrays = dict(_own_arrays(state))
+    facts = {name: _digest(array) for name, array in arrays.items()}
+    facts |= {
         f"the number of weight updates of {name!r}": str(record.update_count)
         for name, record in state.pipelines.items()
     }
     together = hashlib.blake2b(
-        repr((sorted(told.items()), repr(fault))).encode(), digest_size=16
+        repr((sorted(facts.items()), repr(fault))).encode(), digest_size=16
     ).hexdigest()
-    if len(set(others.exchange("values of a session", together))) > 1 or fault is not None:
-        described = {name: _describe(array) for name, array in own.items()}
-        _agree(others, "values of a session", {**told, **described}, fault)
+    if len(set(peers.exchange("values of a session", together))) > 1 or fault is not None:
+        described = {name: _describe(array) for name, array in arrays.items()}
+        _agree(peers, "values of a session", {**facts, **described}, fault)
 
 
 def _own_arrays(state: SessionState) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -143,7 +141,7 @@ def _describe(array: np.ndarray[Any, Any]) -> str:
     return f"{_digest(array)}, beginning with {first}"
 
 
-# The metrics of a session: it keeps what pipelines reported until it is read.
+# Metrics.
 
 _MAX_UPDATES = 10_000  # the updates of one pipeline that are kept unread
 _MAX_PENDING = 4  # entries that stay on the devices
@@ -225,11 +223,11 @@ class MetricLog:
         key = (name, training)
         with self._lock:
             if key not in self._logs:
-                known = dict.fromkeys(other for other, _training in self._logs)
-                if known and name not in known:
+                reporting = dict.fromkeys(pipeline for pipeline, _training in self._logs)
+                if reporting and name not in reporting:
                     raise KeyError(
                         f"metrics: no pipeline named {name!r} has reported anything; these have: "
-                        f"{', '.join(known)}."
+                        f"{', '.join(reporting)}."
                     )
                 return {NUMBERS: np.zeros(0, np.int64)}
             log, self._logs[key] = self._logs[key], _Log()
@@ -245,25 +243,20 @@ def _join(entries: Collection[_Entry]) -> dict[str, np.ndarray[Any, Any]]:
     """Joins the values of entries; NaN where a program of that name reports other metrics."""
     parts = [(len(entry.numbers), entry.read()) for entry in entries]
     numbers = [np.asarray(entry.numbers, np.int64) for entry in entries]
-    found = {NUMBERS: np.concatenate([np.zeros(0, np.int64), *numbers])}
+    joined = {NUMBERS: np.concatenate([np.zeros(0, np.int64), *numbers])}
     for name in dict.fromkeys(name for _size, values in parts for name in values):
-        own = [values.get(name, np.full(size, np.nan, np.float32)) for size, values in parts]
-        found[name] = np.concatenate(own)
-    return found
+        columns = [values.get(name, np.full(size, np.nan, np.float32)) for size, values in parts]
+        joined[name] = np.concatenate(columns)
+    return joined
 
 
-# Entries of an optimizer's state, by name: to be read, or used as weights.
+# Entries of an optimizer's state.
 
 
 def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
     """Returns copies of all leaves, by path."""
     leaves = read_gathered(jax.tree.leaves(optimizer.tree))
-    return {path: _as_numbers(leaf) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
-
-
-def _as_numbers(leaf: Any) -> np.ndarray[Any, Any]:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.array(jax.random.key_data(leaf) if is_key else leaf)
+    return {path: np.array(_as_numpy(leaf)) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
 
 
 def find_weights(
@@ -278,40 +271,37 @@ def find_weights(
             if path.endswith(ending) and leaf.shape == variable.shape:
                 entries.setdefault(path.removesuffix(ending), {})[name] = leaf
     if trained is None:
-        trained = {name for found in entries.values() for name in found}
-    whole = {path: found for path, found in entries.items() if found.keys() == set(trained)}
-    matching = [path for path in whole if entry in (path, _last_name(path))]
+        trained = {name for arrays in entries.values() for name in arrays}
+    complete = {path: arrays for path, arrays in entries.items() if arrays.keys() == set(trained)}
+    matching = [path for path in complete if entry in (path, _last_name(path))]
     if len(matching) != 1:
-        known = ", ".join(map(repr, sorted(whole))) or "none"
-        what = "is not one of" if not matching else "is the last name of several of"
+        paths = ", ".join(map(repr, sorted(complete))) or "none"
+        problem = "is not one of" if not matching else "is the last name of several of"
         raise ValueError(
-            f"weights_of: {entry!r} {what} the entries of the optimizer's state with an array for each "
-            f"trained variable. These are, by path: {known}."
+            f"weights_of: {entry!r} {problem} the entries of the optimizer's state with an array for each "
+            f"trained variable. These are, by path: {paths}."
         )
-    return {name: leaf.astype(variables[name].dtype) for name, leaf in whole[matching[0]].items()}
+    return {name: leaf.astype(variables[name].dtype) for name, leaf in complete[matching[0]].items()}
 
 
 def _last_name(path: str) -> str:
-    """`ema` of `[1].ema`, and `mu` of `['inner'][0].mu`."""
-    found = re.search(r"""(?:\.(\w+)|\['([^']*)'\])$""", path)
-    return "" if found is None else found[1] or found[2]
-
-
-# The store of a session: its state, which is replaced whole, and the key that random numbers come from.
+    """The last name of a path: `ema` of `[1].ema`, `mu` of `['inner'][0].mu`."""
+    match = re.search(r"""(?:\.(\w+)|\['([^']*)'\])$""", path)
+    return "" if match is None else match[1] or match[2]
 
 
 class Store:
     """The variables and optimizer state of a session.
 
     Attributes:
-      state: everything that runs change. It is replaced whole.
+      state: everything that runs change. Replaced whole, so an error or interrupt leaves the last one.
       lock: held from when the memory of a state may be given to the next one until that is in its place;
         and by other threads that read arrays of the state meanwhile.
       seed: initial values and random keys depend on it.
       metrics: the reports of pipelines, until they are read.
       step_counting: the steps that the global step goes up by in a weight update, and an offset.
       row_gradients: (name of a loop, full name of a table in host memory) -> the gradients of its rows in
-        each iteration of a weight update that is not complete; see `host_rows`.
+        each iteration of a weight update that is not complete; see `HostRows`.
       is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
     """
 
@@ -336,9 +326,9 @@ class Store:
 
     def agree_on_seed(self) -> None:
         """Checks that all processes of the run, if there are several, have the same seed; all call it."""
-        others = processes.current()
-        if others is not None and self._agreed != self.seed:
-            others.agree(
+        peers = processes.current()
+        if peers is not None and self._agreed != self.seed:
+            peers.agree(
                 "session", {"the seed": str(self.seed), "random keys": str(self._key_implementation)}
             )
             self._agreed = self.seed
@@ -391,8 +381,8 @@ class Store:
         """Sets variables; see `Session.load`."""
         before = self.state
         self._set_loaded(mapping)
-        known = {*mapping, *before.variables}
-        if any(not known.isdisjoint(program.variables) for program in programs):
+        names = {*mapping, *before.variables}
+        if any(not names.isdisjoint(program.variables) for program in programs):
             try:
                 self.check_loaded(programs)
             except ValueError:
@@ -410,13 +400,13 @@ class Store:
                     f"load: the value of variable {name} must be an array of numbers or booleans; got "
                     f"{type(value).__name__} ({array.dtype})."
                 )
-            known = self.state.variables.get(name)
-            if known is not None:
-                if array.shape != known.shape:
+            variable = self.state.variables.get(name)
+            if variable is not None:
+                if array.shape != variable.shape:
                     raise ValueError(
-                        f"load: variable {name} has shape {known.shape}; the value has {array.shape}."
+                        f"load: variable {name} has shape {variable.shape}; the value has {array.shape}."
                     )
-                array = cast_exactly(array, known.dtype, f"load: the value of variable {name}")
+                array = cast_exactly(array, variable.dtype, f"load: the value of variable {name}")
             loaded[name] = array
         self._is_own = True
         self._unclaimed.update(name for name in loaded if name not in self.state.variables)
@@ -425,16 +415,16 @@ class Store:
 
     def check_loaded(self, programs: Sequence[Program]) -> None:
         """Raises if no program has a variable that was loaded, and undoes that load."""
-        known = {name for program in programs for name in program.variables}
-        wrong = sorted(self._unclaimed - known)
+        names = {name for program in programs for name in program.variables}
+        wrong = sorted(self._unclaimed - names)
         self._unclaimed.clear()
         if not wrong:
             return
-        kept = {name: value for name, value in self.state.variables.items() if name not in wrong}
-        self.state = dataclasses.replace(self.state, variables=kept)
+        variables = {name: value for name, value in self.state.variables.items() if name not in wrong}
+        self.state = dataclasses.replace(self.state, variables=variables)
         described = []
         for name in wrong:
-            similar = difflib.get_close_matches(name, known, 1)
+            similar = difflib.get_close_matches(name, names, 1)
             described.append(repr(name) + (f" (did you mean {similar[0]!r}?)" if similar else ""))
         raise ValueError(
             f"load: no compiled program has a variable {', '.join(described)}. Variables are called by "
@@ -465,10 +455,10 @@ class Store:
 
     def host_array(self, spec: VariableSpec) -> np.ndarray[Any, Any]:
         """Returns a variable that stays in host memory, to be written into."""
-        own, known = self._host_arrays.get(spec.name), self.state.variables.get(spec.name)
-        if own is None or known is not own:
+        host_array, variable = self._host_arrays.get(spec.name), self.state.variables.get(spec.name)
+        if host_array is None or variable is not host_array:
             value = self.variable(spec)
-            if known is not None:  # it was loaded or restored: other code may hold it
+            if variable is not None:  # it was loaded or restored: other code may hold it
                 value = np.array(value)
                 self._set_variables({spec.name: value})
             self._host_arrays[spec.name] = value
@@ -476,25 +466,25 @@ class Store:
 
     def with_host_copies(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Returns variables, with copies of those that updates write into."""
-        own = self._host_arrays
+        host_arrays = self._host_arrays
         return {
-            name: np.array(value) if name in own and own[name] is value else value
+            name: np.array(value) if name in host_arrays and host_arrays[name] is value else value
             for name, value in variables.items()
         }
 
     def make_pipeline_state(self, call: Call) -> PipelineState:
         """Makes the state of a pipeline or loop; the optimizer's is None if it is still to be made."""
         record = self.record(call.name)
-        known = record.optimizer
+        optimizer = record.optimizer
         optimizer_state = None
-        if call.trains and known is not None:
-            if different := known.find_differences(call.optimizer_shapes):
+        if call.trains and optimizer is not None:
+            if different := optimizer.find_differences(call.optimizer_shapes):
                 raise ValueError(
                     "The session has optimizer state of another structure under the pipeline name "
                     f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
                     "another `name`."
                 )
-            optimizer_state = call.state_tree.unflatten(jax.tree.leaves(known.tree))
+            optimizer_state = call.state_tree.unflatten(jax.tree.leaves(optimizer.tree))
         variables = {name: self.variable(spec) for name, spec in call.variables.items()}
         if optimizer_state is None and isinstance(call, PipelineCall) and call.trains:
             with interrupts.deferred():
@@ -513,35 +503,35 @@ class Store:
 
     def place_loop_state(self, call: LoopCall) -> RunState:
         """Places the state of a loop on its devices, with the gradients that an earlier run accumulated."""
-        kept = self.record(call.name).accumulated
-        if not call.trains or (kept is not None and kept.count == 0):
-            kept = None
-        if kept is not None and kept.settings != call.settings:
+        before = self.record(call.name).accumulated
+        if not call.trains or (before is not None and before.count == 0):
+            before = None
+        if before is not None and before.settings != call.settings:
             raise ValueError(
-                f"The session has the gradients of {kept.count} iterations of {call.name!r}, accumulated "
-                f"by {kept.settings}. This program accumulates by {call.settings}, and cannot go on from "
+                f"The session has the gradients of {before.count} iterations of {call.name!r}, accumulated "
+                f"by {before.settings}. This program accumulates by {call.settings}, and cannot go on from "
                 "there. Run the other one until its weight update is complete, or give this optimizer "
                 "another `name`."
             )
-        accumulators, count = ({}, 0) if kept is None else (kept.accumulators, kept.count)
+        accumulators, count = ({}, 0) if before is None else (before.accumulators, before.count)
         return call.loop.place_run(self.make_pipeline_state(call), accumulators, count)
 
     def optimizer(self, name: str) -> KeptOptimizer:
         """Returns the optimizer's state under a name."""
-        kept = self.record(name).optimizer
-        if kept is None:
+        optimizer = self.record(name).optimizer
+        if optimizer is None:
             records = self.state.pipelines.items()
-            known = [other for other, record in records if record.optimizer is not None]
+            names = [record_name for record_name, record in records if record.optimizer is not None]
             raise KeyError(
                 f"There is no optimizer state under the name {name!r}; the names are: "
-                f"{', '.join(known) or 'none'}."
+                f"{', '.join(names) or 'none'}."
             )
-        return kept
+        return optimizer
 
     @contextlib.contextmanager
     def lending(self, entry: str, values: Mapping[str, Any]) -> Iterator[None]:
         """Puts values in the places of variables, for a `with` block."""
-        own = {name: self.state.variables[name] for name in values}
+        own_values = {name: self.state.variables[name] for name in values}
         try:
             with interrupts.deferred():
                 self._lent = entry
@@ -549,7 +539,7 @@ class Store:
             yield
         finally:
             with interrupts.deferred():
-                self._set_variables(own)
+                self._set_variables(own_values)
                 self._lent = None
 
     def _set_variables(self, values: Mapping[str, Any]) -> None:
@@ -560,11 +550,11 @@ class Store:
         """Whether a loop is within a weight update of a table in host memory, which checkpoints lack."""
         return any(self.row_gradients.values())
 
-    def check_weights(self, what: str) -> None:
+    def check_weights(self, caller: str) -> None:
         """Raises a RuntimeError if the weights are not the session's own."""
         if self._lent is not None:
             raise RuntimeError(
-                f"{what}: the weights are {self._lent!r} of an optimizer's state, inside "
+                f"{caller}: the weights are {self._lent!r} of an optimizer's state, inside "
                 "`with session.weights_of(...)`. Leave that block first."
             )
 
@@ -598,13 +588,15 @@ class Store:
 
     def initialize(self, specs: Iterable[VariableSpec]) -> None:
         """Starts over with the initial values of variables."""
-        known: dict[str, VariableSpec] = {}
+        first_specs: dict[str, VariableSpec] = {}
         unclear = set()
         for spec in specs:
-            first = known.setdefault(spec.name, spec)
+            first = first_specs.setdefault(spec.name, spec)
             if (first.shape, first.dtype) != (spec.shape, spec.dtype):
                 unclear.add(spec.name)
-        values = initial_values([spec for name, spec in known.items() if name not in unclear], self.key)
+        values = initial_values(
+            [spec for name, spec in first_specs.items() if name not in unclear], self.key
+        )
         with interrupts.deferred():
             self._is_own = True
             self.metrics = MetricLog()

@@ -103,7 +103,7 @@ def test_the_plan_has_what_registers_hold(num_stages, options, monkeypatch):
     planned = []
     for moment in follow_memory(plan, size, lambda value: size(value) > SMALL):
         found = collections.Counter()
-        for (ipu, _category), num_bytes in moment.held.items():
+        for (ipu, _category), num_bytes in moment.on_devices.items():
             found[ipu] += num_bytes
         planned.append(+found)
     assert planned == held

@@ -494,7 +494,7 @@ def test_where_measuring_fails_the_estimate_decides(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     failed, pipeline = [], traced(num_micro_batches=8)
-    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices, "_plans", {})
     monkeypatch.setattr(measured_choices, "find_directory", lambda: None)
     monkeypatch.setattr(measured_choices.StepTimes, "time", fail)
     pipeline.step(pipeline.init(jax.random.key(0), ELEMENT), [ELEMENT] * 8)
@@ -505,7 +505,7 @@ def test_where_measuring_fails_the_estimate_decides(monkeypatch):
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """The directory of choices; nothing is known of earlier tests."""
-    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices, "_plans", {})
     monkeypatch.setattr(measured_choices, "find_directory", lambda: tmp_path)
     return tmp_path
 
@@ -539,7 +539,7 @@ def test_steps_on_zeros_leave_no_trace(kept, options):
 def test_later_processes_choose_the_same_without_timing(kept, monkeypatch):
     plan = train()[0]
     assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices, "_plans", {})
     monkeypatch.setattr(measured_choices.StepTimes, "time", lambda *_arguments: pytest.fail("timed again"))
     assert train()[0] == plan
 
@@ -550,7 +550,7 @@ def test_a_file_without_a_usable_plan_is_replaced(kept, monkeypatch, text):
     (path,) = kept.iterdir()
     written = path.read_text()
     path.write_text(text)
-    monkeypatch.setattr(measured_choices, "_known", {})
+    monkeypatch.setattr(measured_choices, "_plans", {})
     monkeypatch.setattr(
         measured_choices, "choose_dispatch_plan", lambda *given: given[2].time([2]) and plan
     )

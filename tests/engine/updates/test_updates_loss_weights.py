@@ -177,7 +177,7 @@ def test_another_thread_steps_the_pipeline_while_a_state_is_placed():
     expected = pipeline.place(state).variables
 
     def step_once(frame, event, _argument):  # where a thread may give way to another one
-        if event == "return" and frame.f_code.co_filename.endswith("between_steps.py"):
+        if event == "return" and frame.f_code.co_filename.endswith("pipeline_states.py"):
             sys.setprofile(None)
             pipeline.step(other, given[:COUNT])
 
