@@ -194,13 +194,13 @@ def _auto_name(name: str | None) -> str | None:
     return name
 
 
-def _check_ids(what: str, user_id: Any, ipu_id: Any) -> tuple[str | None, int | None]:
+def _check_ids(caller: str, user_id: Any, ipu_id: Any) -> tuple[str | None, int | None]:
     if is_int(user_id):
         user_id = str(user_id)
     if user_id is not None and not isinstance(user_id, str):
-        raise TypeError(f"{what}: user_id must be a string, an integer or None; got {user_id!r}.")
+        raise TypeError(f"{caller}: user_id must be a string, an integer or None; got {user_id!r}.")
     if ipu_id is not None and not is_int(ipu_id):
-        raise TypeError(f"{what}: ipu_id must be an integer or None; got {ipu_id!r}.")
+        raise TypeError(f"{caller}: ipu_id must be an integer or None; got {ipu_id!r}.")
     if ipu_id is not None and ipu_id < 0:
-        raise ValueError(f"{what}: ipu_id must be at least 0; got {ipu_id}.")
+        raise ValueError(f"{caller}: ipu_id must be at least 0; got {ipu_id}.")
     return user_id, ipu_id

@@ -39,23 +39,23 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 def to_numpy(tensor: torch.Tensor, name: str = "a tensor") -> np.ndarray[Any, Any]:
     """Converts a tensor to an array of JAX's dtype, which shares the tensor's memory if it can."""
-    wanted = jax_dtype(tensor.dtype)
+    dtype = jax_dtype(tensor.dtype)
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array = tensor.resolve_conj().resolve_neg().numpy()
-    if array.dtype == wanted:
+    if array.dtype == dtype:
         return array
     if array.dtype.kind == "i" and array.size:
-        limits = np.iinfo(wanted)
+        limits = np.iinfo(dtype)
         low, high = array.min(), array.max()
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{name} has integers from {low} to {high}, which do not fit {wanted.name}, in which JAX "
+                f"{name} has integers from {low} to {high}, which do not fit {dtype.name}, in which JAX "
                 "computes 64-bit integers. Set the environment variable JAX_ENABLE_X64=1 to compute in 64 "
                 "bits."
             )
-    return array.astype(wanted)
+    return array.astype(dtype)
 
 
 def to_torch(array: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

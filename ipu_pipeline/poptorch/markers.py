@@ -37,9 +37,9 @@ def capturing() -> Iterator[Capturing]:
     torch.compiler.assume_constant_result(is_captured)
     token = _capturing.set(Capturing())
     try:
-        made = _capturing.get()
-        assert made is not None
-        yield made
+        capture = _capturing.get()
+        assert capture is not None
+        yield capture
     finally:
         _capturing.reset(token)
 
@@ -144,8 +144,8 @@ def copy_opaquely(value: torch.Tensor) -> torch.Tensor:
 
 def keep_for_backward(value: torch.Tensor) -> torch.Tensor:
     """Marks a value that is kept where others are recomputed."""
-    kept: torch.Tensor = _OPERATIONS.recomputation_checkpoint(value)
-    return kept
+    marked: torch.Tensor = _OPERATIONS.recomputation_checkpoint(value)
+    return marked
 
 
 def keep_operation() -> torch._ops.OpOverload:

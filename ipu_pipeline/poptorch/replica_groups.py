@@ -102,14 +102,14 @@ class GroupRows:
         """Returns the rows of the groups."""
         if not self.has_all:
             return value
-        found = value[[self.group_of.index(group) for group in range(self.num_groups)]]
-        if not np.array_equal(found[list(self.group_of)], value, equal_nan=value.dtype.kind in "fV"):
+        rows = value[[self.group_of.index(group) for group in range(self.num_groups)]]
+        if not np.array_equal(rows[list(self.group_of)], value, equal_nan=value.dtype.kind in "fV"):
             raise Error(
                 f"Parameter {name} must have the same values in the rows of replicas that are in one "
                 f"group; the groups of the replicas are {list(self.group_of)}."
             )
-        return found
+        return rows
 
     def to_host(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """As the host has it."""
+        """Returns the rows as the host has them."""
         return value[list(self.group_of)] if self.has_all else value

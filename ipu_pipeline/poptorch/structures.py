@@ -84,14 +84,14 @@ class Structure:
             return []
         if not self.children:
             return [(name, self.constant)]
-        return [found for part, child in self.children for found in child.name_constants(name + part)]
+        return [constant for part, child in self.children for constant in child.name_constants(name + part)]
 
     def unflatten(self, tensors: Iterable[Any]) -> Any:
         """Rebuilds the value with other tensors, or with what stands for them."""
-        left = iter(tensors)
+        iterator = iter(tensors)
         if self.rebuild is None:
-            return next(left)
-        return self.rebuild([child.unflatten(left) for _name, child in self.children])
+            return next(iterator)
+        return self.rebuild([child.unflatten(iterator) for _name, child in self.children])
 
     def name_tensors(self, name: str) -> list[str]:
         """Returns the paths of the tensors, in their order, in a value called `name`."""
@@ -114,25 +114,30 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
 
 
 def in_order_of(
-    expected: Structure, given: Structure, tensors: list[torch.Tensor]
+    expected: Structure, actual: Structure, tensors: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Structure]:
     """Reorders the dicts of a flattened value like those of `expected` that have the same keys."""
-    if given.is_tensor or not given.children:
-        return tensors, given
-    left = iter(tensors)
+    if actual.is_tensor or not actual.children:
+        return tensors, actual
+    iterator = iter(tensors)
     parts = {
-        name: (child, list(itertools.islice(left, child.num_tensors))) for name, child in given.children
+        name: (child, list(itertools.islice(iterator, child.num_tensors)))
+        for name, child in actual.children
     }
-    known = dict(expected.children)
-    is_dict = issubclass(given.type, dict) and given.type is expected.type and known.keys() == parts.keys()
+    expected_children = dict(expected.children)
+    is_dict = (
+        issubclass(actual.type, dict)
+        and actual.type is expected.type
+        and expected_children.keys() == parts.keys()
+    )
     ordered, children = [], []
-    for label in known if is_dict else parts:
-        child, own = parts[label]
-        found, structure = in_order_of(known.get(label, child), child, own)
-        ordered += found
+    for label in expected_children if is_dict else parts:
+        child, part_tensors = parts[label]
+        ordered_part, structure = in_order_of(expected_children.get(label, child), child, part_tensors)
+        ordered += ordered_part
         children.append((label, structure))
-    rebuild = expected.rebuild if is_dict else given.rebuild
-    return ordered, dataclasses.replace(given, children=tuple(children), rebuild=rebuild)
+    rebuild = expected.rebuild if is_dict else actual.rebuild
+    return ordered, dataclasses.replace(actual, children=tuple(children), rebuild=rebuild)
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
@@ -142,15 +147,15 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
     kind = type(value)
     parser = next((_parsers[base] for base in kind.__mro__ if base in _parsers), None)
     if parser is not None:
-        found = list(parser.yieldTensors(value))
-        tensors += found
-        names = tuple((f"<{number}>", _TENSOR) for number in range(len(found)))
-        made = parser
+        parser_tensors = list(parser.yieldTensors(value))
+        tensors += parser_tensors
+        names = tuple((f"<{number}>", _TENSOR) for number in range(len(parser_tensors)))
+        chosen_parser = parser
 
         def reconstruct(parts: list[Any]) -> Any:
-            return made.reconstruct(value, iter(parts))
+            return chosen_parser.reconstruct(value, iter(parts))
 
-        return Structure(kind, names, reconstruct, len(found), _plain_attributes(value))
+        return Structure(kind, names, reconstruct, len(parser_tensors), _plain_attributes(value))
     if isinstance(value, (tuple, list)):
         make = _list_maker(value) if isinstance(value, list) else _tuple_maker(value)
         names_of = getattr(kind, "_fields", None)
@@ -171,8 +176,8 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
         return value
 
     # Later values are compared with it, and the user may change it until then.
-    kept = copy.copy(value) if isinstance(value, (set, bytearray, np.ndarray)) else value
-    return Structure(kind, (), same, 0, kept)
+    constant = copy.copy(value) if isinstance(value, (set, bytearray, np.ndarray)) else value
+    return Structure(kind, (), same, 0, constant)
 
 
 def _plain_attributes(value: Any) -> dict[str, Any]:
@@ -196,9 +201,9 @@ def _list_maker(value: list[Any]) -> Callable[[list[Any]], Any]:
         return list
 
     def make(parts: list[Any]) -> Any:
-        made = copy.copy(value)
-        made[:] = parts
-        return made
+        result = copy.copy(value)
+        result[:] = parts
+        return result
 
     return make
 
@@ -212,10 +217,10 @@ def _tuple_maker(value: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
         return kind
 
     def make_without_its_constructor(parts: list[Any]) -> Any:
-        made = tuple.__new__(kind, parts)
+        result = tuple.__new__(kind, parts)
         if attributes := getattr(value, "__dict__", None):
-            vars(made).update(attributes)
-        return made
+            vars(result).update(attributes)
+        return result
 
     return make_without_its_constructor
 
@@ -232,47 +237,49 @@ def _dict_maker(value: dict[Any, Any], keys: Sequence[Any]) -> Callable[[list[An
     }
 
     def make(parts: list[Any]) -> Any:
-        made = copy.copy(empty)
+        result = copy.copy(empty)
         if attributes:
-            vars(made).update(attributes)
+            vars(result).update(attributes)
         for key, part in zip(keys, parts, strict=True):
-            made[key] = part
-        return made
+            result[key] = part
+        return result
 
     return make
 
 
 def _field_setter(value: Any, fields: Sequence[str]) -> Callable[[list[Any]], Any]:
     def make(parts: list[Any]) -> Any:
-        made = copy.copy(value)
+        result = copy.copy(value)
         for name, part in zip(fields, parts, strict=True):
-            object.__setattr__(made, name, part)  # data classes may be frozen
-        return made
+            object.__setattr__(result, name, part)  # data classes may be frozen
+        return result
 
     return make
 
 
-def compare(expected: Structure, given: Structure, name: str) -> str | None:
+def compare(expected: Structure, actual: Structure, name: str) -> str | None:
     """Describes the difference between two structures; None if there is none."""
-    if expected.is_tensor and given.is_tensor:
+    if expected.is_tensor and actual.is_tensor:
         return None
-    if expected.type is not given.type:
-        return f"Type mismatch for {name}: expected {expected.type} but got {given.type}"
-    if not expected.children and not given.children:
-        if _are_equal(expected.constant, given.constant):
+    if expected.type is not actual.type:
+        return f"Type mismatch for {name}: expected {expected.type} but got {actual.type}"
+    if not expected.children and not actual.children:
+        if _are_equal(expected.constant, actual.constant):
             return None
-        return f"Value mismatch for {name}: expected {expected.constant!r} but got {given.constant!r}"
+        return f"Value mismatch for {name}: expected {expected.constant!r} but got {actual.constant!r}"
     if isinstance(expected.constant, dict):
         for attribute, value in expected.constant.items():
-            other_value = given.constant.get(attribute)
+            other_value = actual.constant.get(attribute)
             if not _are_equal(value, other_value):
                 return f"Value mismatch for {name}.{attribute}: expected {value!r} but got {other_value!r}"
-    labels, given_labels = ([label for label, _child in made.children] for made in (expected, given))
-    if issubclass(expected.type, dict) and labels != given_labels:
-        return f"Keys mismatch for {name}: expected {labels} but got {given_labels}"
-    if len(labels) != len(given_labels):
-        return f"Type mismatch for {name}: expected {len(labels)} elements but got {len(given_labels)}"
-    for (label, child), (_label, other) in zip(expected.children, given.children, strict=True):
+    labels, actual_labels = (
+        [label for label, _child in structure.children] for structure in (expected, actual)
+    )
+    if issubclass(expected.type, dict) and labels != actual_labels:
+        return f"Keys mismatch for {name}: expected {labels} but got {actual_labels}"
+    if len(labels) != len(actual_labels):
+        return f"Type mismatch for {name}: expected {len(labels)} elements but got {len(actual_labels)}"
+    for (label, child), (_label, other) in zip(expected.children, actual.children, strict=True):
         if difference := compare(child, other, name + label):
             return difference
     return None
@@ -280,20 +287,20 @@ def compare(expected: Structure, given: Structure, name: str) -> str | None:
 
 def _has_tensors(value: Any) -> bool:
     """Whether an object that is not taken apart has tensors, in its attributes or inside these."""
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        part = left.pop()
+    visited_ids: set[int] = set()
+    stack = [value]
+    while stack:
+        part = stack.pop()
         if isinstance(part, torch.Tensor):
             return True
-        if id(part) in seen or isinstance(part, (type, types.ModuleType, torch.nn.Module)):
+        if id(part) in visited_ids or isinstance(part, (type, types.ModuleType, torch.nn.Module)):
             continue
-        seen.add(id(part))
+        visited_ids.add(id(part))
         if isinstance(part, (list, tuple, set, frozenset)):
-            left += part
+            stack += part
         elif isinstance(part, dict):
-            left += part.values()
-        left += getattr(part, "__dict__", {}).values()
+            stack += part.values()
+        stack += getattr(part, "__dict__", {}).values()
     return False
 
 

@@ -22,7 +22,7 @@ _lock = threading.RLock()  # models may have modules in common
 _numbers = itertools.count(1)
 _current: contextvars.ContextVar[int] = contextvars.ContextVar(
     "view", default=0
-)  # a thread begins with none
+)  # a thread has none at first
 
 
 def _is_current(number: int) -> bool:
@@ -62,23 +62,23 @@ for _name in vars(dict).keys() - vars(_Views).keys() - {"__new__", "__getattribu
 
 @contextlib.contextmanager
 def changed_for_this_thread_alone(model: torch.nn.Module) -> Iterator[None]:
-    """Hides what this thread registers or replaces in a model's modules in the `with` block from others.
+    """Hides from other threads what this thread registers or replaces in a model's modules inside `with`.
 
     What other threads register stays. Other attributes, such as `training`, are the same for all threads.
     Only one thread at a time may be in such a block.
     """
-    torch.compiler.assume_constant_result(_is_current)
+    torch.compiler.assume_constant_result(_is_current)  # for Dynamo, which traces branches and bodies
     with _lock:
-        kept = [(vars(module), kind) for module in model.modules() for kind in _KINDS]
-        before = [attributes[kind] for attributes, kind in kept]
+        dictionaries = [(vars(module), kind) for module in model.modules() for kind in _KINDS]
+        before = [attributes[kind] for attributes, kind in dictionaries]
         token = _current.set(_current.get() or next(_numbers))
         try:
-            for attributes, kind in kept:
+            for attributes, kind in dictionaries:
                 attributes[kind] = _Views(attributes[kind])
             yield
         finally:
             with interrupts.deferred():
-                for (attributes, kind), values in zip(kept, before, strict=True):
+                for (attributes, kind), values in zip(dictionaries, before, strict=True):
                     attributes[kind] = values
                 _current.reset(token)
 

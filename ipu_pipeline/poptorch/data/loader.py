@@ -221,13 +221,13 @@ def _check_worker_size(worker_size: int | None, combined: int | None) -> int:
 
 
 def _check_async_options(async_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(async_options or {})
-    unknown = sorted(set(given) - set(_ASYNC_OPTIONS))
+    options = dict(async_options or {})
+    unknown = sorted(set(options) - set(_ASYNC_OPTIONS))
     if unknown:
         raise TypeError(
             f"DataLoader: async_options are {', '.join(_ASYNC_OPTIONS)}; got {', '.join(unknown)}."
         )
-    return given
+    return options
 
 
 def _warn_if_empty(dataset: Any, combined: int | None, arguments: Mapping[str, Any]) -> None:
@@ -271,12 +271,12 @@ class _CombiningSampler(torch.utils.data.Sampler[list[int]]):
 
     def __len__(self) -> int:
         batches: Any = self._batches
-        whole, rest = divmod(len(batches), self._number)
-        return whole + (rest > 0 and not self._drop_last)
+        num_full, num_left_over = divmod(len(batches), self._number)
+        return num_full + (num_left_over > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        left = iter(self._batches)
-        while batches := list(itertools.islice(left, self._number)):
+        micro_batches = iter(self._batches)
+        while batches := list(itertools.islice(micro_batches, self._number)):
             if len(batches) == self._number or not self._drop_last:
                 yield list(itertools.chain.from_iterable(batches))
 

@@ -40,8 +40,6 @@ from ipu_pipeline.poptorch.data.worker import (
 from ipu_pipeline.poptorch.enums import DataLoaderMode, SharingStrategy
 from ipu_pipeline.poptorch.errors import Error
 
-# The user's side of the process that loads data: starts it, asks for data, and always ends it.
-
 _STOP_SECONDS = 2.0  # for what it is loading
 _TERMINATE_SECONDS = 5.0  # for the processes that it has started itself
 _GUARD = (
@@ -229,19 +227,19 @@ def _start(
     if method == "forkserver":
         _import_in_server(context)
     packed = Packed(dataset, on_disk=strategy == SharingStrategy.FileSystem)
-    here, there = context.Pipe()
+    our_end, its_end = context.Pipe()
     try:
-        arguments = (there, here if method == "fork" else None, packed, loading)
+        arguments = (its_end, our_end if method == "fork" else None, packed, loading)
         # A daemon could not have workers of torch.
         process = context.Process(target=worker.serve, args=arguments, name="poptorch-data", daemon=False)
         process.start()
     except BaseException:
-        here.close()
+        our_end.close()
         raise
     finally:
-        there.close()
+        its_end.close()
         packed.close()
-    return here, process
+    return our_end, process
 
 
 def _import_in_server(context: Any) -> None:
@@ -262,8 +260,6 @@ def _raise(failure: Failed) -> None:
     error.add_note(f"Raised in the process that loads the data:\n{failure.text}")
     raise error
 
-
-# Loading of data in another process, while this one uses earlier data.
 
 _MISS_SLEEP_TIME = 0.1
 
@@ -373,8 +369,8 @@ class AsynchronousDataAccessor:
                 "DataLoader of a known length and batch size; the data set is a "
                 f"{type(self._dataset).__name__}."
             )
-        whole, rest = divmod(num_rows, self._loading.rebatched_size)
-        return whole + (rest > 0 and not self._loading.drop_last)
+        num_full, num_left_over = divmod(num_rows, self._loading.rebatched_size)
+        return num_full + (num_left_over > 0 and not self._loading.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         if self._process.has_ended:

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Memory that processes share. It has no name in any file system, so nothing can be left behind.
-
 
 def allocate(num_bytes: int, on_disk: bool = False) -> int:
     """Makes memory. Returns its file descriptor, which the caller must close."""
@@ -40,8 +38,6 @@ def map_bytes(descriptor: int, num_bytes: int) -> torch.Tensor:
     """Maps a file descriptor's memory to a 1-D tensor of bytes. The descriptor may then be closed."""
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
-
-# Takes values apart for shared memory: into a pickle, and the contents of tensors and arrays.
 
 _ALIGNMENT = 64
 _PROTOCOL = 5  # the first with buffers beside the pickle
@@ -83,7 +79,7 @@ class Parcel:
 
 
 class _Pickler(ForkingPickler):
-    """Takes apart; see `take_apart`."""
+    """The pickler of `take_apart`."""
 
     def __init__(self, stream: io.BytesIO, parcel: Parcel, whole_storages: bool) -> None:
         super().__init__(stream, _PROTOCOL, True, self._keep_buffer)
@@ -122,8 +118,8 @@ class _Pickler(ForkingPickler):
         storage = tensor.untyped_storage()
         key = (storage.data_ptr(), storage.nbytes())
         if key not in self._offsets:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._offsets[key] = self._parcel.add(whole)
+            content = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._offsets[key] = self._parcel.add(content)
         offset = self._offsets[key] + int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         num_bytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
@@ -131,7 +127,7 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts together; see `put_together`."""
+    """The unpickler of `put_together`."""
 
     def __init__(self, pickled: bytes, buffers: list[Any], memory: torch.Tensor, copied: bool) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
@@ -166,9 +162,6 @@ def put_together(
     views = [memory[offset : offset + num_bytes].numpy() for offset, num_bytes in buffers]
     views = [view.copy() for view in views] if copied else views
     return _Unpickler(pickled, views, memory, copied).load()
-
-
-# A data set on its way to the process that loads it.
 
 
 class Packed:

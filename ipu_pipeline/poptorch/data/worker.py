@@ -28,8 +28,6 @@ import torch
 
 from ipu_pipeline.poptorch.data.shared_memory import Packed, allocate, map_bytes, take_apart
 
-# Lets another process continue this one's random numbers, so that seeds have an effect there.
-
 
 class Randomness(NamedTuple):
     """The states of the generators of Python, NumPy and torch.
@@ -45,9 +43,9 @@ class Randomness(NamedTuple):
     def take(cls) -> Randomness:
         """Returns this process's states, and advances torch's generator, so that the next call differs."""
         of_torch = torch.get_rng_state().numpy().tobytes()
-        taken = cls(random.getstate(), np.random.get_state(), of_torch)  # noqa: NPY002
+        states = cls(random.getstate(), np.random.get_state(), of_torch)  # noqa: NPY002
         torch.empty((), dtype=torch.int64).random_()
-        return taken
+        return states
 
     def use(self) -> None:
         """Sets this process's generators to the states."""
@@ -56,9 +54,7 @@ class Randomness(NamedTuple):
         torch.set_rng_state(torch.frombuffer(bytearray(self.of_torch), dtype=torch.uint8))
 
 
-# The messages between the process that loads data and the one that uses them.
-#
-# Slots are pieces of shared memory, numbered from 0. The iterations over the data are counted from 1.
+# Messages.
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Renewed(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """From the loader: a batch is in a slot; see `parcels` for the rest."""
+    """From the loader: a batch is in a slot; see `shared_memory` for the rest."""
 
     iteration: int
     slot: int
@@ -124,24 +120,24 @@ class Failed(NamedTuple):
     text: str  # its traceback
 
 
-# Joins and cuts batches into batches of another number of rows.
+# Rebatching.
 
 
 def rebatch(batches: Iterable[Any], num_rows: int, drop_last: bool) -> Iterator[Any]:
     """Yields the rows of some batches in their order, `num_rows` at a time."""
-    kept: list[Any] = []
+    parts: list[Any] = []
     missing = num_rows
     for batch in batches:
         end, start = _count_rows(batch), 0
         while end - start >= missing:
-            yield _join([*kept, _cut(batch, start, start + missing, end)])
+            yield _join([*parts, _cut(batch, start, start + missing, end)])
             start += missing
-            kept, missing = [], num_rows
+            parts, missing = [], num_rows
         if start < end:
-            kept.append(_cut(batch, start, end, end))
+            parts.append(_cut(batch, start, end, end))
             missing -= end - start
-    if kept and not drop_last:
-        yield _join(kept)
+    if parts and not drop_last:
+        yield _join(parts)
 
 
 def _arrays_of(value: Any) -> Iterator[Any]:
@@ -213,7 +209,7 @@ def _join_parts(values: Sequence[Any], num_rows: Sequence[int]) -> Any:
     return first
 
 
-# The main function of the process that loads data. It needs torch and the data set, never JAX.
+# The process.
 
 
 def serve(connection: Connection, unneeded: Connection | None, packed: Packed, loading: Loading) -> None:

@@ -25,7 +25,7 @@ from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.structures import Structure, compare, flatten, in_order_of
 
-# Binds a call's arguments to forward's parameters, checks them, and cuts them into micro-batches.
+# Arguments: bound to forward's parameters, checked, and cut into micro-batches.
 
 # Added where arguments differ from those that a file's model was captured for.
 OF_FILE = " The file has a model that was captured for such inputs only: export the model again, for these."
@@ -97,19 +97,21 @@ class Signature:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Structure | None = None
     ) -> Arguments:
         """Takes a call's arguments apart."""
-        known = self._signature.parameters
+        parameters = self._signature.parameters
         assert self._takes_more or len(args) <= len(self._positional), (
             f"Too many arguments provided: expected {self._positional} but got {len(args)}."
         )
-        given = [*self._positional[: len(args)], *kwargs]
+        names = [*self._positional[: len(args)], *kwargs]
         for name in kwargs:
-            is_known = name in known or self._takes_any_name
-            assert is_known, f"{name} is not a valid parameter. The model's forward takes {[*known]}."
-            assert given.count(name) == 1, f"Parameter {name} was passed more than once."
+            is_known = name in parameters or self._takes_any_name
+            assert is_known, f"{name} is not a valid parameter. The model's forward takes {[*parameters]}."
+            assert names.count(name) == 1, f"Parameter {name} was passed more than once."
         for name in self._mandatory:
-            if name not in given:
-                raise Error(f"Mandatory parameter {name} missing. The model's forward takes {[*known]}.")
-        order = {name: place for place, name in enumerate(known)}
+            if name not in names:
+                raise Error(
+                    f"Mandatory parameter {name} missing. The model's forward takes {[*parameters]}."
+                )
+        order = {name: place for place, name in enumerate(parameters)}
         by_name = dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
         tensors, structure = flatten((tuple(args), by_name))
         if first is not None:
@@ -123,7 +125,7 @@ class Signature:
 
     def name_tensors(self, structure: Structure) -> list[str]:
         """Returns the names of a call's tensors in errors."""
-        (_zero, positional), (_one, named) = structure.children
+        (_label, positional), (_label, named) = structure.children
         names = []
         for number, (_label, child) in enumerate(positional.children):
             is_known = number < len(self._positional)
@@ -133,26 +135,26 @@ class Signature:
             names += child.name_tensors(label[2:-2])  # the name in "['name']"
         return names
 
-    def compare(self, expected: Structure, given: Structure) -> str | None:
+    def compare(self, expected: Structure, actual: Structure) -> str | None:
         """Describes the difference between two calls' arguments, besides tensors; None if there is none."""
-        (_zero, first), (_one, first_named) = expected.children
-        (_zero, second), (_one, second_named) = given.children
+        (_label, first), (_label, first_named) = expected.children
+        (_label, second), (_label, second_named) = actual.children
         if len(first.children) != len(second.children):
             return (
                 f"Number of positional arguments mismatch: expected {len(first.children)} but got "
                 f"{len(second.children)}"
             )
-        for number, ((_label, child), (_other, other)) in enumerate(
+        for number, ((_label, child), (_label, other)) in enumerate(
             zip(first.children, second.children, strict=True)
         ):
             is_known = number < len(self._positional)
             name = self._positional[number] if is_known else f"args[{number - len(self._positional)}]"
             if difference := compare(child, other, name):
                 return difference
-        keys, given_keys = ([label[2:-2] for label, _c in s.children] for s in (first_named, second_named))
-        if keys != given_keys:
-            return f"Keys mismatch: expected {keys} but got {given_keys}"
-        for key, (_label, child), (_other, other) in zip(
+        keys, actual_keys = ([label[2:-2] for label, _c in s.children] for s in (first_named, second_named))
+        if keys != actual_keys:
+            return f"Keys mismatch: expected {keys} but got {actual_keys}"
+        for key, (_label, child), (_label, other) in zip(
             keys, first_named.children, second_named.children, strict=True
         ):
             if difference := compare(child, other, key):
@@ -160,12 +162,14 @@ class Signature:
         return None
 
 
-def check_like_first(signature: Signature, first: Arguments, given: Arguments, mend: str = _MEND) -> None:
+def check_like_first(
+    signature: Signature, first: Arguments, arguments: Arguments, mend: str = _MEND
+) -> None:
     """Checks the arguments of a call, besides shapes, against those that the model was compiled for."""
-    difference = signature.compare(first.structure, given.structure)
+    difference = signature.compare(first.structure, arguments.structure)
     if difference is not None:
         raise Error(f"{difference}.{mend}")
-    for name, old, new in zip(given.names, first.tensors, given.tensors, strict=True):
+    for name, old, new in zip(arguments.names, first.tensors, arguments.tensors, strict=True):
         if new.dtype != old.dtype:
             raise Error(f"Data type mismatch for {name}: expected {old.dtype} but got {new.dtype}.{mend}")
 
@@ -181,9 +185,9 @@ def describe_shapes(names: Sequence[str], shapes: Sequence[torch.Size]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in named) or "no tensors"
 
 
-def check_shapes(given: Arguments, expected: Sequence[torch.Size], mend: str = _MEND_SHAPES) -> None:
+def check_shapes(arguments: Arguments, expected: Sequence[torch.Size], mend: str = _MEND_SHAPES) -> None:
     """Checks the shapes of a call's tensors against those that the model was compiled for."""
-    for name, shape, tensor in zip(given.names, expected, given.tensors, strict=True):
+    for name, shape, tensor in zip(arguments.names, expected, arguments.tensors, strict=True):
         if tensor.shape != shape:
             raise Error(f"Shape mismatch for {name}: expected {shape} but got {tensor.shape}.{mend}")
 
@@ -250,12 +254,12 @@ def split(arguments: Arguments, batching: Batching) -> tuple[list[Any], int]:
         arrays.append(
             array[None] if number == 1 else array.reshape(number, len(array) // number, *array.shape[1:])
         )
-    found = [
+    micro_batches = [
         tuple(array[index * batching.num_groups + group] for array in arrays)
         for index in range(batching.num_rounds)
         for group in batching.input_groups
     ]
-    return found, len(found)
+    return micro_batches, len(micro_batches)
 
 
 def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Tensor]:
@@ -280,7 +284,7 @@ def first_micro_batch(arguments: Arguments, batching: Batching) -> list[torch.Te
         return [tensor[: len(tensor) // number].contiguous() for tensor in tensors]
 
 
-# Makes a call's results from its micro-batches' outputs: joined, summed, or only some of them.
+# Results.
 
 
 def join_outputs(
@@ -327,8 +331,8 @@ def write_inputs(
     for place, number in enumerate(numbers, first):
         tensor = arguments.tensors[number]
         (value,) = join_outputs(collected, [tensor.dtype], OutputMode.All, 1, place, has_replicas)
-        one = [len(tensor) // batching.num_micro_batches, *tensor.shape[1:]] if tensor.dim() else []
-        rows = value.reshape(batching.num_rounds, len(batching.input_groups), *one)
+        shape = [len(tensor) // batching.num_micro_batches, *tensor.shape[1:]] if tensor.dim() else []
+        rows = value.reshape(batching.num_rounds, len(batching.input_groups), *shape)
         written = rows[:, replicas].reshape(tensor.shape)
         if jax_dtype(tensor.dtype).itemsize < tensor.dtype.itemsize:
             # What forward does not change is not rounded.
@@ -350,8 +354,8 @@ def _join_first_axes(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Joins the first two axes. Scalars have only the first one."""
     if value.ndim < 2:
         return value
-    first, second, *others = value.shape
-    return value.reshape(first * second, *others)  # not -1, which fails without elements
+    first, second, *inner = value.shape
+    return value.reshape(first * second, *inner)  # not -1, which fails without elements
 
 
 class _NoBackward:
@@ -374,16 +378,13 @@ class _NoBackward:
 _NO_BACKWARD = _NoBackward()
 
 
-# The values within a model that `Options.anchorTensor` asks for.
-
-
 class AnchoredValues:
     """The anchored values of the last call, by the short names of the options."""
 
     def __init__(self, options: Options) -> None:
         """Starts without values."""
         self._options = options
-        self._kept: dict[str, torch.Tensor] = {}
+        self._values: dict[str, torch.Tensor] = {}
 
     def keep(
         self, collected: list[Collected], dtypes: Sequence[torch.dtype], first: int, mode: OutputMode
@@ -393,18 +394,18 @@ class AnchoredValues:
         shorts = sorted(anchored, key=lambda short: is_gradient(anchored[short].long_name))
         for place, short in enumerate(shorts, first):
             anchor = anchored[short]
-            wanted = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
-            is_own = wanted is anchor.output_mode
-            period = anchor.output_return_period if is_own else self._options.output_return_period
+            anchor_mode = mode if anchor.output_mode in (None, OutputMode.Default) else anchor.output_mode
+            has_own_mode = anchor_mode is anchor.output_mode
+            period = anchor.output_return_period if has_own_mode else self._options.output_return_period
             has_replicas = self._options.replication_factor > 1
             (value,) = join_outputs(
-                collected, dtypes[place : place + 1], wanted, period, place, has_replicas
+                collected, dtypes[place : place + 1], anchor_mode, period, place, has_replicas
             )
-            self._kept[short] = value
+            self._values[short] = value
 
     def find(self, short_name: str) -> torch.Tensor:
         """Returns a value of the last call; see `PoplarExecutor.getAnchoredTensor`."""
-        known = list(self._options.anchored_tensors)
-        assert short_name in known, f"No tensor is anchored as {short_name!r}. There are: {known}."
-        assert short_name in self._kept, "Run the model before asking for an anchored tensor."
-        return self._kept[short_name]
+        names = list(self._options.anchored_tensors)
+        assert short_name in names, f"No tensor is anchored as {short_name!r}. There are: {names}."
+        assert short_name in self._values, "Run the model before asking for an anchored tensor."
+        return self._values[short_name]

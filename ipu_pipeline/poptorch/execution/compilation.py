@@ -72,7 +72,7 @@ def check_groupings(
 ) -> dict[int, GroupRows]:
     """Checks groupings of a model's parameters. Returns the rows of each, by the parameter's id."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[int, tuple[str, ReplicaGrouping]] = {}
+    grouping_of: dict[int, tuple[str, ReplicaGrouping]] = {}
     for name, values in groupings.items():
         if name not in parameters:
             raise Error(
@@ -80,23 +80,23 @@ def check_groupings(
                 f"{', '.join(parameters) or 'none'}."
             )
         grouping = ReplicaGrouping.check(f"replicaGrouping of {name}", values, num_replicas)
-        other, known = found.setdefault(id(parameters[name]), (name, grouping))
-        if known != grouping:
+        first_name, first_grouping = grouping_of.setdefault(id(parameters[name]), (name, grouping))
+        if first_grouping != grouping:
             raise Error(
-                f"{other} and {name} are one parameter, and have different groupings: {known} and "
-                f"{grouping}."
+                f"{first_name} and {name} are one parameter, and have different groupings: "
+                f"{first_grouping} and {grouping}."
             )
-    made: dict[int, GroupRows] = {}
-    for key, (name, grouping) in found.items():
+    rows_of: dict[int, GroupRows] = {}
+    for key, (name, grouping) in grouping_of.items():
         rows = grouping.rows(num_replicas)
         if rows is not None:
             rows.check(name, tuple(parameters[name].shape))
-            made[key] = rows
-    return made
+            rows_of[key] = rows
+    return rows_of
 
 
 @contextlib.contextmanager
-def one_row_each(
+def showing_first_rows(
     model: torch.nn.Module, rows: Mapping[int, GroupRows]
 ) -> Iterator[Callable[[Captured], Captured]]:
     """Shows the model's forward only the first row of parameters with rows, inside this `with` block.
@@ -104,7 +104,7 @@ def one_row_each(
     Yields:
       A function that puts the parameters themselves back into a model captured in the block.
     """
-    shown: dict[int, torch.nn.Parameter] = {}
+    first_rows: dict[int, torch.nn.Parameter] = {}
     originals: dict[int, torch.Tensor] = {}
 
     def restored(captured: Captured) -> Captured:
@@ -113,19 +113,19 @@ def one_row_each(
 
     with changed_for_this_thread_alone(model):
         for module in model.modules():
-            held: dict[str, Any] = vars(module)["_parameters"]
-            for name, parameter in list(held.items()):
+            parameters: dict[str, Any] = vars(module)["_parameters"]
+            for name, parameter in list(parameters.items()):
                 if id(parameter) not in rows:
                     continue
-                if id(parameter) not in shown:
+                if id(parameter) not in first_rows:
                     with torch.inference_mode(False):
                         row = torch.nn.Parameter(parameter.detach()[0].clone(), parameter.requires_grad)
-                    shown[id(parameter)], originals[id(row)] = row, parameter
-                held[name] = shown[id(parameter)]
+                    first_rows[id(parameter)], originals[id(row)] = row, parameter
+                parameters[name] = first_rows[id(parameter)]
         yield restored
 
 
-# Compiles a model: captures it, cuts it into stages, and makes a pipeline of the engine.
+# Compiling.
 
 # Schedules with which stages that follow each other on one IPU are one, as in PopTorch.
 _JOINING = ("grouped", "interleaved", "sequential")
@@ -171,7 +171,7 @@ def compile_model(
     checks = options.Precision.floating_point_exceptions
     compiled = CompiledModel(wrapped.model, program, devices, key, checks, Processes.of(options))
     progress.done("trace")
-    _tell_of_sections(program.stages)
+    _log_sections(program.stages)
     return compiled, training
 
 
@@ -184,7 +184,11 @@ def compile_shapes(
     progress: CompileProgress,
     groupings: Mapping[str, Any],
 ) -> None:
-    """Compiles a model for arguments of other shapes, too, with a program that uses the same state."""
+    """Compiles a model for arguments of other shapes, too, with a program that uses the same state.
+
+    It is captured anew. One program of dynamic shapes would need them in every lowering and in the engine's
+    plans, and what forward does with a length (positions, masks) would have to be right for all.
+    """
 
     def go_on(_stages: ModelStages) -> ModelOptimizer:
         assert training is not None
@@ -194,7 +198,7 @@ def compile_shapes(
     program, _training = _make_program(wrapped, arguments, go_on, progress, groupings)
     progress.done("trace")
     compiled.add(program, num_compiled(wrapped))
-    _tell_of_sections(program.stages)
+    _log_sections(program.stages)
 
 
 def num_compiled(wrapped: Wrapped) -> int:
@@ -220,17 +224,19 @@ def _make_program(
     groupings: Mapping[str, Any],
     graph: SavedGraph | None = None,
 ) -> tuple[Program, ModelOptimizer | None]:
-    """Makes an untraced program, and the optimizer that trains it. Arguments and errors are as above."""
+    """Makes an untraced program, and the optimizer that trains it."""
     options, trains = wrapped.options, wrapped.trains
     num_replicas = options.replication_factor * Processes.of(options).count
     batching = batching_of(options)
     tensors = first_micro_batch(arguments, batching)
-    if made := [name for name, p in wrapped.model.named_parameters() if p.is_inference()]:
+    if names := [name for name, p in wrapped.model.named_parameters() if p.is_inference()]:
         raise Error(
-            f"Parameter {made[0]} was made within torch.inference_mode, and cannot be captured. Make the "
+            f"Parameter {names[0]} was made within torch.inference_mode, and cannot be captured. Make the "
             "model outside of it."
         )
-    _see_that_all_agree(wrapped, arguments, find_seed(options))
+    _check_agreement(wrapped, arguments, find_seed(options))
+
+    # The graph.
     if groupings:
         check_alone(options, "replicaGrouping")
     group_rows = check_groupings(wrapped.model, groupings, options.replication_factor)
@@ -245,7 +251,7 @@ def _make_program(
         with (
             processes.occupied("capturing a model"),
             host_weights_of(wrapped.model).unwatched(),
-            one_row_each(wrapped.model, group_rows) as restored,
+            showing_first_rows(wrapped.model, group_rows) as restored,
         ):
             captured = capture(
                 wrapped.model,
@@ -258,7 +264,9 @@ def _make_program(
             captured = restored(captured)
     progress.done("capture")
     if not trains:
-        _tell_of_training_mode(wrapped.modes)
+        _warn_of_training_mode(wrapped.modes)
+
+    # The stages.
     anchored = options.anchored_tensors.values()
     if options.index_checks:
         check_alone(options, "Options.checkIndices")
@@ -281,7 +289,9 @@ def _make_program(
     )
     _check_buffers(stages, options)
     check_written(arguments, stages.written_inputs)
-    _tell_of_narrowing([*tensors, *stages.tensors.values()])
+    _warn_of_narrowing([*tensors, *stages.tensors.values()])
+
+    # The pipeline's options.
     training = None
     pipeline_options: dict[str, Any] = {}
     if trains:
@@ -301,6 +311,8 @@ def _make_program(
         "offload": _find_offloaded(options, trains),
     }
     is_summed = options.output_mode is OutputMode.Sum and not anchored and not stages.written_inputs
+
+    # Automatic partitioning.
     table = None
     if options.num_split_ipus is not None:
         # Tracing and measuring start JAX, so the devices must be there before.
@@ -312,7 +324,8 @@ def _make_program(
             "hooks": Hooks(collect_losses=not trains),
         }
         stages, table = _split(stages, micro_batch, options.num_split_ipus, split_options)
-    _tell_of_idle_stages(stages, batching, options)
+    _warn_of_idle_stages(stages, batching, options)
+
     pipeline = engine.Pipeline(
         stages.functions if table is None else engine.AutoStages(stages.functions, (), table),
         device_mapping=[[section.ipu for section in level] for level in stages.levels],
@@ -325,7 +338,9 @@ def _make_program(
         sum_dtype=_sum_dtype if is_summed else None,
         num_replicas=num_replicas,
         shard=_find_shared_out(options, trains) if num_replicas > 1 else (),
+        # Replicas' copies of written buffers may differ: each reads its own, and the host gets the first's.
         joins_assigned=False,
+        # A process reads only its own replicas' outputs.
         hooks=Hooks(collect_losses=not trains, gathers_outputs=False),
         **pipeline_options,
     )
@@ -341,7 +356,7 @@ def _check_splittable(captured: Captured, options: Options) -> None:
             "blocks (poptorch.removeBlocks(model) takes away those of BeginBlock and of wrapped modules)."
         )
     anchored = [anchor.long_name for anchor in options.anchored_tensors.values()]
-    others = {
+    conflicts = {
         "poptorch.Options.allowNewShapes": options.allow_new_shapes,
         "poptorch.Options.checkIndices": options.index_checks,
         "anchorTensor of a gradient": any(map(is_gradient, anchored)),
@@ -349,41 +364,41 @@ def _check_splittable(captured: Captured, options: Options) -> None:
             options.execution_strategy, PhasedExecution
         ),
     }
-    for other, is_set in others.items():
+    for option, is_set in conflicts.items():
         if is_set:
-            raise Error(f"{name} does not go with {other}. Leave one of them out, or place blocks.")
+            raise Error(f"{name} does not go with {option}. Leave one of them out, or place blocks.")
 
 
 def _split(
     stages: ModelStages, micro_batch: Sequence[Any], num_ipus: int, split_options: Mapping[str, Any]
 ) -> tuple[ModelStages, engine.SplitTable]:
-    """Cuts a model into as many stages as there are IPUs; also returns what was decided by."""
+    """Cuts a model into as many stages as there are IPUs. Also returns the table behind the cuts."""
     (function,) = stages.functions[0]
     try:
-        found = engine.split(function, num_ipus, micro_batch, cut_scans=False, **split_options)
+        split = engine.split(function, num_ipus, micro_batch, cut_scans=False, **split_options)
     except ValueError as error:
         if not str(error).startswith("split: "):
             raise
         text = str(error).removeprefix("split: ").replace("num_stages", "num_ipus")
         raise Error(f"poptorch.Options.splitAutomatically: {text}") from error
-    logger.info("The model is split by what its parts take:\n%s", found.table)
-    return split_stages(stages, list(zip(found, found.scopes, strict=True))), found.table
+    logger.info("The model is split by what its parts take:\n%s", split.table)
+    return split_stages(stages, list(zip(split, split.scopes, strict=True))), split.table
 
 
-def _tell_of_sections(stages: ModelStages) -> None:
+def _log_sections(stages: ModelStages) -> None:
     for section, ipu in zip(stages.sections, stages.ipus, strict=True):
         logger.info("IPU %d: %s, %d operations", ipu, section.name, len(section.nodes))
 
 
-def _see_that_all_agree(wrapped: Wrapped, arguments: Arguments, seed: int) -> None:
+def _check_agreement(wrapped: Wrapped, arguments: Arguments, seed: int) -> None:
     """Compares the arguments of several processes. An Error names what differs."""
     options = wrapped.options
     named = zip(arguments.names, arguments.tensors, strict=True)
-    given = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named]
+    descriptions = [f"{name}: {tensor.dtype}{list(tensor.shape)}" for name, tensor in named]
     document = {
         "the model": type(wrapped.model).__name__,
         "the wrapper": "trainingModel" if wrapped.trains else "inferenceModel",
-        "the arguments": ", ".join(given) or "none",
+        "the arguments": ", ".join(descriptions) or "none",
         "the seed (Options.randomSeed, or torch.manual_seed)": str(seed),
         **describe_options(options),
     }
@@ -403,7 +418,7 @@ def _check_buffers(stages: ModelStages, options: Options) -> None:
         )
 
 
-def _tell_of_training_mode(modes: Modes) -> None:
+def _warn_of_training_mode(modes: Modes) -> None:
     """Warns if inference draws random numbers or changes statistics, which may be a mistake."""
     kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase)  # noqa: SLF001
     names = {type(m).__name__ for m, is_training in modes.items() if is_training and isinstance(m, kinds)}
@@ -427,8 +442,8 @@ def cut_into_levels(
 
     if isinstance(strategy, PhasedExecution):
         return cut_into_phases(graph, place, trains and strategy.separate_backward_phase)
-    found = cut_into_sections(graph, place, has_several=schedule not in _JOINING)
-    return [[section] for section in found]
+    sections = cut_into_sections(graph, place, has_several=schedule not in _JOINING)
+    return [[section] for section in sections]
 
 
 def _find_phases(stages: ModelStages, options: Options, trains: bool) -> engine.ExecutionPhases | None:
@@ -449,14 +464,14 @@ def _find_phases(stages: ModelStages, options: Options, trains: bool) -> engine.
 def _find_offloaded(options: Options, trains: bool) -> list[str]:
     """Returns what lies in host memory; the same options are for inference, which has less to keep."""
     offloaded = options.TensorLocations.find_offloaded(_is_live(options))
-    used = ["weights"]
+    inference_kinds = ["weights"]
     if isinstance(options.execution_strategy, PhasedExecution):
-        used.append("activations")
-    return offloaded if trains else [kind for kind in offloaded if kind in used]
+        inference_kinds.append("activations")
+    return offloaded if trains else [kind for kind in offloaded if kind in inference_kinds]
 
 
 def _find_shared_out(options: Options, trains: bool) -> list[Literal["optimizer_state", "weights"]]:
-    """Returns what replicas share out."""
+    """Returns what replicas divide among them."""
     return [kind for kind in options.TensorLocations.shard if trains or kind == "weights"]
 
 
@@ -476,11 +491,11 @@ def find_schedule(options: Options) -> schedules.Schedule:
                 "micro-batch ends before the next one begins."
             )
         return "sequential"
-    found: schedules.Schedule = options.pipeline_schedule
+    schedule: schedules.Schedule = options.pipeline_schedule
     assert isinstance(strategy, PipelinedExecution)
     if strategy.schedule is None:
-        return found
-    if options.is_set("pipeline_schedule") and found != strategy.schedule:
+        return schedule
+    if options.is_set("pipeline_schedule") and schedule != strategy.schedule:
         warn_once(
             "setPipelineSchedule has no effect: the execution strategy has the schedule "
             f"{strategy.schedule!r}."
@@ -488,7 +503,7 @@ def find_schedule(options: Options) -> schedules.Schedule:
     return strategy.schedule
 
 
-def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:
+def _warn_of_idle_stages(stages: ModelStages, batching: Batching, options: Options) -> None:
     """Warns where PopTorch raises an error, because it cannot run such a pipeline."""
     number = (
         batching.gradient_accumulation if batching.gradient_accumulation > 1 else batching.num_micro_batches
@@ -503,7 +518,7 @@ def _tell_of_idle_stages(stages: ModelStages, batching: Batching, options: Optio
     )
 
 
-def _tell_of_narrowing(tensors: Sequence[torch.Tensor]) -> None:
+def _warn_of_narrowing(tensors: Sequence[torch.Tensor]) -> None:
     """Warns where float64 becomes float32."""
     with on_host():
         is_wide = any(tensor.dtype is torch.float64 for tensor in tensors)
@@ -528,21 +543,21 @@ def _sum_dtype(value: jax.ShapeDtypeStruct) -> Any:
 
 # Chooses the program that a call runs, by the shapes of its arguments: `Options.allowNewShapes`.
 
-_MAX_TOLD = 60  # characters
+_MAX_SHAPES_LENGTH = 60  # characters
 
 
 def use_program(
     compiled: CompiledModel, signature: Signature, arguments: Arguments, options: Options
 ) -> bool:
     """Uses the program that is for a call's arguments. Returns whether there is one."""
-    known, shapes = compiled.program, shapes_of(arguments)
+    current, shapes = compiled.program, shapes_of(arguments)
     if not options.allow_new_shapes:
-        check_like_first(signature, known.arguments, arguments)
-        check_shapes(arguments, known.shapes)
-        check_written(arguments, known.stages.written_inputs)
+        check_like_first(signature, current.arguments, arguments)
+        check_shapes(arguments, current.shapes)
+        check_written(arguments, current.stages.written_inputs)
         compiled.check_same_tensors()
         return True
-    check_like_first(signature, known.arguments, arguments, OTHER_THAN_SHAPES)
+    check_like_first(signature, current.arguments, arguments, OTHER_THAN_SHAPES)
     compiled.check_same_tensors()
     if compiled.pipeline.built.updates is not None:  # several processes train, and compile, together
         agree("a call of a PopTorch model", {"the shapes": describe_shapes(arguments.names, shapes)})
@@ -564,10 +579,12 @@ def use_program(
     return False
 
 
-def tell_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
+def describe_next_shapes(compiled: CompiledModel | None, arguments: Arguments, options: Options) -> str:
     """Describes what is compiled next, for the progress bar; empty if no other shapes are allowed."""
     if not options.allow_new_shapes:
         return ""
     described = describe_shapes(arguments.names, shapes_of(arguments))
     number = 1 + (0 if compiled is None else len(compiled.programs))
-    return f" for {shorten(described, _MAX_TOLD)} ({number} of at most {options.max_shapes} shapes)"
+    return (
+        f" for {shorten(described, _MAX_SHAPES_LENGTH)} ({number} of at most {options.max_shapes} shapes)"
+    )

@@ -37,10 +37,6 @@ from ipu_pipeline.processes import announcements, interrupts
 from ipu_pipeline.queues.synthetic_data import make_synthetic
 from ipu_pipeline.reports.trace_capture import start_automatic_report
 
-# A model compiled for arguments of certain shapes: the parts that depend on the shapes.
-#
-# The other parts, such as the weights, belong to the `CompiledModel`, which has one program or several.
-
 
 class Program:
     """A model for some shapes, as the engine runs it.
@@ -72,7 +68,7 @@ class Program:
         self.micro_batch = micro_batch
 
     @property
-    def num_taken(self) -> int:
+    def num_per_update(self) -> int:
         """The number of micro-batches in a weight update, for all replicas together."""
         assert self.pipeline.options.num_micro_batches is not None
         return self.pipeline.options.num_micro_batches * self.pipeline.num_replicas
@@ -81,10 +77,10 @@ class Program:
     def synthetic(self) -> list[Any]:
         """The values kept on the devices instead of a weight update's micro-batches: zeros by default."""
         leaves = self.pipeline.traced.element
-        return list(make_synthetic(self.pipeline, leaves, self.num_taken)(self.num_taken))
+        return list(make_synthetic(self.pipeline, leaves, self.num_per_update)(self.num_per_update))
 
     @functools.cached_property
-    def elsewhere(self) -> tuple[Any, ...]:
+    def stand_ins(self) -> tuple[Any, ...]:
         """The stand-ins for micro-batches of other processes: JAX arrays, which are never copied."""
         element = self.pipeline.traced.element
         return tuple(jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in element)
@@ -94,9 +90,9 @@ class Program:
         trained, before = self.stages.trained, other.stages.trained
         if trained != before:
             changes = {"no longer ": before - trained, "": trained - before}
-            told = [f"{when}on {_name(names)}" for when, names in changes.items() if names]
+            texts = [f"{when}on {_name(names)}" for when, names in changes.items() if names]
             raise Error(
-                f"With these shapes ({self.describe()}) the loss depends {' and '.join(told)}, unlike "
+                f"With these shapes ({self.describe()}) the loss depends {' and '.join(texts)}, unlike "
                 f"with {other.describe()}, so they cannot be trained by one optimizer. Let forward "
                 "use the same parameters for all shapes; or wrap another model for these."
             )
@@ -109,8 +105,8 @@ class Program:
 
     def check_homes(self, other: Program) -> None:
         """Checks that variables are on the IPUs that another program of the model has them on."""
-        home, known = self.find_homes(), other.find_homes()
-        moved = [name for name in home.keys() & known.keys() if home[name] != known[name]]
+        homes, other_homes = self.find_homes(), other.find_homes()
+        moved = [name for name in homes.keys() & other_homes.keys() if homes[name] != other_homes[name]]
         if moved:
             raise Error(
                 f"With these shapes ({self.describe()}) {_name(moved)} would be on another IPU than with "
@@ -131,16 +127,16 @@ def _name(variables: Iterable[str]) -> str:
     return ", ".join(sorted(name.partition("/")[2] for name in variables))
 
 
-class Holding:
+class OriginalMembers:
     """The modules, parameters and buffers that a model held when it was compiled."""
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes what the model holds."""
         self._names = {id(tensor): full for full, tensor in tensors.items()}
-        self._held = _find_held(model, tensors.values())
-        held = {id(value) for _where, _name, value in self._held}
+        self._places = _find_members(model, tensors.values())
+        member_ids = {id(value) for _where, _name, value in self._places}
         for full, tensor in tensors.items():
-            if id(tensor) not in held:
+            if id(tensor) not in member_ids:
                 raise Error(
                     f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
                     "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
@@ -149,8 +145,8 @@ class Holding:
 
     def check(self) -> None:
         """Checks that nothing has been replaced since then."""
-        for held, name, value in self._held:
-            if held.get(name) is not value:
+        for holder, name, value in self._places:
+            if holder.get(name) is not value:
                 kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
                 full = self._names.get(id(value), f"model/{name}").partition("/")[2]
                 raise Error(
@@ -160,21 +156,18 @@ class Holding:
                 )
 
 
-def _find_held(
+def _find_members(
     model: torch.nn.Module, tensors: Iterable[torch.Tensor]
 ) -> Sequence[tuple[Mapping[str, Any], str, Any]]:
     """Finds where modules hold each other and some tensors: the dict, its key, and the value."""
-    wanted = set(map(id, tensors))
+    tensor_ids = set(map(id, tensors))
     return [
         (vars(module)[kind], name, value)
         for module in model.modules()
         for kind in ("_modules", "_parameters", "_buffers")
         for name, value in vars(module)[kind].items()
-        if kind == "_modules" or id(value) in wanted
+        if kind == "_modules" or id(value) in tensor_ids
     ]
-
-
-# A model compiled for its devices: its state, the programs that change it, and their runs.
 
 
 class CompiledModel:
@@ -208,11 +201,12 @@ class CompiledModel:
         self.tensors = dict(program.stages.tensors)
         self._model = model
         self._changes = HostChanges(model)
-        self._holding = Holding(model, self.tensors)
+        self._members = OriginalMembers(model, self.tensors)
         self._name, self._devices = type(model).__name__, list(devices)
         self._checks_numbers, self._processes = checks_numbers, processes
-        own = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
-        self._alike = own | {id(parameter) for parameter in model.parameters()}  # the same in all processes
+        # The ids of the tensors that are the same in all processes.
+        self._shared_ids = set() if processes.keep_buffers else {id(buffer) for buffer in model.buffers()}
+        self._shared_ids |= {id(parameter) for parameter in model.parameters()}
         self._unused: dict[str, Any] = {}  # variables of other programs than the one in use
         self.is_lost = False
         start_automatic_report()
@@ -249,16 +243,17 @@ class CompiledModel:
         program.check_homes(self.program)
         pipeline.prepare(self._devices)
         tensors = {**self.tensors, **program.stages.tensors}
-        holding = Holding(self._model, tensors)
+        members = OriginalMembers(self._model, tensors)
         new = {name: value for name, value in tensors.items() if name not in self.tensors}
         variables = {**self.variables, **self._read_host(program, new)}
         assert self.state is not None
+        # Accumulators, zeros between two calls, go over to the new pipeline, so that they are there once.
         pipeline.take_accumulators(self.pipeline)
         try:
             pipeline.compile(dataclasses.replace(self.state, variables=variables), num_updates)
             with interrupts.deferred():
                 self._use(program, variables)
-                self.tensors, self._holding = tensors, holding
+                self.tensors, self._members = tensors, members
                 self.programs[program.shapes] = program
         finally:
             if self.program is not program:
@@ -286,8 +281,8 @@ class CompiledModel:
         self._note_unused(variables)
 
     def _note_unused(self, variables: Mapping[str, Any]) -> None:
-        used = self.pipeline.variables
-        self._unused = {name: value for name, value in variables.items() if name not in used}
+        pipeline_variables = self.pipeline.variables
+        self._unused = {name: value for name, value in variables.items() if name not in pipeline_variables}
 
     @processes.one_thread("a call of a PopTorch model")
     def run(
@@ -302,37 +297,42 @@ class CompiledModel:
         completed update.
         """
         pipeline = self.pipeline
-        every = self.program.num_taken
+        num_per_update = self.program.num_per_update
         self.check_not_lost()
         assert self.state is not None
-        self.tell_of_changes()
+        self.warn_of_changes()
+        # What a call that was interrupted left.
         checks = self.stages.index_checks
         if checks is not None:
-            checks.take()  # from a call that was interrupted
+            checks.take()
         gradients = self.stages.gradients
         if gradients is not None:
             gradients.forget()
-        total = len(micro_batches) * self._processes.count // every
+        # The feed.
+        total = len(micro_batches) * self._processes.count // num_per_update
         runner, place = pipeline.prepare(), pipeline.place_element
-        left = self._deal(micro_batches)
+        queue = self._deal(micro_batches)
         has_feed = bool(micro_batches[0])
         synthetic = self.program.synthetic if is_synthetic and has_feed else None
 
-        def take(wanted: int) -> list[Any]:
+        def take(number: int) -> list[Any]:
             if synthetic is not None:
-                return synthetic[:wanted]
+                return synthetic[:number]
             if not has_feed:
-                return [()] * wanted
+                return [()] * number
             placed = []
-            for leaves in itertools.islice(left, wanted):
+            for leaves in itertools.islice(queue, number):
                 placed.append(place(leaves))
-                if self._processes.count == 1 or leaves is not self.program.elsewhere:
+                if self._processes.count == 1 or leaves is not self.program.stand_ins:
                     note_placed()
             return placed
 
+        # The steps.
         collected: list[Collected] = []
         introduce(pipeline, self._name)
-        with announcements.running(self, self._name, pipeline, runner, self._devices, every) as told:
+        with announcements.running(
+            self, self._name, pipeline, runner, self._devices, num_per_update
+        ) as announcement:
 
             def keep(progress: Progress, num_done: int) -> None:
                 after = progress.state.pipeline
@@ -341,7 +341,7 @@ class CompiledModel:
                 if checks is not None and (wrong := checks.take()) is not None:
                     raise Error(f"{wrong} The weights and buffers are as before this step.")
                 self.state = after
-                told.done(num_done * every, after.update_count or after.execution_count)
+                announcement.done(num_done * num_per_update, after.update_count or after.execution_count)
                 collected.extend(progress.collected)
 
             # Synthetic data are the inputs of one update, already on the devices.
@@ -381,16 +381,16 @@ class CompiledModel:
         if processes.count == 1:
             yield from micro_batches
             return
-        elsewhere = self.program.elsewhere
+        stand_ins = self.program.stand_ins
         number = self.pipeline.num_replicas // processes.count
         before = processes.index * number
         after = self.pipeline.num_replicas - number - before
         for first in range(0, len(micro_batches), number):
-            yield from itertools.repeat(elsewhere, before)
+            yield from itertools.repeat(stand_ins, before)
             yield from micro_batches[first : first + number]
-            yield from itertools.repeat(elsewhere, after)
+            yield from itertools.repeat(stand_ins, after)
 
-    def note_loss(self) -> bool:
+    def detect_lost_state(self) -> bool:
         """Determines whether an error of JAX lost the state, as one in a weight update does."""
         try:
             jax.block_until_ready(self.state)
@@ -438,11 +438,11 @@ class CompiledModel:
 
     def check_same_tensors(self) -> None:
         """Checks that nothing in the user's model has been replaced since it was compiled."""
-        self._holding.check()
+        self._members.check()
 
-    def tell_of_changes(self) -> None:
+    def warn_of_changes(self) -> None:
         """Warns of changes on the host that are not on the devices."""
-        self._changes.tell(self.tensors)
+        self._changes.warn(self.tensors)
 
     def read_buffers_from_host(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Copies some of the user's buffers to the devices."""
@@ -452,18 +452,18 @@ class CompiledModel:
                 f"Options.updatableNamedBuffers names {unknown}, which the model does not have. Its "
                 f"buffers are {sorted(buffers)}."
             )
-        wanted = {id(buffers[name]) for name in names}
-        tensors = {name: t for name, t in self.tensors.items() if id(t) in wanted}
+        buffer_ids = {id(buffers[name]) for name in names}
+        tensors = {name: t for name, t in self.tensors.items() if id(t) in buffer_ids}
         self.replace(variables={**self.variables, **self._host_values(tensors)})
         self._changes.note(tensors)
 
     def _host_values(self, names: Iterable[str]) -> dict[str, Any]:
-        left, found = dict.fromkeys(names), dict[str, Any]()
+        missing, values = dict.fromkeys(names), dict[str, Any]()
         for program in self.programs.values():
-            own = [name for name in left if name in program.stages.tensors]
-            found |= self._read_host(program, own)
-            left = {name: None for name in left if name not in found}
-        return found
+            program_names = [name for name in missing if name in program.stages.tensors]
+            values |= self._read_host(program, program_names)
+            missing = {name: None for name in missing if name not in values}
+        return values
 
     def _read_host(self, program: Program, names: Iterable[str]) -> dict[str, Any]:
         """Returns the host's values of some of a program's variables."""
@@ -471,11 +471,11 @@ class CompiledModel:
         if not tensors:
             return {}
         with on_host(*tensors.values()):
-            found = {name: program.stages.read_tensor(name).copy() for name in tensors}
-        compared = {name: value for name, value in found.items() if id(tensors[name]) in self._alike}
+            values = {name: program.stages.read_tensor(name).copy() for name in tensors}
+        compared = {name: value for name, value in values.items() if id(tensors[name]) in self._shared_ids}
         compare_arrays("The weights", compared)
         variables = program.pipeline.variables
-        return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in found.items()}
+        return {name: jax.numpy.asarray(value, variables[name].dtype) for name, value in values.items()}
 
     def replace(self, **changes: Any) -> None:
         """Puts other values into the state."""
@@ -491,7 +491,7 @@ class CompiledModel:
         """Removes the state from the devices."""
         self.check_not_lost()
         assert self.state is not None
-        kept = {
+        saved = {
             "optimizer_state": jax.device_get(self.state.optimizer_state),
             "update_count": self.state.update_count,
             "execution_count": self.state.execution_count,
@@ -499,13 +499,13 @@ class CompiledModel:
         }
         self.state = None
         self._unused = {}
-        return kept
+        return saved
 
-    def attach(self, kept: Mapping[str, Any]) -> None:
+    def attach(self, saved: Mapping[str, Any]) -> None:
         """Puts the host's weights and what `detach` returned on the devices."""
         variables = self._host_values(self.tensors)
         with interrupts.deferred():
-            self.state = self.pipeline.place(PipelineState(variables=variables, **kept))
+            self.state = self.pipeline.place(PipelineState(variables=variables, **saved))
             self._note_unused(variables)
         self._changes.note(self.tensors)
 
@@ -525,13 +525,7 @@ def _check_numbers(state: PipelineState, collected: Sequence[Collected]) -> None
             )
 
 
-# Translates JAX's errors of running programs to PopTorch's: whether running again may help, and how.
-#
-# JAX has one class for them, `jax.errors.JaxRuntimeError`. Its text begins with a status code of XLA, with
-# gRPC's meanings (https://grpc.github.io/grpc/core/md_doc_statuscodes.html). An error that another one led
-# to often has the code INTERNAL and the first one's text. CUDA's errors are named in the text. Where NumPy
-# reads the result of a failed program, the same text comes in a `ValueError`.
-# docs/poptorch.md has the table.
+# Errors.
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -600,11 +594,11 @@ def translating(
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if isinstance(error, ValueError) and not str(error).startswith(tuple(f"{c}: " for c in _CODES)):
                 raise
-            found: Any = translate(error, f"PoplarExecutor.{method.__name__}")
+            translated: Any = translate(error, f"PoplarExecutor.{method.__name__}")
             compiled = self._compiled
-            if compiled is not None and compiled.note_loss():
-                found.message += f" {compiled.LOST}"
-                found.args = (found.message,)
-            raise found from error
+            if compiled is not None and compiled.detect_lost_state():
+                translated.message += f" {compiled.LOST}"
+                translated.args = (translated.message,)
+            raise translated from error
 
     return wrapped

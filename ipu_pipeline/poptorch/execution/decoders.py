@@ -24,11 +24,11 @@ _NUM_TRIED = 3  # tokens of the trial
 _KEYS, _VALUES = "cached_keys_{}", "cached_values_{}"  # names of buffers, by layer
 
 
-class _SeenLayer(cache_utils.CacheLayerMixin):
+class _RecordingLayer(cache_utils.CacheLayerMixin):
     """Keeps the keys and values of a request's only call, for their shapes."""
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        """Needs nothing."""
+        """Does nothing."""
 
     def update(self, key_states: Any, value_states: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
         """Returns what the layer computes."""
@@ -44,7 +44,7 @@ class _SeenLayer(cache_utils.CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Returns -1: there is no limit."""
         return -1
 
 
@@ -59,7 +59,7 @@ class _BufferLayer(cache_utils.StaticLayer):
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
-        """Writes those of the chunk, and returns those of all positions; masks leave out later ones."""
+        """Writes the chunk's keys and values. Returns all positions': masks leave out later ones."""
         positions = torch.arange(key_states.shape[2]) + self.cumulative_length
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             assert buffer is not None
@@ -84,9 +84,9 @@ class CachedDecoder(torch.nn.Module):
         number: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         tokens = torch.arange(1, min(_NUM_TRIED, max_length) + 1).clamp(max=number - 1)
         with torch.no_grad():
-            seen, logits = self._call_once(tokens)
-            self._num_layers = len(seen)
-            for layer, pair in enumerate(seen):
+            pairs, logits = self._call_once(tokens)
+            self._num_layers = len(pairs)
+            for layer, pair in enumerate(pairs):
                 for name, part in zip((_KEYS, _VALUES), pair, strict=True):
                     shape = (1, part.shape[1], max_length, part.shape[3])
                     empty = torch.zeros(shape, dtype=part.dtype)
@@ -116,13 +116,15 @@ class CachedDecoder(torch.nn.Module):
             more["logits_to_keep"] = 1
         cache = cache_utils.Cache(layers=[*layers])
         with _experts_of_one_token(self.model) if len(tokens) == 1 else contextlib.nullcontext():
-            found = self.model(input_ids=tokens.long()[None], past_key_values=cache, use_cache=True, **more)
-        logits: torch.Tensor = found.logits[0]
+            outputs = self.model(
+                input_ids=tokens.long()[None], past_key_values=cache, use_cache=True, **more
+            )
+        logits: torch.Tensor = outputs.logits[0]
         return logits
 
     def _call_once(self, tokens: torch.Tensor) -> tuple[list[tuple[Any, Any]], torch.Tensor]:
         """Calls the model. Returns keys and values of each layer, [1, heads, tokens, width], and logits."""
-        cache = cache_utils.Cache(layer_class_to_replicate=_SeenLayer)
+        cache = cache_utils.Cache(layer_class_to_replicate=_RecordingLayer)
         try:
             logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True).logits[0]
         except Exception as error:
@@ -130,22 +132,25 @@ class CachedDecoder(torch.nn.Module):
                 f"generate: {type(self.model).__name__} cannot be called with a cache of keys and values "
                 f"alone, on the host: {type(error).__name__}: {error}. {_OTHER_WAY}"
             ) from error
-        seen = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-        if not seen or any(part is None or part.dim() != 4 for pair in seen for part in pair):
+        pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+        if not pairs or any(part is None or part.dim() != 4 for pair in pairs for part in pair):
             raise Error(
                 f"generate: {type(self.model).__name__} keeps something else between tokens than the "
                 "keys and values of attention, or keeps these elsewhere than in transformers' Cache. "
                 f"{_OTHER_WAY}"
             )
-        return seen, logits
+        return pairs, logits
 
     def _check(self, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        """Compares the logits of two chunks with those of one call."""
+        """Compares the logits of two chunks with those of one call.
+
+        No model is known by name: one whose masks depend on lengths would be wrong in silence.
+        """
         for chunk in (slice(0, 2), slice(2, None)):
             position = torch.tensor(chunk.start, dtype=torch.int32)
-            found = self(tokens[chunk].int(), position)
-        wanted = logits[-1].float()
-        difference = (found[-1].float() - wanted).norm() / wanted.norm()
+            chunk_logits = self(tokens[chunk].int(), position)
+        expected = logits[-1].float()
+        difference = (chunk_logits[-1].float() - expected).norm() / expected.norm()
         if difference > torch.finfo(logits.dtype).eps ** 0.5:
             raise Error(
                 f"generate: {type(self.model).__name__} computes other logits when its cache of keys and "
@@ -165,7 +170,10 @@ def _experts_of_one_token(model: Any) -> Iterator[None]:
         yield
         return
     model.set_experts_implementation(
-        {name: "batched_mm" if one == "grouped_mm" else one for name, one in before.items()}
+        {
+            name: "batched_mm" if implementation == "grouped_mm" else implementation
+            for name, implementation in before.items()
+        }
     )
     try:
         yield

@@ -35,8 +35,8 @@ from ipu_pipeline.poptorch.execution.compilation import (
     batching_of,
     compile_model,
     compile_shapes,
+    describe_next_shapes,
     num_compiled,
-    tell_shapes,
     use_program,
 )
 from ipu_pipeline.poptorch.execution.compiled_model import CompiledModel, translating
@@ -44,7 +44,7 @@ from ipu_pipeline.poptorch.execution.generation import (
     Generation,
     check_generates,
     generates_on_devices,
-    read_wanted,
+    read_request,
 )
 from ipu_pipeline.poptorch.execution.host_weights import HostWeights, host_weights_of, on_host, register
 from ipu_pipeline.poptorch.execution.instrumentation import (
@@ -62,6 +62,7 @@ from ipu_pipeline.poptorch.execution.restoration import (
     Resumption,
     bind,
     make_arguments,
+    named_tensors,
     signature_of,
     to_graph,
 )
@@ -158,6 +159,7 @@ class PoplarExecutor:
             arguments = self._bind(args, kwargs)
             if self._detached is not None:
                 self.attachToDevice()
+            # The newest weights and optimizer's state.
             compiled = self._compile(arguments)
             self._bring_newer()
             self._has_run = True
@@ -166,10 +168,11 @@ class PoplarExecutor:
             micro_batches, number = split(arguments, batching_of(self.options))
             times.begin(begin / 1e9, number)
             if self._training is not None:
-                self._training.tell_of_changes(self._optimizer)
+                self._training.warn_of_changes(self._optimizer)
                 # For torch's schedulers of rates, which warn of an optimizer that has not been used.
                 vars(self._optimizer)["_opt_called"] = True
                 self._host.mark_stale(self, self._read_back)  # before the run, which an interrupt may end
+            # The run.
             is_synthetic = self.options.synthetic_data or uses_synthetic_data()
             if self._resumption is not None:
                 assert self._training is not None
@@ -179,6 +182,7 @@ class PoplarExecutor:
             times.wait_for(collected)
             if self._resumption is not None:
                 self._resumption.note_call(compiled)
+            # The results.
             mode = self.options.output_mode
             outputs, dtypes = compiled.program.captured.outputs, compiled.stages.output_dtypes
             first = outputs.num_tensors
@@ -262,10 +266,10 @@ class PoplarExecutor:
         """
         if generates_on_devices(self._wrapped):
             return self._generate
-        own: Callable[..., Any] = self.__getattr__("generate")
-        if isinstance(own, types.MethodType) and own.__self__ is self._wrapped.model:
+        method: Callable[..., Any] = self.__getattr__("generate")
+        if isinstance(method, types.MethodType) and method.__self__ is self._wrapped.model:
             warn_once(f"generate of {type(self._wrapped.model).__name__} is its own, and runs on the host.")
-        return own
+        return method
 
     @translating
     def _generate(
@@ -273,12 +277,12 @@ class PoplarExecutor:
     ) -> torch.Tensor:
         check_generates(self._wrapped)
         with self._host.lock, interrupts.sent_again_if_ignored():
-            wanted = read_wanted(self._wrapped.model, inputs, generation_config, arguments)
+            request = read_request(self._wrapped.model, inputs, generation_config, arguments)
             if self._generation is None:
                 register(self, self._wrapped.model, self._wrapped.trains)
                 self._host.watch(self, self._wrapped.model)
                 self._generation = Generation(self._wrapped, self._host)
-            return self._generation.generate(wanted)
+            return self._generation.generate(request)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         first = None if self._graph is None else self._graph.arguments
@@ -289,25 +293,25 @@ class PoplarExecutor:
     def _compile(self, arguments: Arguments) -> CompiledModel:
         """Compiles the model for these arguments, if it is not. After an error it is as it was before."""
         self._check_like_graph(arguments)
-        wrapped, known = self._wrapped, self._compiled
-        if known is not None and use_program(known, self._signature, arguments, self.options):
-            return known
+        wrapped, previous = self._wrapped, self._compiled
+        if previous is not None and use_program(previous, self._signature, arguments, self.options):
+            return previous
         before_compiling.call()
         register(self, wrapped.model, wrapped.trains)
         self._host.watch(self, wrapped.model)
         self._host.refresh()
-        told = tell_shapes(known, arguments, self.options)
-        with CompileProgress(self.options.show_compilation_progress_bar, told) as progress:
-            if known is None:
+        shapes = describe_next_shapes(previous, arguments, self.options)
+        with CompileProgress(self.options.show_compilation_progress_bar, shapes) as progress:
+            if previous is None:
                 compiled = self._compile_first(arguments, progress)
             else:
-                compile_shapes(wrapped, arguments, known, self._training, progress, self._groupings)
-                compiled = known
+                compile_shapes(wrapped, arguments, previous, self._training, progress, self._groupings)
+                compiled = previous
             progress.end()
         self._progress = progress
-        if known is None and self.options.connection_type is ConnectionType.Never:
+        if previous is None and self.options.connection_type is ConnectionType.Never:
             self._detached = compiled.detach()
-        logger.info("Compiled%s in %s", told, progress.time)
+        logger.info("Compiled%s in %s", shapes, progress.time)
         after_compiling.call()
         return compiled
 
@@ -397,20 +401,20 @@ class PoplarExecutor:
         self._disconnect()
         self._optimizer = optimizer
         if saved is not None:
-            self._training.keep_saved(optimizer, saved)
+            self._training.keep_state(optimizer, saved)
 
     def _put_optimizer_state(self, compiled: CompiledModel, training: ModelOptimizer, initial: Any) -> None:
         """Puts the optimizer's state on the devices, from another model that has it, or from the host."""
         saved = self._take_optimizer_state(training)
         compare_state(saved)
-        compiled.replace(optimizer_state=training.put_saved(initial, saved))
+        compiled.replace(optimizer_state=training.put_state(initial, saved))
 
     def _take_optimizer_state(self, training: ModelOptimizer) -> SavedState | None:
         """Returns the optimizer's state, which the model that has it leaves."""
         assert self._optimizer is not None
         for user in self._users_of(self._optimizer):
             user.leave_optimizer()
-        return training.take_saved(self._optimizer)
+        return training.take_state(self._optimizer)
 
     def _users_of(self, optimizer: torch.optim.Optimizer) -> set[PoplarExecutor]:
         """Returns the model that has an optimizer's state, or those that may have parts of it."""
@@ -451,7 +455,7 @@ class PoplarExecutor:
         with self._host.lock:
             state = self._find_state()
             if self._training is not None and self._optimizer is not None and state is not None:
-                self._training.leave_saved(self._optimizer, state)
+                self._training.leave_state(self._optimizer, state)
 
     def _fetch_optimizer_state(self) -> SavedState | None:
         with self._host.lock:
@@ -482,7 +486,7 @@ class PoplarExecutor:
 
     @translating
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copies them if the devices' values are newer; returns whether they were."""
+        """Copies weights to the host if the devices' are newer; returns whether they were."""
         return self._host.refresh()
 
     @translating
@@ -545,7 +549,7 @@ class PoplarExecutor:
         self._seen_version = self._host.version + 1  # of `mark_fresh`, which follows
 
     def share_weights(self, host: HostWeights) -> None:
-        """Keeps weights in step with other models' from now on."""
+        """Shares a `HostWeights` with other models from now on."""
         self._host = host
         if self._generation is not None:
             self._generation.share_weights(host)
@@ -774,8 +778,7 @@ class PoplarExecutor:
         model, state = self._wrapped.model, self._compiled.state
         values = {} if state is None else self._compiled.current_values()
         persistent = model.state_dict(keep_vars=True).keys()
-        named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        named |= dict(model.named_buffers(remove_duplicate=False))
+        named = named_tensors(model)
         with on_host(*named.values()):
             for tensor in named.values():
                 if id(tensor) not in values:
@@ -808,19 +811,19 @@ class PoplarExecutor:
     def _read_rng_state(self) -> list[int]:
         assert self._compiled is not None
         state = self._compiled.state
-        kept: Any = self._detached if state is None else vars(state)
-        return [*map(int, jax.random.key_data(kept["key"]).ravel()), kept["execution_count"]]
+        values: Any = self._detached if state is None else vars(state)
+        return [*map(int, jax.random.key_data(values["key"]).ravel()), values["execution_count"]]
 
     def _write_rng_state(self, state: list[int]) -> None:
         assert self._compiled is not None
         words: Any = np.asarray(state[:-1], np.uint32)  # NumPy's, as making JAX's compiles a program
         key = jax.random.wrap_key_data(words)
-        found = {"key": key, "execution_count": int(state[-1])}
+        changes = {"key": key, "execution_count": int(state[-1])}
         if self._compiled.state is not None:
-            self._compiled.replace(**found)
+            self._compiled.replace(**changes)
         else:
             assert self._detached is not None
-            self._detached = {**self._detached, **found}
+            self._detached = {**self._detached, **changes}
 
     # Groups of replicas.
 
@@ -838,10 +841,10 @@ class PoplarExecutor:
           Error: the model is compiled.
           ValueError: the replicas cannot be divided into such groups.
         """
-        (name, *_others) = [
+        (name, *_aliases) = [
             name
-            for name, known in self.model.named_parameters(remove_duplicate=False)
-            if known is parameter
+            for name, candidate in self.model.named_parameters(remove_duplicate=False)
+            if candidate is parameter
         ]
         if self.isCompiled():
             raise Error(
@@ -851,7 +854,7 @@ class PoplarExecutor:
         ReplicaGrouping.check(f"replicaGrouping of {name}", values, self.options.replication_factor)
         self.per_replica_params[name] = values
 
-    # Values within the model.
+    # Inner values.
 
     def getTensorNames(self) -> list[str]:
         """The names of the model's values, for `Options.anchorTensor`.
@@ -898,11 +901,11 @@ class PoplarExecutor:
         return self._times.latency("input", "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """As `getLatency`, from then until its outputs were asked for."""
+        """As `getLatency`, from a micro-batch's way to the devices until its outputs were asked for."""
         return self._times.latency("input_complete", "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """As `getLatency`, from then until its outputs were on the host."""
+        """As `getLatency`, from the request for a micro-batch's outputs until they were on the host."""
         return self._times.latency("output", "output_complete")
 
     def getPerfCounters(self) -> dict[str, list[float]]:
@@ -923,7 +926,7 @@ class PoplarExecutor:
             raise Error("Please run the model at least once before obtaining cycle count.")
         return self._call_ns
 
-    # What it is made of.
+    # Summaries.
 
     def summary(self, lines: bool = False) -> ModelSummary:
         """Describes the model: its stages with their modules, parameters, bytes and operations.
@@ -967,8 +970,8 @@ class PoplarExecutor:
         options, batching = wrapped.options, batching_of(wrapped.options)
         text = f"a call has {batching.num_micro_batches} micro-batches"
         if wrapped.trains:
-            updates, each = batching.device_iterations, batching.gradient_accumulation
-            text += f": {updates} weight {'update' if updates == 1 else 'updates'} of {each}"
+            num_updates, size = batching.device_iterations, batching.gradient_accumulation
+            text += f": {num_updates} weight {'update' if num_updates == 1 else 'updates'} of {size}"
         if options.replication_factor > 1:
             text += f", on {options.replication_factor} replicas"
         return [text]
@@ -979,7 +982,7 @@ class PoplarExecutor:
             text = f"{type(self).__name__}({module_repr(self._wrapped.model)})"
         return text if self._compiled is None else f"{text}\n{self.summary()}"
 
-    # What it does not do.
+    # Unsupported calls.
 
     def train(self, mode: bool = True) -> torch.nn.Module:
         """Sets the mode of the user's model. The compiled model keeps its modes from wrapping."""
@@ -1002,7 +1005,7 @@ class PoplarExecutor:
             "save(filename) writes what poptorch.load(filename) wraps again."
         )
 
-    # What is known.
+    # Attributes.
 
     @property
     def model(self) -> torch.nn.Module:

@@ -36,10 +36,7 @@ from ipu_pipeline.poptorch.graphs.stages import ModelStages, make_stages
 from ipu_pipeline.poptorch.options.strategies import PhasedExecution
 from ipu_pipeline.poptorch.structures import flatten
 
-# Models of transformers that generate: a chunk of a request as a module, and what is asked for.
-
-
-# What `generate` of a model of transformers is asked for: prompts, lengths, and how tokens are chosen.
+# Requests.
 #
 # Defaults and precedence are transformers': arguments, `generation_config`, the model's own
 # `generation_config`. What would change the result and is not supported raises an error that names it.
@@ -56,14 +53,14 @@ _READ = (
     "top_p",
     "use_cache",
 )
-# Those that have no effect on a decoder that is given its prompts.
+# Fields that have no effect on a decoder that is given its prompts.
 _WITHOUT_EFFECT = ("bos_token_id", "decoder_start_token_id", "transformers_version")
 _DYNAMIC = (None, "dynamic", "static")  # caches of the same values
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """What is asked for.
+class Request:
+    """A call of `generate`.
 
     Attributes:
       input_ids: the prompts as they were given, int64 [rows, length].
@@ -94,25 +91,25 @@ class Wanted:
         return torch.cat([self.input_ids, rows], dim=1)
 
 
-def read_wanted(model: Any, inputs: Any, generation_config: Any, arguments: Mapping[str, Any]) -> Wanted:
+def read_request(model: Any, inputs: Any, generation_config: Any, arguments: Mapping[str, Any]) -> Request:
     """Reads the arguments of `generate`."""
-    left = dict(arguments)
-    given = {name: left.pop(name) for name in ("input_ids", "attention_mask") if name in left}
-    config, others = model._prepare_generation_config(generation_config, **left)  # noqa: SLF001
-    for name, value in others.items():
+    settings = dict(arguments)
+    tensors = {name: settings.pop(name) for name in ("input_ids", "attention_mask") if name in settings}
+    config, model_kwargs = model._prepare_generation_config(generation_config, **settings)  # noqa: SLF001
+    for name, value in model_kwargs.items():
         if value is not None and value is not False:
             raise _refusal(name, value, "Leave it out")
     _check_config(config)
     stop_tokens = _to_list("eos_token_id", config.eos_token_id)
     (pad_token,) = _to_list("pad_token_id", config.pad_token_id)[:1] or stop_tokens[:1] or (None,)
-    input_ids = _check_ids(given.get("input_ids"), inputs)
-    mask = given.get("attention_mask")
+    input_ids = _check_ids(tensors.get("input_ids"), inputs)
+    mask = tensors.get("attention_mask")
     if mask is None:  # as transformers finds it
         has_pads = pad_token is not None and pad_token not in stop_tokens
         mask = input_ids != pad_token if has_pads else torch.ones_like(input_ids)
-    prompts = _find_prompts(model, input_ids, mask, given.get("attention_mask") is None)
+    prompts = _find_prompts(model, input_ids, mask, tensors.get("attention_mask") is None)
     copies = config.num_return_sequences
-    return Wanted(
+    return Request(
         input_ids=input_ids.repeat_interleave(copies, dim=0),
         prompts=[prompt for prompt in prompts for _copy in range(copies)],
         max_new_tokens=_find_number(model, config, generation_config, arguments, input_ids.shape[1]),
@@ -153,30 +150,30 @@ def _check_ids(input_ids: Any, inputs: Any) -> torch.Tensor:
             "generate: give the prompts once, as input_ids (or as the first argument): an integer tensor "
             "[rows, length]."
         )
-    found = inputs if input_ids is None else input_ids
+    tensor = inputs if input_ids is None else input_ids
     is_usable = (
-        isinstance(found, torch.Tensor)
-        and found.dim() == 2
-        and found.numel()
-        and found.dtype in (torch.int32, torch.int64)
+        isinstance(tensor, torch.Tensor)
+        and tensor.dim() == 2
+        and tensor.numel()
+        and tensor.dtype in (torch.int32, torch.int64)
     )
     if not is_usable:
-        what = (
-            f"{found.dtype} {list(found.shape)}"
-            if isinstance(found, torch.Tensor)
-            else type(found).__name__
+        description = (
+            f"{tensor.dtype} {list(tensor.shape)}"
+            if isinstance(tensor, torch.Tensor)
+            else type(tensor).__name__
         )
         raise Error(
             "generate: input_ids must be a tensor of int64 or int32 [rows, length], with at least one "
-            f"token in each row; got {what}. Of one prompt make a row: input_ids[None]."
+            f"token in each row; got {description}. Of one prompt make a row: input_ids[None]."
         )
-    return found.detach().cpu().long()
+    return tensor.detach().cpu().long()
 
 
-def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any, is_found: bool) -> list[list[int]]:
+def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any, is_inferred: bool) -> list[list[int]]:
     """Returns the tokens of each row without the padding to their left, where the mask is 0.
 
-    A mask that is found was not given: it is 0 where the token of padding is.
+    An inferred mask was not given: it is 0 where the token of padding is.
     """
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -185,26 +182,26 @@ def _find_prompts(model: Any, input_ids: torch.Tensor, mask: Any, is_found: bool
             f"{shape}."
         )
     is_token = mask.detach().cpu() != 0
-    for row, known in enumerate(is_token):
-        number = int(known.sum())
-        if not number or not known[-number:].all():
-            origin = " (found by pad_token_id, as none was given)" if is_found else ""
+    for row, row_mask in enumerate(is_token):
+        number = int(row_mask.sum())
+        if not number or not row_mask[-number:].all():
+            origin = " (found by pad_token_id, as none was given)" if is_inferred else ""
             raise Error(
                 f"generate: attention_mask{origin} must be 0 for padding on the left, and 1 for the tokens "
-                f"after it, of which each row has at least one; row {row} is {known.int().tolist()}. Pad "
-                "on the left, as tokenizers do with padding_side='left'"
-                f"{', or give attention_mask' if is_found else ''}."
+                f"after it, of which each row has at least one; row {row} is {row_mask.int().tolist()}. "
+                "Pad on the left, as tokenizers do with padding_side='left'"
+                f"{', or give attention_mask' if is_inferred else ''}."
             )
-    found = [ids[known].tolist() for ids, known in zip(input_ids, is_token, strict=True)]
+    prompts = [ids[row_mask].tolist() for ids, row_mask in zip(input_ids, is_token, strict=True)]
     number = _num_words(model)
-    for row, prompt in enumerate(found):
+    for row, prompt in enumerate(prompts):
         for token in prompt:
             if not 0 <= token < number:
                 raise Error(
                     f"generate: input_ids must be from 0 to {number - 1}, the last word of the model; row "
                     f"{row} has {token}."
                 )
-    return found
+    return prompts
 
 
 def _num_words(model: Any) -> int:
@@ -216,9 +213,9 @@ def _find_number(
     model: Any, config: Any, generation_config: Any, arguments: Mapping[str, Any], length: int
 ) -> int:
     """Returns the most new tokens: those asked for, up to `max_length` of a row, or else 20."""
-    known = (generation_config, model.generation_config)
+    configs = (generation_config, model.generation_config)
     is_default = arguments.get("max_length") is None and all(
-        getattr(one, "max_length", None) is None for one in known
+        getattr(candidate, "max_length", None) is None for candidate in configs
     )
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if config.max_new_tokens is not None:
@@ -260,26 +257,24 @@ def _find_sampling(config: Any) -> engine.Sampling:
 def _to_list(name: str, tokens: Any) -> list[int]:
     if tokens is None:
         return []
-    found = torch.as_tensor(tokens).reshape(-1)
-    if found.is_floating_point() or found.is_complex():
+    values = torch.as_tensor(tokens).reshape(-1)
+    if values.is_floating_point() or values.is_complex():
         raise Error(f"generate: {name} must be an integer or a list of integers; got {tokens!r}.")
-    listed: list[int] = found.tolist()
+    listed: list[int] = values.tolist()
     return listed
 
 
-# Models of transformers generate through their stages, with keys and values on the stages' devices.
-#
-# The model is captured once for each length of a chunk, by `CachedDecoder`, and cut into the stages that
-# its blocks say. `engine.Generator` runs these.
+# Generation.
 
-_CHUNKS = (1, 8, 64)  # lengths in which prompts are read: each is captured and compiled
+# Lengths in which prompts are read: each is captured and compiled. Padding would write to the caches.
+_CHUNKS = (1, 8, 64)
 _SHORTEST = 32  # tokens that caches have room for
 
 
 def generates_on_devices(wrapped: Wrapped) -> bool:
-    """Whether `generate` runs on the devices: that of a decoder of transformers, wrapped for inference.
+    """Whether `generate` runs on the devices, as for decoders of transformers wrapped for inference.
 
-    That of others is their own, and runs on the host.
+    Other models have a `generate` of their own, which runs on the host.
     """
     library = sys.modules.get("transformers.generation.utils")
     model: Any = wrapped.model
@@ -337,10 +332,10 @@ class _ChunkStages:
         def stage(*values: Any) -> Any:
             length = self._lengths[number][_shapes(values)] if number else self._find(values[0].shape[0])
             (function,) = self._stages[length].functions[number]
-            given = function(*values)
+            outputs = function(*values)
             if number + 1 < len(self._lengths):
-                self._lengths[number + 1][_shapes(given)] = length
-            return given
+                self._lengths[number + 1][_shapes(outputs)] = length
+            return outputs
 
         ((named,),) = (self.of_one.functions[number],)
         stage.__name__ = stage.__qualname__ = named.__name__
@@ -373,7 +368,7 @@ class _Ready:
 
 
 class Generation:
-    """What a wrapped model generates with: stages, caches, and weights on their devices.
+    """Generates with a wrapped model: its stages, caches, and weights on their devices.
 
     The caller holds the lock of the host's weights.
     """
@@ -386,29 +381,29 @@ class Generation:
         self._seen_version = -1
         self._num_drawn = 0  # calls that have drawn tokens
 
-    def generate(self, wanted: Wanted) -> torch.Tensor:
-        """Returns prompts and new tokens; see `Wanted.join`."""
+    def generate(self, request: Request) -> torch.Tensor:
+        """Returns prompts and new tokens; see `Request.join`."""
         self._host.refresh()
-        ready, num_rows = self._ready, len(wanted.prompts)
-        if ready is None or wanted.max_length > ready.max_length:
-            ready = self._prepare(1 << (max(wanted.max_length, _SHORTEST) - 1).bit_length(), num_rows)
+        ready, num_rows = self._ready, len(request.prompts)
+        if ready is None or request.max_length > ready.max_length:
+            ready = self._prepare(1 << (max(request.max_length, _SHORTEST) - 1).bit_length(), num_rows)
         elif self._seen_version != self._host.version:
             self.read_from_host()
         else:
             ready.compiled.check_same_tensors()
-        ready.compiled.tell_of_changes()
+        ready.compiled.warn_of_changes()
         if self._generator is None or self._generator.num_slots < num_rows:
             self._generator = _make_generator(ready.stages, ready.devices, ready.max_length, num_rows)
         assert ready.compiled.state is not None
         answers = self._generator.generate(
             ready.compiled.state,
-            list(wanted.prompts),
-            max_new_tokens=wanted.max_new_tokens,
-            sampling=wanted.sampling,
-            stop_tokens=wanted.stop_tokens,
-            seed=self._find_seed(wanted.sampling),
+            list(request.prompts),
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            stop_tokens=request.stop_tokens,
+            seed=self._find_seed(request.sampling),
         )
-        return wanted.join(answers)
+        return request.join(answers)
 
     def read_from_host(self) -> None:
         """Copies the host's weights to the devices, if the model has generated."""
@@ -479,11 +474,11 @@ def _make_generator(
     """Makes a generator with room for so many requests at a time."""
     ipus = stages.of_one.ipus
     num_groups = min(len(set(ipus)), num_rows)
-    each = -(-num_rows // num_groups)
+    rows_per_group = -(-num_rows // num_groups)
     return engine.Generator(
         stages.functions,
         max_length=max_length,
-        num_slots=num_groups * (1 << (each - 1).bit_length()),
+        num_slots=num_groups * (1 << (rows_per_group - 1).bit_length()),
         num_groups=num_groups,
         chunk_lengths=_CHUNKS,
         token_by_token=False,
@@ -493,7 +488,7 @@ def _make_generator(
 
 
 def _make_arguments(length: int) -> Arguments:
-    """The arguments of a `CachedDecoder`, for a chunk."""
+    """Makes arguments of a `CachedDecoder` for a chunk."""
     with torch.inference_mode(False):
         tokens, position = torch.zeros(length, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
     tensors, structure = flatten(((tokens, position), {}))

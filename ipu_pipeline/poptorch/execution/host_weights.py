@@ -30,10 +30,7 @@ from ipu_pipeline.poptorch.enums import CommGroupType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.logs import logger, warn_once
 
-# Warns of changes on the host while a compiled model has its own values on the devices.
-#
-# Changed weights are found by torch's counters of writes to a tensor's memory. `Tensor.data` returns a
-# tensor with its own counter, so it is kept and watched, too. Writes by NumPy are not counted.
+# Changes on the host.
 
 _MOST_ALIASES = 8  # watched per tensor; older ones were written to long ago, or never
 _MOST_NAMES = 5
@@ -57,15 +54,15 @@ _writes: dict[int, _Writes] = {}  # by the tensor's id, for as long as it lives
 
 def _writes_of(tensor: torch.Tensor) -> _Writes:
     key = id(tensor)
-    found = _writes.get(key)
-    if found is None or found.tensor() is not tensor:
-        found = _writes[key] = _Writes(weakref.ref(tensor, lambda gone: _forget(key, gone)))
-    return found
+    writes = _writes.get(key)
+    if writes is None or writes.tensor() is not tensor:
+        writes = _writes[key] = _Writes(weakref.ref(tensor, lambda gone: _forget(key, gone)))
+    return writes
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
     """Forgets a tensor that is gone, unless another one has the same id by now."""
-    if (known := _writes.get(key)) is not None and known.tensor is gone:
+    if (writes := _writes.get(key)) is not None and writes.tensor is gone:
         del _writes[key]
 
 
@@ -80,13 +77,13 @@ def writing(tensor: torch.Tensor) -> Iterator[None]:
 def note_data(tensor: torch.Tensor, alias: Any) -> None:
     """Notes a tensor that `Tensor.data` returned, through which the original may be written to."""
     if not alias.is_inference():
-        known = _writes_of(tensor)
-        known.aliases.append(alias)
-        if len(known.aliases) > _MOST_ALIASES:
-            known.offset += _version_of(known.aliases.pop(0))
+        writes = _writes_of(tensor)
+        writes.aliases.append(alias)
+        if len(writes.aliases) > _MOST_ALIASES:
+            writes.offset += _version_of(writes.aliases.pop(0))
 
 
-def tell_of_clipping(gradient: Any) -> None:
+def warn_of_clipping(gradient: Any) -> None:
     """Warns if torch's functions that clip gradients ask a parameter for its gradient, and it has none."""
     frame: Any = sys._getframe(1)  # noqa: SLF001  # as `inspect.currentframe`
     for _number in range(8):
@@ -102,13 +99,13 @@ def tell_of_clipping(gradient: Any) -> None:
         frame = frame.f_back
 
 
-class _OfModule(NamedTuple):
+class _ModuleAttributes(NamedTuple):
     """The attributes of a module that are plain values or tensors."""
 
     path: str  # the module's path, with a dot behind it; empty for the model
-    of: Mapping[str, Any]  # all its attributes
+    attributes: Mapping[str, Any]  # all its attributes
     names: tuple[str, ...]  # the names of the plain ones
-    read: Callable[[Any], Any]  # reads them
+    reader: Callable[[Any], Any]  # reads them
     values: Any  # their earlier values
     versions: tuple[tuple[torch.Tensor, int], ...]  # the tensors among them, and their counts of writes
 
@@ -120,24 +117,24 @@ class HostChanges:
         """Notes the attributes of a user's model that are compiled in."""
         self._weights: dict[str, tuple[int, int]] = {}
         self._attributes = [
-            found
+            attributes
             for path, module in model.named_modules()
-            if (found := _read_attributes(path, module)) is not None
+            if (attributes := _read_attributes(path, module)) is not None
         ]
-        self._told: set[str] = set()
+        self._warned_kinds: set[str] = set()
 
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes that the devices have the current values of these tensors, by names of variables."""
         with _plainly():
             self._weights |= {name: _state(tensor) for name, tensor in tensors.items()}
 
-    def tell(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def warn(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Warns of changes since then, once of weights and once of attributes."""
         with _plainly():
             states = {name: _state(tensor) for name, tensor in tensors.items()}
         if weights := [n for n, state in states.items() if self._weights.get(n, state) != state]:
             _warn(
-                self._told,
+                self._warned_kinds,
                 "weights",
                 f"{_join([n.partition('/')[2] for n in weights])} of the model changed on the host (by "
                 "load_state_dict, by hand, or by a run of the plain model). The model continues with the "
@@ -147,7 +144,7 @@ class HostChanges:
         self._weights |= states
         if changed := [name for part in self._attributes for name in _find_changed(part)]:
             _warn(
-                self._told,
+                self._warned_kinds,
                 "attributes",
                 f"{_join(changed)} of the model changed since it was compiled. If forward reads this, it "
                 "still gets the old value. Call destroy() on the model and wrap it again; or make it an "
@@ -160,14 +157,14 @@ class OptimizerChanges:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the optimizer's values."""
-        self._told: set[str] = set()
+        self._warned_kinds: set[str] = set()
         self.note(optimizer)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that the devices have an optimizer's current values."""
         self._values, self._state = _read_optimizer(optimizer), optimizer.state
 
-    def tell(self, optimizer: torch.optim.Optimizer) -> None:
+    def warn(self, optimizer: torch.optim.Optimizer) -> None:
         """Warns of changes since then, once of values and once of a loaded state."""
         now = _read_optimizer(optimizer)
         names = [
@@ -180,7 +177,7 @@ class OptimizerChanges:
             names = [f"The number of groups, {len(now) - 1},"]
         if names:
             _warn(
-                self._told,
+                self._warned_kinds,
                 "values",
                 f"{_join(names)} of the optimizer changed since the devices got it. They continue with the "
                 "old value. After each change, including a scheduler's, call setOptimizer(optimizer) of "
@@ -188,7 +185,7 @@ class OptimizerChanges:
             )
         if optimizer.state is not self._state and not hasattr(optimizer, "device_state"):
             _warn(
-                self._told,
+                self._warned_kinds,
                 "state",
                 "The optimizer has loaded a state since the model was compiled. The devices continue with "
                 "their own. Call destroy() on the model, load the state, and wrap it again.",
@@ -196,9 +193,9 @@ class OptimizerChanges:
         self._values, self._state = now, optimizer.state
 
 
-def _warn(told: set[str], kind: str, message: str) -> None:
-    if kind not in told:
-        told.add(kind)
+def _warn(warned_kinds: set[str], kind: str, message: str) -> None:
+    if kind not in warned_kinds:
+        warned_kinds.add(kind)
         logger.warning(message)
 
 
@@ -211,21 +208,21 @@ def _version(tensor: torch.Tensor) -> int:
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns a value that changes with each write that is not ours, and with other memory."""
     count = 0 if tensor.is_inference() else int(_version_of(tensor))
-    if (known := _writes.get(id(tensor))) is not None and known.tensor() is tensor:
-        count += known.offset + sum(map(_version_of, known.aliases))
+    if (writes := _writes.get(id(tensor))) is not None and writes.tensor() is tensor:
+        count += writes.offset + sum(map(_version_of, writes.aliases))
     return count, tensor.data_ptr()
 
 
-def _read_attributes(path: str, module: torch.nn.Module) -> _OfModule | None:
-    own = vars(module)
-    names = tuple(name for name, value in own.items() if name != "training" and _is_plain(value))
+def _read_attributes(path: str, module: torch.nn.Module) -> _ModuleAttributes | None:
+    attributes = vars(module)
+    names = tuple(name for name, value in attributes.items() if name != "training" and _is_plain(value))
     if not names:
         return None
-    read = operator.itemgetter(*names)
-    values = read(own)
-    tensors = [own[name] for name in names if isinstance(own[name], torch.Tensor)]
+    reader = operator.itemgetter(*names)
+    values = reader(attributes)
+    tensors = [attributes[name] for name in names if isinstance(attributes[name], torch.Tensor)]
     versions = tuple((tensor, _version(tensor)) for tensor in tensors)
-    return _OfModule(f"{path}." if path else "", own, names, read, values, versions)
+    return _ModuleAttributes(f"{path}." if path else "", attributes, names, reader, values, versions)
 
 
 def _is_plain(value: Any) -> bool:
@@ -234,12 +231,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, torch.Tensor))
 
 
-def _find_changed(part: _OfModule) -> list[str]:
+def _find_changed(part: _ModuleAttributes) -> list[str]:
     """Returns the full names of attributes that have changed."""
     try:
-        now = part.read(part.of)
+        now = part.reader(part.attributes)
     except KeyError:  # one was removed
-        now = tuple(part.of.get(name) for name in part.names)
+        now = tuple(part.attributes.get(name) for name in part.names)
         now = now if len(now) > 1 else now[0]
     single = len(part.names) == 1
     pairs = zip(
@@ -247,7 +244,7 @@ def _find_changed(part: _OfModule) -> list[str]:
     )
     changed = [name for value, was, name in pairs if value is not was and not _is_same(value, was)]
     written = {id(tensor) for tensor, version in part.versions if _version(tensor) != version}
-    changed += [name for name in part.names if id(part.of.get(name)) in written]
+    changed += [name for name in part.names if id(part.attributes.get(name)) in written]
     return [f"{part.path}{name}" for name in dict.fromkeys(changed)]
 
 
@@ -259,16 +256,16 @@ def _is_same(value: Any, was: Any) -> bool:
 
 def _read_optimizer(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Reads the values of each group, and last those of the whole optimizer, by their names in warnings."""
-    found: list[dict[str, Any]] = [
+    groups: list[dict[str, Any]] = [
         {f"{name} of group {number}": _as_value(value) for name, value in group.items()}
         for number, group in enumerate(optimizer.param_groups)
     ]
-    whole = {
+    optimizer_values = {
         name: getattr(optimizer, name)
         for name in ("loss_scaling", "max_grad_norm")
         if hasattr(optimizer, name)
     }
-    return [*found, whole]
+    return [*groups, optimizer_values]
 
 
 def _as_value(value: Any) -> Any:
@@ -279,22 +276,17 @@ def _as_value(value: Any) -> Any:
 
 
 def _join(names: Sequence[str]) -> str:
-    shown = list(names[:_MOST_NAMES])
-    if more := len(names) - len(shown):
-        shown.append(f"{more} more")
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    parts = list(names[:_MOST_NAMES])
+    if more := len(names) - len(parts):
+        parts.append(f"{more} more")
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-# Weights on the host and on the devices, kept as PopTorch keeps them.
-#
-# After training, the weights on the devices are newer than those of the user's model. They are copied to
-# the host when the user reads a parameter or buffer: while their model is wrapped, these have a class that
-# notices.
+# Newer weights on the devices.
 
-_plain = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001  # documented with torch's subclasses
 _inside = threading.local()  # whether this thread copies weights itself
 _owners: Any = WeakIdKeyDictionary()  # tensor -> weak reference to its HostWeights
-_asked: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the executor it was read from
+_readers: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the executor it was read from
 _stale: weakref.WeakSet[HostWeights] = weakref.WeakSet()  # those with tensors older than a device's
 _lock = threading.RLock()  # held while owners are found
 _HOLDER = "_ipu_pipeline_weights"  # the attribute of a model that keeps its HostWeights alive
@@ -307,7 +299,7 @@ _WITHOUT_VALUES = {
 
 # Attributes that are watched for changes without effect.
 _DATA, _GRADIENT = (getattr(torch.Tensor, name).__get__ for name in ("data", "grad"))
-_TOLD = {_DATA, _GRADIENT}
+_WATCHED_READS = {_DATA, _GRADIENT}
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
@@ -318,14 +310,14 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
             owner = None if reference is None else reference()
             if owner is not None:
                 owner.refresh()
-    with _plain():
-        made = function(*args, **kwargs)
-        if function in _TOLD and not getattr(_inside, "copies", False):
+    with _plainly():
+        result = function(*args, **kwargs)
+        if function in _WATCHED_READS and not getattr(_inside, "copies", False):
             if function == _DATA:
-                note_data(args[0], made)
+                note_data(args[0], result)
             elif args[0].requires_grad:
-                tell_of_clipping(made)
-    return made
+                warn_of_clipping(result)
+    return result
 
 
 def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -339,7 +331,10 @@ def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _Watched:
-    """A mixin for the class of a wrapped model's tensors. Results that torch makes do not have it."""
+    """A mixin for the class of a wrapped model's tensors. Results that torch makes do not have it.
+
+    Only the class changes, not the tensor, so that optimizers and modules keep the objects that they hold.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -353,7 +348,7 @@ class _Watched:
         retrieval_mode: VariableRetrievalMode,
     ) -> None:
         """Gives groups of replicas their own values; see `PoplarExecutor.per_replica_params`."""
-        reference = _asked.get(self)
+        reference = _readers.get(self)
         executor = None if reference is None else reference()
         if executor is None:
             raise Error(
@@ -380,9 +375,9 @@ def _unwatched_copy(tensor: Any, shares_memory: bool) -> Any:
         values = tensor.detach()
         values = values if shares_memory else values.clone()
         if issubclass(plain, torch.nn.Parameter):
-            made = torch.nn.Parameter(values, tensor.requires_grad)
-            made.__class__ = plain
-            return made
+            parameter = torch.nn.Parameter(values, tensor.requires_grad)
+            parameter.__class__ = plain
+            return parameter
         return values
 
 
@@ -392,8 +387,8 @@ def _watched_class(plain: type) -> type | None:
 
     Returns None if the other class has its own `__torch_function__`.
     """
-    own = (torch.Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
-    if not any(plain.__torch_function__ == known for known in own):  # type: ignore[attr-defined]
+    standard_functions = (torch.Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
+    if not any(plain.__torch_function__ == standard for standard in standard_functions):  # type: ignore[attr-defined]
         warn_once(
             f"Tensors of class {plain.__name__} have a __torch_function__ of their own. They do not get "
             "newer weights automatically: call copyWeightsToHost() of the wrapped model."
@@ -413,7 +408,7 @@ def on_host(*tensors: torch.Tensor) -> Iterator[None]:
     before = getattr(_inside, "copies", False)
     _inside.copies = True
     try:
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), _plainly():
             yield
     finally:
         _inside.copies = before
@@ -475,16 +470,16 @@ class HostWeights:
             if hasattr(type(tensor), "plain"):
                 continue
             kind: Any = type(tensor)
-            other = _watched_class(kind)
-            if other is not None:
+            watched_class = _watched_class(kind)
+            if watched_class is not None:
                 _owners[tensor] = weakref.ref(self)
-                tensor.__class__ = other
+                tensor.__class__ = watched_class
                 self._watched.append(weakref.ref(tensor))
 
     def ask(self, executor: Any, model: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
         """Notes the executor that a parameter was read from, for the parameter's `replicaGrouping`."""
         self.watch(executor, model)
-        _asked[parameter] = weakref.ref(executor)
+        _readers[parameter] = weakref.ref(executor)
 
     def release(self, executor: Any) -> None:
         """Stops watching when no executor needs it any longer."""
@@ -539,7 +534,7 @@ class HostWeights:
         self._read_back = None
 
     def take_over(self, other: HostWeights) -> None:
-        """Merges another one into this one, because their models share tensors from now on."""
+        """Merges another `HostWeights` into this one, because their models share tensors from now on."""
         with self.lock, other.lock:
             other.refresh()
             self.version += other.version + 1
@@ -573,23 +568,23 @@ def host_weights_of(model: torch.nn.Module) -> HostWeights:
     """Returns the `HostWeights` of a user's model and of all models that share tensors with it."""
     with _lock:
         tensors = _tensors_of(model)
-        found: dict[int, HostWeights] = {}
+        hosts: dict[int, HostWeights] = {}
         holder = vars(model).get(_HOLDER)
         if isinstance(holder, _Destroy) and holder.host is not None:
-            found[id(holder.host)] = holder.host
+            hosts[id(holder.host)] = holder.host
         for tensor in tensors:
             reference = _owners.get(tensor)
             host = None if reference is None else reference()
             if host is not None:
-                found[id(host)] = host
-        chosen, *others = [*found.values()] or [HostWeights()]
-        for other in others:
+                hosts[id(host)] = host
+        chosen, *other_hosts = [*hosts.values()] or [HostWeights()]
+        for other in other_hosts:
             chosen.take_over(other)
         for tensor in tensors:
             _owners[tensor] = weakref.ref(chosen)
-        if others:
+        if other_hosts:
             for owned, reference in list(_owners.items()):
-                if reference() in others:
+                if reference() in other_hosts:
                     _owners[owned] = weakref.ref(chosen)
         vars(model)[_HOLDER] = _Destroy(chosen)
         return chosen

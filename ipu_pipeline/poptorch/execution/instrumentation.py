@@ -19,8 +19,6 @@ from ipu_pipeline.engine.fronts import Collected, watched_by
 from ipu_pipeline.poptorch.logs import logger
 from ipu_pipeline.poptorch.options import Options
 
-# Hooks that are called before and after a model is compiled.
-
 Hook: TypeAlias = "Callable[[], Any]"
 
 
@@ -93,8 +91,6 @@ def registerPostCompileHook(hook: Hook) -> RemovableHandle:
     return after_compiling.register(hook)
 
 
-# The progress bar of compiling, and its duration.
-
 _ENDS = {"capture": 30, "trace": 60, "compile": 100}  # of 100, roughly in proportion to their times
 _NEXT = {"capture": "tracing", "trace": "compiling"}
 
@@ -106,14 +102,14 @@ class CompileProgress:
       time: how long compiling took; None before its end.
     """
 
-    def __init__(self, shows_bar: bool, told: str = "") -> None:
-        """Begins."""
+    def __init__(self, shows_bar: bool, suffix: str = "") -> None:
+        """Starts the clock and the bar."""
         self.time: timedelta | None = None
         self._start = time.perf_counter()
         is_disabled = not shows_bar or bool(os.environ.get("TQDM_DISABLE"))
         self._bar = tqdm(
             total=_ENDS["compile"],
-            desc=f"Graph compilation{told}",
+            desc=f"Graph compilation{suffix}",
             disable=is_disabled,
             postfix="capturing the model",
         )
@@ -148,8 +144,6 @@ class CompileProgress:
         self._watched.__exit__(None, None, None)
         self._bar.close()
 
-
-# How long the calls of a wrapped model took: times by the host's clock, and JAX's profile.
 
 Latency = tuple[float, float, float]
 

@@ -116,14 +116,14 @@ class ModelOptimizer:
             "accumulator_dtype": self.spec.accumulator_dtype,
         }
 
-    def tell_of_changes(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def warn_of_changes(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Warns of changes that have no effect on the devices.
 
         These are changes in the optimizer in use, and parameters that were frozen or unfrozen since the
         model was compiled.
         """
         assert optimizer is not None
-        self._changes.tell(optimizer)
+        self._changes.warn(optimizer)
         if changed := self._find_changed():
             warn_once(
                 f"requires_grad of {', '.join(changed)} has changed since the model was compiled, which "
@@ -173,71 +173,71 @@ class ModelOptimizer:
             "max_grad_norm": spec.max_grad_norm,
         }
 
-    def go_on_with(self, described: Mapping[str, Any]) -> None:
+    def restore_values(self, described: Mapping[str, Any]) -> None:
         """Takes the values that `describe` returned of an optimizer of the same class and groups."""
         groups = [
             {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
             for group in described["values"]
         ]
-        own = {name: described[name] for name in ("loss_scaling", "max_grad_norm")}
-        self.spec = dataclasses.replace(self.spec, values=tuple(groups), **own)
+        common = {name: described[name] for name in ("loss_scaling", "max_grad_norm")}
+        self.spec = dataclasses.replace(self.spec, values=tuple(groups), **common)
 
     def put_values(self, optimizer_state: Any) -> Any:
         """Returns an optimizer's state with the values in use."""
         return with_hyperparameters(optimizer_state, self.spec)
 
-    def put_saved(self, optimizer_state: Any, saved: SavedState | None) -> Any:
+    def put_state(self, optimizer_state: Any, saved: SavedState | None) -> Any:
         """Returns an optimizer's initial state with the saved one put in, and with the values in use."""
         if saved is None:
             return self.put_values(optimizer_state)
-        found = {
+        tensors = {
             key: tensor if rows is None else to_torch(rows.to_device(key, to_numpy(tensor, key)))
             for key, tensor, rows in self._with_rows(saved)
         }
-        saved = saved._replace(ipu_state=found)
+        saved = saved._replace(ipu_state=tensors)
         return self.put_values(import_state(optimizer_state, saved, self.spec, self.group_of))
 
     def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
         """Returns the optimizer's state for its `state_dict`."""
         inner = state.optimizer_state if isinstance(state, PipelineState) else state["optimizer_state"]
         saved = export_state(inner, self.spec, self.group_of)
-        found = {
+        tensors = {
             key: tensor if rows is None else to_torch(rows.to_host(to_numpy(tensor, key)))
             for key, tensor, rows in self._with_rows(saved)
         }
-        return saved._replace(ipu_state=found)
+        return saved._replace(ipu_state=tensors)
 
     def _with_rows(self, saved: SavedState) -> Iterator[tuple[str, torch.Tensor, GroupRows | None]]:
-        """Yields what is kept for variables, with their rows if they have any. Counts have none."""
+        """Yields the variables' state, with the group rows of each tensor. Counts have none."""
         for key, tensor in saved.ipu_state.items():
             rows = self._group_rows.get(split_key(key)[1])
             yield key, tensor, rows if tensor.dim() else None
 
-    def take_saved(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
+    def take_state(self, optimizer: torch.optim.Optimizer) -> SavedState | None:
         """Returns the state that an optimizer has when a model begins to use it; None if it has none."""
         if isinstance(optimizer, optim.Optimizer):
             parameters = optimizer.all_parameters
-            own = {self._names[id(p)]: p for p in parameters if id(p) in self._names}
-            saved = optimizer.device_state.take(own, parameters)
+            named = {self._names[id(p)]: p for p in parameters if id(p) in self._names}
+            saved = optimizer.device_state.take(named, parameters)
             if saved is None:
                 return None
-            frozen = own.keys() - self.group_of.keys()
-            found = {
+            frozen = named.keys() - self.group_of.keys()
+            tensors = {
                 key: tensor for key, tensor in saved.ipu_state.items() if split_key(key)[1] not in frozen
             }
-            return saved._replace(ipu_state=found)
+            return saved._replace(ipu_state=tensors)
         with on_host(*self._tensors.values()):
             return read_torch_state(optimizer, self.parameters)
 
-    def keep_saved(self, optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
-        """Gives an optimizer, which no model has begun with, the state that another one had."""
+    def keep_state(self, optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
+        """Gives an optimizer that no model has used yet the state that another one had."""
         if not isinstance(optimizer, optim.Optimizer):
             with on_host(*self._tensors.values()):
                 write_torch_state(optimizer, saved, self._tensors)
         elif not optimizer.device_state.is_loaded:
             optimizer.device_state.keep(saved, self.parameters)
 
-    def leave_saved(
+    def leave_state(
         self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
     ) -> None:
         """Gives torch's optimizer its state when a model no longer uses it. Ours keep it themselves."""
@@ -254,7 +254,7 @@ def call_before_saving(
     leave = weakref.WeakMethod(leave_state)
 
     def hook(_optimizer: torch.optim.Optimizer) -> None:
-        if (found := leave()) is not None:
-            found()
+        if (method := leave()) is not None:
+            method()
 
     return optimizer.register_state_dict_pre_hook(hook)

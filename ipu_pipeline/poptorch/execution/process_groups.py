@@ -31,11 +31,6 @@ from ipu_pipeline.processes import selection
 from ipu_pipeline.processes.rendezvous import join_by_environment
 from ipu_pipeline.processes.selection import have_cpu_devices
 
-# Several processes that run one model together: `Options.Distributed`.
-#
-# Each has whole replicas of the model, and its own part of the data. Values that must be the same in all
-# are compared before they are used: the program is the same everywhere, but what it reads may not be.
-
 _PATH = "poptorch.Options().Distributed"
 # Options of the process and its machine; the seed is compared as it is in use.
 _OWN = {
@@ -77,29 +72,29 @@ ALONE = Processes()
 
 def join(options: Options) -> None:
     """Joins the processes that the environment names, and checks that they are those of the options."""
-    asked = Processes.of(options)
-    if asked.count > 1:
+    expected = Processes.of(options)
+    if expected.count > 1:
         _check_supported(options)
     join_by_environment()
-    others = current_peers()
-    joined = ALONE if others is None else Processes(others.index, others.count)
-    if (asked.index, asked.count) == (joined.index, joined.count):
+    peers = current_peers()
+    joined = ALONE if peers is None else Processes(peers.index, peers.count)
+    if (expected.index, expected.count) == (joined.index, joined.count):
         return
-    said = f"{_PATH} says that this is process {asked.index} of {asked.count}, but it has joined"
-    if others is not None:
+    claim = f"{_PATH} says that this is process {expected.index} of {expected.count}, but it has joined"
+    if peers is not None:
         raise Error(
-            f"{said} the others as process {joined.index} of {joined.count}. Leave configureProcessId and "
+            f"{claim} the others as process {joined.index} of {joined.count}. Leave configureProcessId and "
             f"disable out, or call configureProcessId({joined.index}, {joined.count}): all processes of a "
             "run have all models together."
         )
     if jax.distributed.is_initialized():
         raise Error(
-            f"{said} others by jax.distributed only. Call ipu_pipeline.distributed.initialize instead."
+            f"{claim} others by jax.distributed only. Call ipu_pipeline.distributed.initialize instead."
         )
     raise Error(
-        f"{said} none. Start the program by `ipu-pipeline launch -n {asked.count}`; or call "
-        f'ipu_pipeline.distributed.initialize("host:port", {asked.count}, {asked.index}) at its top, with '
-        "the address of process 0."
+        f"{claim} none. Start the program by `ipu-pipeline launch -n {expected.count}`; or call "
+        f'ipu_pipeline.distributed.initialize("host:port", {expected.count}, {expected.index}) at its top, '
+        "with the address of process 0."
     )
 
 
@@ -114,17 +109,17 @@ def _check_supported(options: Options) -> None:
         "Precision.enableFloatingPointExceptions": options.Precision.floating_point_exceptions,
         "ConnectionType.Never (useOfflineIpuTarget)": options.connection_type is ConnectionType.Never,
     }
-    for what, is_asked in refused.items():
+    for option, is_asked in refused.items():
         if is_asked:
-            check_alone(options, what)
+            check_alone(options, option)
 
 
-def check_alone(options: Options, what: str) -> None:
+def check_alone(options: Options, feature: str) -> None:
     """Refuses several processes."""
     number = Processes.of(options).count
     if number > 1:
         raise NotImplementedError(
-            f"{what} does not exist here yet for several processes, and {_PATH} has {number}. Leave it "
+            f"{feature} does not exist here yet for several processes, and {_PATH} has {number}. Leave it "
             "out, or use one process with more replicas (replicationFactor)."
         )
 
@@ -141,36 +136,39 @@ def describe_options(options: Options) -> dict[str, str]:
     }
 
 
-def agree(what: str, document: Mapping[str, str]) -> None:
+def agree(subject: str, document: Mapping[str, str]) -> None:
     """Compares documents of all processes, which must call it in the same order."""
-    others = current_peers()
-    if others is None:
+    peers = current_peers()
+    if peers is None:
         return
     try:
-        others.agree(what, document)
+        peers.agree(subject, document)
     except ValueError as error:
         raise Error(str(error)) from None
 
 
-def compare_arrays(what: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
+def compare_arrays(subject: str, arrays: Mapping[str, Any], mend: str = _MEND) -> None:
     """Compares values that must be the same in all processes, like `agree`."""
-    others = current_peers()
-    if others is None:
+    peers = current_peers()
+    if peers is None:
         return
-    own = json.dumps({name: _digest(array) for name, array in arrays.items()})
-    told = [json.loads(text) for text in others.exchange(f"PopTorch: {what}", own)]
-    names = dict.fromkeys(itertools.chain(*told))
-    differing = [name for name in names if len({one.get(name) for one in told}) > 1]
+    text = json.dumps({name: _digest(array) for name, array in arrays.items()})
+    digests = [json.loads(text) for text in peers.exchange(f"PopTorch: {subject}", text)]
+    names = dict.fromkeys(itertools.chain(*digests))
+    differing = [name for name in names if len({process.get(name) for process in digests}) > 1]
     if differing:
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise Error(
-            f"{what} differ between the {others.count} processes: {', '.join(differing[:_SHOWN])}{more}. "
+            f"{subject} differ between the {peers.count} processes: {', '.join(differing[:_SHOWN])}{more}. "
             f"{mend}"
         )
 
 
 def compare_weights(model: torch.nn.Module, processes: Processes) -> None:
-    """Compares a model's parameters on the host, and buffers that processes share, like `agree`."""
+    """Compares a model's parameters on the host, and buffers that processes share, like `agree`.
+
+    Process 0's are not sent to the others instead: a mistake, such as another seed, would go unnoticed.
+    """
     if current_peers() is None:
         return
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -195,7 +193,7 @@ def _digest(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {digest}"
 
 
-# Selects the JAX devices that are a model's IPUs.
+# Devices.
 
 # Virtual CPU devices: a model that is compiled later may need more than the first one. XLA has at least one
 # thread per device, and with many more threads than cores its matrix products take twice as long.
@@ -204,37 +202,37 @@ _USUAL_NUMBER = min(16, 2 * (os.cpu_count() or 1))
 
 def select_devices(num_ipus: int, options: Options) -> list[Any]:
     """Returns a model's JAX devices, one per IPU, process by process. Starts JAX's backend."""
-    wanted = 1 << (num_ipus - 1).bit_length()
-    if wanted != num_ipus and not options.auto_round_num_ipus:
+    num_devices = 1 << (num_ipus - 1).bit_length()
+    if num_devices != num_ipus and not options.auto_round_num_ipus:
         raise Error(
             f"The model specifies the use of {num_ipus} IPUs, however PopTorch must reserve a minimum of "
-            f"{wanted} in order to allow the model to run, because PopTorch must reserve a power of 2 or "
-            "maximum of 64 IPUs per process. Please reconfigure your model to use a different number of "
+            f"{num_devices} in order to allow the model to run, because PopTorch must reserve a power of 2 "
+            "or maximum of 64 IPUs per process. Please reconfigure your model to use a different number of "
             "IPUs or set poptorch.Options().autoRoundNumIPUs(True)."
         )
     first = options.ipu_id if options.is_set("ipu_id") else 0
     use_model = options.is_set("use_model") and options.use_model
     number = options.Distributed.numProcesses
     if selection.is_selected() and not first and not use_model:
-        found = selection.devices_for(0, number * wanted)
+        devices = selection.devices_for(0, number * num_devices)
     else:
-        have_cpu_devices(number * max(first + wanted, _USUAL_NUMBER))
-        found = selection.find_devices(number * (first + wanted), use_model)
+        have_cpu_devices(number * max(first + num_devices, _USUAL_NUMBER))
+        devices = selection.find_devices(number * (first + num_devices), use_model)
     if number == 1:
-        return found[first : first + wanted]
-    return _of_each_process(found, number, range(first, first + num_ipus))
+        return devices[first : first + num_devices]
+    return _of_each_process(devices, number, range(first, first + num_ipus))
 
 
 def _of_each_process(devices: Sequence[Any], number: int, places: range) -> list[Any]:
     """Selects some devices of each process."""
     chosen = []
     for process in range(number):
-        own = [device for device in devices if device.process_index == process]
-        if len(own) < places.stop:
+        process_devices = [device for device in devices if device.process_index == process]
+        if len(process_devices) < places.stop:
             raise ValueError(
                 f"Each process needs {places.stop} IPUs for its replicas of the model, but process "
-                f"{process} has {len(own)} of the {len(devices)}. Give each process that many devices, or "
-                "use fewer replicas (replicationFactor is per process)."
+                f"{process} has {len(process_devices)} of the {len(devices)}. Give each process that many "
+                "devices, or use fewer replicas (replicationFactor is per process)."
             )
-        chosen += own[places.start : places.stop]
+        chosen += process_devices[places.start : places.stop]
     return chosen

@@ -34,7 +34,7 @@ from ipu_pipeline.poptorch.files.model_files import SavedGraph, SavedModel
 from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured, FunctionalProgram
 from ipu_pipeline.poptorch.structures import Structure
 
-# Models captured for a file, used on devices and the host without the code of their forward.
+# From a file.
 
 _PREFIX = "model."  # of the targets: the captured program is a module that calls the model
 _TENSORS = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -70,13 +70,13 @@ def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
             f"The file has a model that was captured for {have}, which cannot be used for {want}. Load "
             f"one that was exported from a poptorch.{want}Model, by loadExecutable."
         )
-    given, expected = signature_of(model), graph.signature
-    if [(p.name, p.kind) for p in given.parameters.values()] != [
+    signature, expected = signature_of(model), graph.signature
+    if [(p.name, p.kind) for p in signature.parameters.values()] != [
         (p.name, p.kind) for p in expected.parameters.values()
     ]:
-        raise Error(f"The file is of a model with forward{expected}; this model has forward{given}.")
+        raise Error(f"The file is of a model with forward{expected}; this model has forward{signature}.")
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    known = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    model_tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
     tensors: dict[str, torch.Tensor] = dict(graph.constants)
     for node, spec in _inputs(graph.program):
         target = str(spec.target)
@@ -84,16 +84,16 @@ def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
             continue
         name = target.removeprefix(_PREFIX)
         is_parameter = spec.kind is InputKind.PARAMETER
-        if name not in known or (name in parameters) is not is_parameter:
+        if name not in model_tensors or (name in parameters) is not is_parameter:
             kind = "parameter" if is_parameter else "buffer"
             raise Error(f"The file is of a model with a {kind} {name}, which this one does not have.")
-        held, wanted = known[name], node.meta["val"]
-        if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
+        tensor, value = model_tensors[name], node.meta["val"]
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise Error(
-                f"The file is of a model whose {name} is {wanted.dtype} of shape {tuple(wanted.shape)}; "
-                f"this model's is {held.dtype} of shape {tuple(held.shape)}."
+                f"The file is of a model whose {name} is {value.dtype} of shape {tuple(value.shape)}; "
+                f"this model's is {tensor.dtype} of shape {tuple(tensor.shape)}."
             )
-        tensors[target] = held
+        tensors[target] = tensor
     return Captured(graph.program, graph.outputs, tensors)
 
 
@@ -137,41 +137,41 @@ class RestoredModel(torch.nn.Module):
         super().__init__()
         self.saved_graph = graph
         self.class_name = saved.class_name
-        for one in saved.tensors:
-            *path, name = one.name.split(".")
+        for saved_tensor in saved.tensors:
+            *path, name = saved_tensor.name.split(".")
             part: torch.nn.Module = self
             try:
                 for inner in path:
                     if inner not in dict(part.named_children()):
                         part.add_module(inner, torch.nn.Module())
                     part = part.get_submodule(inner)
-                if isinstance(one.tensor, torch.nn.Parameter):
-                    part.register_parameter(name, one.tensor)
+                if isinstance(saved_tensor.tensor, torch.nn.Parameter):
+                    part.register_parameter(name, saved_tensor.tensor)
                 else:
-                    part.register_buffer(name, one.tensor, one.is_persistent)
+                    part.register_buffer(name, saved_tensor.tensor, saved_tensor.is_persistent)
             except (KeyError, TypeError) as error:
-                raise Error(f"The file has a tensor of the name {one.name!r}: {error}.") from error
+                raise Error(f"The file has a tensor of the name {saved_tensor.name!r}: {error}.") from error
         self.train(saved.is_training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the user's forward returned for arguments like these."""
         signature = Signature(self.saved_graph.signature)
-        given = signature.bind(args, kwargs, self.saved_graph.arguments)
+        arguments = signature.bind(args, kwargs, self.saved_graph.arguments)
         first = make_arguments(self.saved_graph, signature, Batching(1, 1))
-        check_like_first(signature, first, given, OF_FILE)
-        check_shapes(given, shapes_of(first), OF_FILE)
+        check_like_first(signature, first, arguments, OF_FILE)
+        check_shapes(arguments, shapes_of(first), OF_FILE)
         captured = bind(self.saved_graph, self, self.saved_graph.trains)
         program = captured.program
         names = [node.name for node, spec in _inputs(program) if spec.kind is InputKind.USER_INPUT]
-        inputs = dict(zip(names, given.tensors, strict=True))
+        inputs = dict(zip(names, arguments.tensors, strict=True))
         values = [
             inputs[node.name] if node.name in inputs else captured.tensors[str(spec.target)]
             for node, spec in _inputs(program)
         ]
         with torch.no_grad():
-            made = torch.fx.Interpreter(program.graph_module).run(*values)
+            outputs = torch.fx.Interpreter(program.graph_module).run(*values)
             results = []
-            for spec, value in zip(program.graph_signature.output_specs, made, strict=True):
+            for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
                 if spec.kind in WRITES:
                     captured.tensors[str(spec.target)].copy_(value)
                 elif spec.kind is OutputKind.USER_INPUT_MUTATION:
@@ -184,7 +184,7 @@ class RestoredModel(torch.nn.Module):
         return self.class_name
 
 
-# Training that goes on from memory, after its processes have been started again.
+# From memory.
 
 # In `Snapshot.extra`: the names of the tensors that variables are of, and what is known of the optimizer.
 _NAMES, _OPTIMIZER = "poptorch_names", "poptorch_optimizer"
@@ -205,36 +205,38 @@ class Resumption:
         self.has_new_values = False
         self.num_calls = num_done
         self._names: dict[str, str] = {}  # variable -> tensor
-        self._found: Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._series = series = InMemorySeries.of_environment(name_next("poptorch"))
         if series is None:
             return
-        found = series.find()
-        if found is None or series.runs < num_done:
+        snapshot = series.find()
+        if snapshot is None or series.runs < num_done:
             series.runs = num_done
             return
-        _write_to_host(found, model)
-        self._found, self._names, self.num_calls = found, found.extra[_NAMES], series.runs
+        _write_to_host(snapshot, model)
+        self._snapshot, self._names, self.num_calls = snapshot, snapshot.extra[_NAMES], series.runs
 
     @property
     def is_pending(self) -> bool:
         """Whether there is a checkpoint that no model has taken over."""
-        return self._found is not None
+        return self._snapshot is not None
 
     def take_over(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
         """Puts what was found into a model that has just been compiled."""
-        snapshot = self._found
+        snapshot = self._snapshot
         assert snapshot is not None
         # With several shapes, variables that only other programs use are not the pipeline's.
         names, variables = compiled.pipeline.variables, snapshot.state.variables
-        own = {name: value for name, value in variables.items() if name in names}
+        pipeline_variables = {name: value for name, value in variables.items() if name in names}
         state = place_state(
-            dataclasses.replace(snapshot, state=dataclasses.replace(snapshot.state, variables=own)),
+            dataclasses.replace(
+                snapshot, state=dataclasses.replace(snapshot.state, variables=pipeline_variables)
+            ),
             "What is in memory",
             compiled.pipeline,
         )
         if not self.has_new_values:
-            training.go_on_with(snapshot.extra[_OPTIMIZER])
+            training.restore_values(snapshot.extra[_OPTIMIZER])
         compiled.replace(
             **{
                 **vars(state),
@@ -245,7 +247,7 @@ class Resumption:
         _write_to_host(snapshot, self._model)  # once more: the program may have loaded older weights
         assert self._series is not None
         self._series.say_resumed()
-        self._found = None
+        self._snapshot = None
 
     @processes.one_thread("a call of a PopTorch model")
     def keep(self, compiled: CompiledModel, training: ModelOptimizer) -> None:
@@ -255,9 +257,9 @@ class Resumption:
             return
         assert compiled.state is not None
         if not compiled.tensors.keys() <= self._names.keys():
-            names = {id(tensor): name for name, tensor in _named_tensors(self._model).items()}
-            own = {n: names[id(t)] for n, t in compiled.tensors.items() if id(t) in names}
-            self._names = {**self._names, **own}
+            names = {id(tensor): name for name, tensor in named_tensors(self._model).items()}
+            new_names = {n: names[id(t)] for n, t in compiled.tensors.items() if id(t) in names}
+            self._names = {**self._names, **new_names}
         state = dataclasses.replace(compiled.state, variables=compiled.variables)
         extra = {_NAMES: self._names, _OPTIMIZER: training.describe()}
         self._series.meet()
@@ -270,14 +272,15 @@ class Resumption:
             self._series.note_run(compiled.state.update_count)
 
 
-def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns a model's parameters and buffers by all their names."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return named | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _write_to_host(snapshot: Snapshot, model: torch.nn.Module) -> None:
     """Writes a snapshot's variables into the user's model."""
-    named, values = _named_tensors(model), first_rows(snapshot)
+    named, values = named_tensors(model), first_rows(snapshot)
     names: Mapping[str, str] = snapshot.extra[_NAMES]
     if missing := sorted({name for name in names.values() if name not in named}):
         raise ValueError(

@@ -23,8 +23,6 @@ from ipu_pipeline.poptorch.optim.specs import describe
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, ShardedExecution
 
-# `trainingModel` and `inferenceModel`.
-
 _DEFAULT_RATE = 0.01
 
 
@@ -129,41 +127,40 @@ def _check_options(options: Options | None, default_mode: OutputMode) -> Options
     if not isinstance(options, Options):
         raise Error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
     join(options)
-    _tell_of_sharding(options)
+    _warn_of_sharding(options)
     number = options.device_iterations * options.Training.gradient_accumulation
-    kept: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "outputMode": options,
         **{f"anchorTensor {n!r}": a for n, a in options.anchored_tensors.items()},
     }
-    for what, asked in kept.items():
-        if asked.output_mode is OutputMode.EveryN and asked.output_return_period > number:
+    for name, setting in settings.items():
+        if setting.output_mode is OutputMode.EveryN and setting.output_return_period > number:
             raise Error(
-                f"{what}: OutputMode.EveryN keeps the values of every {asked.output_return_period} "
+                f"{name}: OutputMode.EveryN keeps the values of every {setting.output_return_period} "
                 f"micro-batches, but a call has {number} in each replica. Lower output_return_period, or "
                 "raise deviceIterations or gradientAccumulation."
             )
     options.freeze()
-    own = options.clone()
-    if own.defaultOutputMode():
-        own.outputMode(default_mode)
-    own.freeze()
-    return own
+    checked = options.clone()
+    if checked.defaultOutputMode():
+        checked.outputMode(default_mode)
+    checked.freeze()
+    return checked
 
 
-def _tell_of_sharding(options: Options) -> None:
+def _warn_of_sharding(options: Options) -> None:
     """Warns of replicated tensor sharding that has no effect."""
     locations = options.TensorLocations
-    asked = locations.asked_to_shard
-    if asked and options.replication_factor == 1:
+    location_names = locations.asked_to_shard
+    if location_names and options.replication_factor == 1:
         warn_once("useReplicatedTensorSharding has no effect: there is one replica, which has everything.")
-    elif own := [name for name in asked if name in ("location_activation", "location_accumulator")]:
+    elif kinds := [
+        name for name in location_names if name in ("location_activation", "location_accumulator")
+    ]:
         warn_once(
-            f"useReplicatedTensorSharding has no effect in {' and '.join(own)}: activations and sums of "
+            f"useReplicatedTensorSharding has no effect in {' and '.join(kinds)}: activations and sums of "
             "gradients are each replica's own."
         )
-
-
-# `load`: makes a wrapped model from a file.
 
 
 def load(filename: PathLike, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:

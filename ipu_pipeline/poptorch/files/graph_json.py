@@ -32,14 +32,17 @@ from ipu_pipeline.poptorch.lowering.registry import find_lowering, full_name
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _OPERATION = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
-_OPERATORS: dict[str, Any] = {"getitem": operator.getitem, **{one.name(): one for one in CONTROL_FLOW}}
-_NAMES = {one: name for name, one in _OPERATORS.items()}
+_OPERATORS: dict[str, Any] = {
+    "getitem": operator.getitem,
+    **{operation.name(): operation for operation in CONTROL_FLOW},
+}
+_NAMES = {operation: name for name, operation in _OPERATORS.items()}
 _INPUTS = {name: InputKind[name] for name in ("USER_INPUT", "PARAMETER", "BUFFER", "CONSTANT_TENSOR")}
 _OUTPUTS = {kind.name: kind for kind in (OutputKind.USER_OUTPUT, *WRITES, OutputKind.USER_INPUT_MUTATION)}
 
 
 class _Interpreted(torch.fx.GraphModule):
-    """A graph that is computed node by node, and not turned into Python code as in torch."""
+    """A graph that is computed node by node: torch would turn the file's names into Python code."""
 
     def recompile(self) -> Any:
         """Makes no Python code."""
@@ -119,48 +122,48 @@ def decode_program(data: Any) -> FunctionalProgram:
             for node, (kind, target) in zip(outputs, data["outputs"], strict=True)
         ],
     )
-    given = {(spec.target, spec.kind) for spec in signature.input_specs}
+    input_targets = {(spec.target, spec.kind) for spec in signature.input_specs}
     for spec in signature.output_specs:
         kind = {
             OutputKind.BUFFER_MUTATION: InputKind.BUFFER,
             OutputKind.PARAMETER_MUTATION: InputKind.PARAMETER,
         }.get(spec.kind)
-        if kind is not None and (spec.target, kind) not in given:
+        if kind is not None and (spec.target, kind) not in input_targets:
             raise ValueError(f"its graph changes {spec.target!r}, which is no {kind.name.lower()}")
     return FunctionalProgram(module, signature)
 
 
 def _decode_graph(data: Any) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
-    known: dict[str, torch.fx.Node] = {}
+    nodes: dict[str, torch.fx.Node] = {}
     inner: dict[str, torch.fx.GraphModule] = {}
-    if [one["op"] for one in data].index("output") != len(data) - 1:
+    if [entry["op"] for entry in data].index("output") != len(data) - 1:
         raise ValueError("its graph has nodes behind the output")
-    for one in data:
-        op, name = one["op"], one["name"]
-        if name in known or not name.isidentifier():
+    for entry in data:
+        op, name = entry["op"], entry["name"]
+        if name in nodes or not name.isidentifier():
             raise ValueError(f"a node of its graph has the name {name!r}, which is another's or is none")
         target: Any = name
-        args = tuple(_decode(value, known) for value in one.get("args", ()))
-        kwargs = {str(key): _decode(value, known) for key, value in one.get("kwargs", {}).items()}
+        args = tuple(_decode(value, nodes) for value in entry.get("args", ()))
+        kwargs = {str(key): _decode(value, nodes) for key, value in entry.get("kwargs", {}).items()}
         if op == "get_attr":
             target = f"graph_{len(inner)}"
-            inner[target] = _decode_graph(one["nodes"])
+            inner[target] = _decode_graph(entry["nodes"])
         elif op == "call_function":
-            target = _find_operation(one["target"])
+            target = _find_operation(entry["target"])
             _check_call(target, args, kwargs)
         elif op not in ("placeholder", "output"):
             raise ValueError(f"its graph has a node {name} of kind {op!r}")
         node = graph.create_node(op, target, args, kwargs, name)
         node.name = name  # torch may have replaced a character
         node.meta = {
-            "val": _decode(one.get("value"), None),
+            "val": _decode(entry.get("value"), None),
             "nn_module_stack": {
-                str(n): (str(path), str(kind)) for n, (path, kind) in enumerate(one["modules"])
+                str(n): (str(path), str(kind)) for n, (path, kind) in enumerate(entry["modules"])
             },
-            "stack_trace": str(one["trace"]),
+            "stack_trace": str(entry["trace"]),
         }
-        known[name] = node
+        nodes[name] = node
     return _Interpreted(inner, graph)
 
 
@@ -169,23 +172,23 @@ def _find_operation(name: str) -> Any:
     if name in _OPERATORS:
         return _OPERATORS[name]
     parts = _OPERATION.fullmatch(name)
-    found: Any = torch.ops
+    operation: Any = torch.ops
     for part in parts.groups() if parts else ():
-        found = getattr(found, part, None)
-    if found is None:
+        operation = getattr(operation, part, None)
+    if operation is None:
         raise Error(
             f"The graph in the file calls {name}, which does not exist here. Define it with torch.library, "
             "and register its lowering, before loading the file."
         )
-    if not isinstance(found, OpOverload) or vars(found)["_schema"].is_mutable:
+    if not isinstance(operation, OpOverload) or vars(operation)["_schema"].is_mutable:
         raise ValueError(f"its graph calls {name!r}, which is no operation that a graph may have")
-    is_ours = found.namespace == markers.NAMESPACE or is_check_operation(found)
-    if not is_ours and find_lowering(found) is None:
+    is_ours = operation.namespace == markers.NAMESPACE or is_check_operation(operation)
+    if not is_ours and find_lowering(operation) is None:
         raise Error(
             f"The graph in the file calls {name}, which has no lowering here. Say how JAX computes it with "
             "poptorch.register_lowering, before loading the file."
         )
-    return found
+    return operation
 
 
 def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -194,10 +197,12 @@ def _check_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         is_right = len(args) == 2 and isinstance(args[0], torch.fx.Node) and type(args[1]) is int
     elif isinstance(target, OpOverload):
         arguments = vars(target)["_schema"].arguments
-        names = [one.name for one in arguments if not one.kwarg_only]
-        given = {*names[: len(args)], *kwargs}
-        needed = {one.name for one in arguments if not one.has_default_value()}
-        is_right = len(args) <= len(names) and needed <= given <= {one.name for one in arguments}
+        names = [argument.name for argument in arguments if not argument.kwarg_only]
+        argument_names = {*names[: len(args)], *kwargs}
+        required_names = {argument.name for argument in arguments if not argument.has_default_value()}
+        is_right = len(args) <= len(names) and required_names <= argument_names <= {
+            argument.name for argument in arguments
+        }
     else:
         is_right = not kwargs
     if not is_right:
@@ -221,8 +226,8 @@ def _decode(data: Any, nodes: Mapping[str, torch.fx.Node] | None) -> Any:
         case "tensor" if nodes is None:
             dtype, shape = of
             return torch.empty(shape, dtype=_decode({"torch": dtype}, None), device="meta")
-        case "torch" if isinstance(found := vars(torch).get(of), _OF_TORCH):
-            return found
+        case "torch" if isinstance(value := vars(torch).get(of), _OF_TORCH):
+            return value
         case "device":
             return torch.device(of)
         case "complex":

@@ -2,6 +2,7 @@
 
 A file is written whole or not at all, and read without trust. The JSON is in the metadata, and the tensors
 are named by their numbers. A checksum finds damage. It does not protect against files that are forged.
+There is no machine code in them: XLA would run what it reads back, whatever that is.
 """
 
 from __future__ import annotations
@@ -36,11 +37,6 @@ from ipu_pipeline.poptorch.graphs.capture import FunctionalProgram
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.structures import Structure, compare, flatten
 
-# Files of tensors and JSON in safetensors' format, written whole or not at all, and read without trust.
-#
-# The JSON is in the metadata, and the tensors are named by their numbers. A checksum finds damage. It does
-# not protect against files that are forged.
-
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 _MANIFEST = "ipu_pipeline.poptorch"
@@ -67,13 +63,13 @@ class TensorList:
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Returns the tensors as a file has them: contiguous, and without shared memory."""
-        found, storages = {}, set()
+        tensors, storages = {}, set()
         for number, tensor in enumerate(self._tensors):
             tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             storage = tensor.untyped_storage().data_ptr()
-            found[str(number)] = tensor.clone() if storage in storages else tensor
+            tensors[str(number)] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
-        return found
+        return tensors
 
 
 def find_target(filename: PathLike) -> str:
@@ -111,26 +107,26 @@ def write_file(filename: PathLike, manifest: Any, tensors: TensorList) -> None:
     text, named = json.dumps(manifest), tensors.by_name()
     try:
         with tempfile.TemporaryDirectory(".part", f"{name}.", directory) as beside:
-            whole = os.path.join(beside, name)
-            with open(whole, "xb"):  # with the permissions of any new file
-                mode = os.stat(target if os.path.exists(target) else whole).st_mode
-            save_file(named, whole, {_MANIFEST: text, _CHECK_SUM: _check_sum(text, named)})
-            with open(whole, "rb") as file:
+            path = os.path.join(beside, name)
+            with open(path, "xb"):  # with the permissions of any new file
+                mode = os.stat(target if os.path.exists(target) else path).st_mode
+            save_file(named, path, {_MANIFEST: text, _CHECK_SUM: _check_sum(text, named)})
+            with open(path, "rb") as file:
                 os.fsync(file.fileno())
-            os.chmod(whole, stat.S_IMODE(mode))
-            os.replace(whole, target)
+            os.chmod(path, stat.S_IMODE(mode))
+            os.replace(path, target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise Error(f"{os.fspath(filename)} cannot be written: {reason}. Give another path.") from error
 
 
 def _check_sum(manifest: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    found = zlib.crc32(manifest.encode())
+    checksum = zlib.crc32(manifest.encode())
     for name, tensor in tensors.items():
-        found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), checksum)
         content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        found = zlib.crc32(content, found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(content, checksum)
+    return f"{checksum:08x}"
 
 
 @contextlib.contextmanager
@@ -324,10 +320,11 @@ def _find_versions() -> dict[str, str]:
 
 def _check_version(manifest: Any) -> None:
     if manifest["version"] != _VERSION:
-        made = ", ".join(f"{name} {version}" for name, version in manifest["made by"].items())
+        versions = ", ".join(f"{name} {version}" for name, version in manifest["made by"].items())
         raise Error(
-            f"The file is of version {manifest['version']!r} of its format, made by {made}. ipu_pipeline "
-            f"{_find_versions()['ipu_pipeline']} reads version {_VERSION}: export the model again with it."
+            f"The file is of version {manifest['version']!r} of its format, made by {versions}. "
+            f"ipu_pipeline {_find_versions()['ipu_pipeline']} reads version {_VERSION}: export the model "
+            "again with it."
         )
 
 
@@ -337,12 +334,12 @@ def _decode_program(data: Any, made_by: Mapping[str, str]) -> FunctionalProgram:
     except Error:
         raise
     except Exception as error:
-        here = _find_versions()["torch"]
-        if made_by["torch"] == here:
+        torch_version = _find_versions()["torch"]
+        if made_by["torch"] == torch_version:
             raise
         raise Error(
-            f"The file was made with torch {made_by['torch']}, and torch {here} has other operations "
-            f"({type(error).__name__}: {error}). Export the model again."
+            f"The file was made with torch {made_by['torch']}, and torch {torch_version} has other "
+            f"operations ({type(error).__name__}: {error}). Export the model again."
         ) from error
 
 
@@ -352,11 +349,11 @@ def _check_graph(graph: SavedGraph) -> None:
     num_tensors = (len(signature.user_inputs), len(signature.user_outputs))
     if num_tensors != (graph.arguments.num_tensors, graph.outputs.num_tensors):
         raise ValueError("its graph has another number of inputs or outputs than its structures")
-    wanted = {node.name: node.meta["val"] for node in graph.program.graph.nodes}
+    values = {node.name: node.meta["val"] for node in graph.program.graph.nodes}
     for name, target in signature.inputs_to_lifted_tensor_constants.items():
-        held, value = graph.constants[target], wanted[name]
-        if (held.dtype, held.shape) != (value.dtype, value.shape):
-            raise ValueError(f"its constant {target} is {held.dtype} of shape {tuple(held.shape)}")
+        constant, value = graph.constants[target], values[name]
+        if (constant.dtype, constant.shape) != (value.dtype, value.shape):
+            raise ValueError(f"its constant {target} is {constant.dtype} of shape {tuple(constant.shape)}")
 
 
 def _check_rng_state(state: Sequence[Any]) -> list[int]:
@@ -390,30 +387,30 @@ def _decode_signature(data: Any) -> inspect.Signature:
     return inspect.Signature(
         [
             inspect.Parameter(
-                one["name"],
-                kinds[one["kind"]],
-                default=... if one["is optional"] else inspect.Parameter.empty,
+                parameter["name"],
+                kinds[parameter["kind"]],
+                default=... if parameter["is optional"] else inspect.Parameter.empty,
             )
-            for one in data
+            for parameter in data
         ]
     )
 
 
 def _encode_model(model: SavedModel, tensors: TensorList) -> Any:
-    names = {id(one.tensor): one.name for one in reversed(model.tensors)}
+    names = {id(saved.tensor): saved.name for saved in reversed(model.tensors)}
     optimizer = model.optimizer
     return {
         "class": model.class_name,
         "is training": model.is_training,
         "tensors": [
             {
-                "name": one.name,
-                "number": tensors.add(one.value),
-                "is parameter": isinstance(one.tensor, torch.nn.Parameter),
-                "requires grad": one.tensor.requires_grad,
-                "is persistent": one.is_persistent,
+                "name": saved.name,
+                "number": tensors.add(saved.value),
+                "is parameter": isinstance(saved.tensor, torch.nn.Parameter),
+                "requires grad": saved.tensor.requires_grad,
+                "is persistent": saved.is_persistent,
             }
-            for one in model.tensors
+            for saved in model.tensors
         ],
         "options": encode_options(model.options),
         "optimizer": None if optimizer is None else encode_optimizer(optimizer, names, tensors.add),
@@ -421,22 +418,26 @@ def _encode_model(model: SavedModel, tensors: TensorList) -> Any:
 
 
 def _decode_model(data: Any, tensors: Mapping[int, torch.Tensor], trains: bool) -> SavedModel:
-    made: dict[int, torch.Tensor] = {}
-    found = []
-    for one in data["tensors"]:
-        number = _typed(one["number"], int)
-        if number not in made:
-            value, grad = tensors[number], _typed(one["requires grad"], bool)
-            is_parameter = one["is parameter"] is True
-            made[number] = torch.nn.Parameter(value, grad) if is_parameter else value.requires_grad_(grad)
-        tensor, name = made[number], _typed(one["name"], str)
-        found.append(SavedTensor(name, tensor, tensor, one["is persistent"] is True))
-    parameters = {one.name: one.tensor for one in found if isinstance(one.tensor, torch.nn.Parameter)}
+    tensor_of: dict[int, torch.Tensor] = {}
+    saved_tensors = []
+    for entry in data["tensors"]:
+        number = _typed(entry["number"], int)
+        if number not in tensor_of:
+            value, grad = tensors[number], _typed(entry["requires grad"], bool)
+            is_parameter = entry["is parameter"] is True
+            tensor_of[number] = (
+                torch.nn.Parameter(value, grad) if is_parameter else value.requires_grad_(grad)
+            )
+        tensor, name = tensor_of[number], _typed(entry["name"], str)
+        saved_tensors.append(SavedTensor(name, tensor, tensor, entry["is persistent"] is True))
+    parameters = {
+        entry.name: entry.tensor for entry in saved_tensors if isinstance(entry.tensor, torch.nn.Parameter)
+    }
     optimizer = decode_optimizer(data["optimizer"], parameters, tensors.__getitem__) if trains else None
     return SavedModel(
         class_name=_typed(data["class"], str),
         is_training=data["is training"] is True,
-        tensors=found,
+        tensors=saved_tensors,
         options=decode_options(data["options"]),
         optimizer=optimizer,
     )

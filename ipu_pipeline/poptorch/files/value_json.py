@@ -37,13 +37,6 @@ from ipu_pipeline.poptorch.options.strategies import (
     Strategy,
 )
 
-# Turns values into JSON and back: structures of tensors, numbers and text, and values of options.
-#
-# Decoding makes objects of Python's and torch's plain types, and of ours. It also makes named tuples and
-# data classes (including dicts of their fields, such as the outputs of transformers' models) of other
-# classes, if these have been imported already. It calls none of their code, and a name in a file imports
-# nothing.
-
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "torch.Size": torch.Size}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": collections.OrderedDict}
@@ -139,10 +132,10 @@ def _make_object(path: str, parts: dict[str, Any]) -> Any:
         return tuple.__new__(kind, [parts[field] for field in kind._fields])
     if not _is_data_class(kind) or not parts.keys() <= set(_fields_of(kind)):
         raise ValueError(f"{path} is neither a named tuple nor a data class with {', '.join(parts)}")
-    made: Any = object.__new__(kind)
+    value: Any = object.__new__(kind)
     for field, part in parts.items():
-        object.__setattr__(made, field, part)
-    return made
+        object.__setattr__(value, field, part)
+    return value
 
 
 def _make_dict_of_fields(path: str, items: dict[Any, Any]) -> Any:
@@ -150,11 +143,11 @@ def _make_dict_of_fields(path: str, items: dict[Any, Any]) -> Any:
     base: Any = collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict
     if not issubclass(kind, base) or not dataclasses.is_dataclass(kind):
         raise ValueError(f"{path} is no dict that is a data class")
-    made = base.__new__(kind)
+    value = base.__new__(kind)
     for key, part in items.items():
-        base.__setitem__(made, key, part)
-    vars(made).update({field: items.get(field) for field in _fields_of(kind)})
-    return made
+        base.__setitem__(value, key, part)
+    vars(value).update({field: items.get(field) for field in _fields_of(kind)})
+    return value
 
 
 def _imported_class(path: str) -> Any:
@@ -170,10 +163,10 @@ def _imported_class(path: str) -> Any:
 def _find_class(path: str) -> Any:
     """Finds an imported class by "module:name"; None if it has not been imported."""
     module, _colon, name = path.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found if isinstance(found, type) else None
+        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+    return value if isinstance(value, type) else None
 
 
 def _fields_of(kind: Any) -> Sequence[str]:
@@ -199,8 +192,8 @@ def _is_named_tuple(kind: Any) -> bool:
 def _take_apart(strategy: PipelinedExecution | PhasedExecution) -> tuple[list[Any], dict[str, Any]]:
     """Returns a strategy's parts (an AutoStage, stages or phases) and what was set afterwards."""
     if isinstance(strategy, PhasedExecution):
-        made: list[Any] = [[_pack(stage) for stage in phase.stages] for phase in strategy.phases]
-        return made, {name: value for name, value in vars(strategy).items() if not name.startswith("_")}
+        phases: list[Any] = [[_pack(stage) for stage in phase.stages] for phase in strategy.phases]
+        return phases, {name: value for name, value in vars(strategy).items() if not name.startswith("_")}
     if strategy.auto_stage is not None:
         return [strategy.auto_stage], {}
     return [_pack(stage) for stage in strategy.stages], {}
@@ -221,17 +214,17 @@ def _make_strategy(name: str, parts: list[Any], attributes: dict[str, Any]) -> S
     if kind is None or not issubclass(kind, Strategy):
         raise ValueError(f"{name} is no strategy")
     if issubclass(kind, PhasedExecution):
-        made: Strategy = kind(*(Phase(*map(_unpack, stages)) for stages in parts))
+        strategy: Strategy = kind(*(Phase(*map(_unpack, stages)) for stages in parts))
     else:
-        made = kind(*(part if isinstance(part, enums.AutoStage) else _unpack(part) for part in parts))
+        strategy = kind(*(part if isinstance(part, enums.AutoStage) else _unpack(part) for part in parts))
     for attribute, value in attributes.items():
-        if attribute.startswith("_") or type(vars(made)[attribute]) is not type(value):
+        if attribute.startswith("_") or type(vars(strategy)[attribute]) is not type(value):
             raise ValueError(f"{name} has no {attribute} of {value!r}")
-        setattr(made, attribute, value)
-    return made
+        setattr(strategy, attribute, value)
+    return strategy
 
 
-# Turns options into JSON and back.
+# Options.
 
 # Options of the machine and the run, not of the model: a loaded model has its own process's.
 _OF_THE_MACHINE = {"executable_cache_path", "log_dir", "profiling", "profile_dir", "ipu_version"}
@@ -307,7 +300,7 @@ def _refuse(_of: Any) -> NoReturn:
     raise ValueError("options hold no tensors")
 
 
-# Turns optimizers of torch and PopTorch, with their states, into JSON and tensors and back.
+# Optimizers, with their states.
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     **{
@@ -327,7 +320,12 @@ def encode_optimizer(
     keep: Callable[[torch.Tensor], int],
 ) -> Any:
     """Encodes an optimizer as JSON."""
-    kind = next(name for base in type(optimizer).__mro__ for name, one in _CLASSES.items() if one is base)
+    kind = next(
+        name
+        for base in type(optimizer).__mro__
+        for name, optimizer_class in _CLASSES.items()
+        if optimizer_class is base
+    )
     groups = [
         {
             "params": [names[id(p)] for p in group["params"] if id(p) in names],
@@ -339,17 +337,17 @@ def encode_optimizer(
         }
         for number, group in enumerate(optimizer.param_groups)
     ]
-    own: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     if isinstance(optimizer, optim.Optimizer):
-        kept = {name: getattr(optimizer, name) for name in optimizer.own_defaults}
-        own = {
-            "values": encode(kept, "An attribute of the optimizer", keep),
+        values = {name: getattr(optimizer, name) for name in optimizer.own_defaults}
+        attributes = {
+            "values": encode(values, "An attribute of the optimizer", keep),
             "variable": optimizer.variable_attrs.variable,
         }
-        known = optimizer.device_state.read([p for p in optimizer.all_parameters if id(p) in names])
+        state = optimizer.device_state.read([p for p in optimizer.all_parameters if id(p) in names])
         saved = {
-            "ipu_state": None if known is None else dict(known.ipu_state),
-            "ipu_param": None if known is None else dict(known.ipu_param),
+            "ipu_state": None if state is None else dict(state.ipu_state),
+            "ipu_param": None if state is None else dict(state.ipu_param),
         }
     else:
         optimizer.state_dict()  # brings the state from the devices
@@ -362,7 +360,7 @@ def encode_optimizer(
             "A default of the optimizer",
             keep,
         ),
-        "own": own,
+        "own": attributes,
         "state": encode(saved, "The state of the optimizer", keep),
     }
 
@@ -372,28 +370,28 @@ def decode_optimizer(
 ) -> torch.optim.Optimizer:
     """Decodes the optimizer that `encode_optimizer` encoded."""
     kind: Any = _CLASSES[data["class"]]
-    made: torch.optim.Optimizer = kind(
+    optimizer: torch.optim.Optimizer = kind(
         [{"params": [parameters[name] for name in group["params"]]} for group in data["groups"]]
     )
-    for group, saved in zip(made.param_groups, data["groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, data["groups"], strict=True):
         values = decode(saved["values"], find)
         if "params" in values or group.keys() - {"params"} - values.keys():
             raise ValueError(f"a group of the optimizer has the values {sorted(values)}")
         group.update(values)
-    made.defaults = decode(data["defaults"], find)
+    optimizer.defaults = decode(data["defaults"], find)
     state = decode(data["state"], find)
-    if isinstance(made, optim.Optimizer):
-        own = decode(data["own"]["values"], find)
-        for name in made.own_defaults:
-            setattr(made, name, own[name])
-        attributes = (*made.defaults, "loss_scaling")
-        made.variable_attrs = VariableAttributes(map(str, data["own"]["variable"]), attributes)
+    if isinstance(optimizer, optim.Optimizer):
+        attributes = decode(data["own"]["values"], find)
+        for name in optimizer.own_defaults:
+            setattr(optimizer, name, attributes[name])
+        attribute_names = (*optimizer.defaults, "loss_scaling")
+        optimizer.variable_attrs = VariableAttributes(map(str, data["own"]["variable"]), attribute_names)
         if state["ipu_state"] is not None:
-            made.device_state.load(SavedState(state["ipu_state"], state["ipu_param"]))
+            optimizer.device_state.load(SavedState(state["ipu_state"], state["ipu_param"]))
     else:
         for name, slots in state.items():
-            made.state[parameters[name]] = slots
-    return made
+            optimizer.state[parameters[name]] = slots
+    return optimizer
 
 
 def _as_number(value: Any) -> Any:

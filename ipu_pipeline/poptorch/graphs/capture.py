@@ -6,6 +6,9 @@ export would lose.
 
 While a model is captured, a function of `torch.utils.checkpoint` is called like any other. A marker before
 it records its inputs. In the graph, each of these values then goes through `recomputationCheckpoint`.
+
+torchax is not used: its newest release cannot be imported with torch 2.13, and it leaves the statistics of
+batch normalization behind.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from ipu_pipeline.poptorch.operations import own_backwards
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import changed_for_this_thread_alone
 
-# Keeps the backwards of the user's `torch.autograd.Function`s, which export would lose.
+# Backwards of the user's `torch.autograd.Function`s.
 
 
 @contextlib.contextmanager
@@ -73,13 +76,15 @@ def keeping_own_backwards() -> Iterator[None]:
 
 def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) -> None:
     """Captures the backwards of the functions that a model's forward applied."""
-    held = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())} - {0}
-    for backward in [one for one in capturing.held if isinstance(one, own_backwards.OwnBackward)]:
+    storages = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())} - {
+        0
+    }
+    for backward in [item for item in capturing.held if isinstance(item, own_backwards.OwnBackward)]:
         with refusals.explained(model), torch.no_grad():
             program = torch.export.export(backward, tuple(backward.examples), strict=False)
             program = decompose(program)
         constants = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
-        if any(value.untyped_storage().data_ptr() in held for value in constants):
+        if any(value.untyped_storage().data_ptr() in storages for value in constants):
             raise Error(
                 f"The backward of {backward.name} uses a parameter, or a buffer, of the model. Give it to "
                 "the function as an argument, and keep it by save_for_backward."
@@ -87,10 +92,7 @@ def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) 
         backward.program = program
 
 
-# Captures `torch.utils.checkpoint`: a region's inputs are kept, as by `recomputationCheckpoint`.
-#
-# While a model is captured, a checkpointed function is called like any other. A marker before it records
-# its inputs. In the graph, each of these values then goes through `recomputationCheckpoint`.
+# `torch.utils.checkpoint`.
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
@@ -98,19 +100,18 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 @contextlib.contextmanager
 def marking_checkpoints() -> Iterator[None]:
     """Makes `torch.utils.checkpoint.checkpoint` just call its function while a model is captured."""
-    from torch._higher_order_ops.wrap import (
-        TagActivationCheckpoint,
-    )  # takes seconds to load, as export does
+    # It takes seconds to load, as export does.
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
 
     utils: Any = torch.utils.checkpoint
     within_body: Any = TagActivationCheckpoint.__call__
     name = f"{_GENERATOR}_impl" if hasattr(utils, f"{_GENERATOR}_impl") else _GENERATOR  # since torch 2.14
     generator, apply = getattr(utils, name), utils.CheckpointFunction.apply
 
-    def not_reentrant(*given: Any, **named: Any) -> Iterator[None]:
+    def not_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
         if markers.current_capture() is None:
-            return generator(*given, **named)
-        bound = inspect.signature(generator).bind(*given, **named)
+            return generator(*args, **kwargs)
+        bound = inspect.signature(generator).bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.arguments["context_fn"] is not utils.noop_context_fn:
             warn_once(
@@ -144,8 +145,8 @@ def _one_step() -> Iterator[None]:
     yield
 
 
-def _mark(given: Any) -> None:
-    leaves = torch.utils._pytree.tree_leaves(given)  # noqa: SLF001  # export takes arguments apart like this
+def _mark(arguments: Any) -> None:
+    leaves = torch.utils._pytree.tree_leaves(arguments)  # noqa: SLF001  # export takes arguments apart like this
     markers.keep_inputs([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
@@ -159,17 +160,15 @@ def keep_inputs_of_checkpoints(module: torch.fx.GraphModule) -> None:
                 if markers.is_checkpoint(value):
                     continue
                 with graph.inserting_before(marker):
-                    kept = graph.call_function(markers.keep_operation(), (value,))
-                kept.meta = dict(value.meta)
-                value.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: kept < user)
+                    checkpoint = graph.call_function(markers.keep_operation(), (value,))
+                checkpoint.meta = dict(value.meta)
+                value.replace_all_uses_with(
+                    checkpoint, delete_user_cb=lambda user, checkpoint=checkpoint: checkpoint < user
+                )
             graph.erase_node(marker)
 
 
-# Captures a module of torch as a graph of core ATen operations, by `torch.export`.
-#
-# This module handles what export leaves out: regions without gradients, the loss, the train and eval flags
-# at the time of wrapping, tensors that are plain attributes, and functions with their own backward, which
-# export would lose.
+# Capturing.
 
 # The outputs that are new values of parameters and buffers.
 WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -201,13 +200,13 @@ class Captured:
       program: the graph.
       outputs: the structure of what the model returned.
       tensors: the graph's parameters, buffers and constants, by the targets of the program.
-      held: objects that operations of the graph refer to, which must live as long as the graph.
+      references: objects that operations of the graph refer to, which must live as long as the graph.
     """
 
     program: FunctionalProgram
     outputs: Structure
     tensors: Mapping[str, torch.Tensor]
-    held: Sequence[Any] = ()
+    references: Sequence[Any] = ()
 
 
 Modes = dict[torch.nn.Module, bool]
@@ -235,12 +234,12 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.arguments.unflatten(tensors)
-        before = refusals.Held.of(self.model)
-        with _held_as_before(self.model), _attributes_copied(self.model):
-            given = [(tensor.shape, tensor.stride()) for tensor in tensors]
+        before = refusals.Members.of(self.model)
+        with _members_as_before(self.model), _attributes_copied(self.model):
+            layouts = [(tensor.shape, tensor.stride()) for tensor in tensors]
             result = self.model(*args, **kwargs)
-            refusals.check_tensors(before, refusals.Held.of(self.model))
-            refusals.check_shapes(self.arguments, given, tensors)
+            refusals.check_tensors(before, refusals.Members.of(self.model))
+            refusals.check_shapes(self.arguments, layouts, tensors)
         results, outputs = flatten(_leave_out_caches(result, self.trains))
         self.note(outputs)
         return tuple(results)
@@ -280,8 +279,8 @@ def capture(
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
         refusals.check_results(noted[-1])
-        refusals.tell_of_generators(program)
-        refusals.tell_of_unread_operations(program)
+        refusals.warn_of_generators(program)
+        refusals.warn_of_unread_operations(program)
         keep_inputs_of_checkpoints(program.graph_module)
         if trains:
             if _has_autocast(program):
@@ -296,11 +295,11 @@ def capture(
         refusals.check_functional(program)
         _check_multi_convs(program.graph)
     _name_modules(program)
-    held = _find_tensors(flat, program)
+    tensor_of = _find_tensors(flat, program)
     if trains:
-        choose_loss(program, _find_trainable(program, held))
+        choose_loss(program, _find_trainable(program, tensor_of))
     functional = FunctionalProgram(program.graph_module, program.graph_signature)
-    return Captured(functional, noted[-1], held, tuple(capturing.held))
+    return Captured(functional, noted[-1], tensor_of, tuple(capturing.held))
 
 
 @contextlib.contextmanager
@@ -342,9 +341,9 @@ def _stop_gradients(region: torch.fx.Graph) -> None:
     output = region.output_node()
     results = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
     for result in {node for node in results if isinstance(node, torch.fx.Node)}:
-        given = _find_given(result)
-        if given is not None:
-            output.replace_input_with(result, given)
+        operand = _find_operand(result)
+        if operand is not None:
+            output.replace_input_with(result, operand)
             continue
         with region.inserting_before(output):
             stop = region.call_function(torch.ops.aten.detach.default, (result,))
@@ -352,7 +351,7 @@ def _stop_gradients(region: torch.fx.Graph) -> None:
         output.replace_input_with(result, stop)
 
 
-def _find_given(result: torch.fx.Node) -> torch.fx.Node | None:
+def _find_operand(result: torch.fx.Node) -> torch.fx.Node | None:
     """Finds the operand that a region returns as one of its results, still with a way for gradients.
 
     Operations with nothing to do return their operand, such as `float` of a float32 tensor. Export treats
@@ -361,13 +360,15 @@ def _find_given(result: torch.fx.Node) -> torch.fx.Node | None:
     node: Any = result
     while isinstance(node, torch.fx.Node) and node.op == "call_function":
         is_one_of_several = node.target is operator.getitem
-        made: Any = node.args[0] if is_one_of_several else node
-        if not isinstance(made.target, torch._ops.OpOverload) or made.target._schema.is_mutable:  # noqa: SLF001
+        producer: Any = node.args[0] if is_one_of_several else node
+        if not isinstance(producer.target, torch._ops.OpOverload) or producer.target._schema.is_mutable:  # noqa: SLF001
             return None
-        args, kwargs = torch.fx.map_arg((made.args, made.kwargs), lambda one: one.meta["val"])
-        value = made.target(*args, **kwargs)
+        args, kwargs = torch.fx.map_arg(
+            (producer.args, producer.kwargs), lambda operand: operand.meta["val"]
+        )
+        value = producer.target(*args, **kwargs)
         value = value[node.args[1]] if is_one_of_several else value
-        node = next((one for one in made.all_input_nodes if one.meta["val"] is value), None)
+        node = next((operand for operand in producer.all_input_nodes if operand.meta["val"] is value), None)
     return node if isinstance(node, torch.fx.Node) and node.op == "placeholder" else None
 
 
@@ -385,19 +386,21 @@ def in_modes(modes: Modes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held_as_before(model: torch.nn.Module) -> Iterator[None]:
+def _members_as_before(model: torch.nn.Module) -> Iterator[None]:
     """Undoes what forward registers or removes in the `with` block: what it made has no values."""
     names = ("_parameters", "_buffers", "_modules")
-    kept = [(vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in names]
+    dictionaries = [
+        (vars(module)[name], dict(vars(module)[name])) for module in model.modules() for name in names
+    ]
     attributes = [(module, set(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
-        for now, before in kept:
+        for now, before in dictionaries:
             now.clear()
             now.update(before)
-        for module, known in attributes:
-            for name in set(vars(module)) - known:
+        for module, attribute_names in attributes:
+            for name in set(vars(module)) - attribute_names:
                 if isinstance(vars(module)[name], torch.Tensor):
                     del vars(module)[name]
 
@@ -461,8 +464,10 @@ def _exclude_files(module: torch.fx.GraphModule, excluded: Sequence[str]) -> Non
         assert isinstance(inner, torch.fx.GraphModule)
         for node in inner.graph.nodes:
             frames = re.split(r'(?=^\s*File ")', node.meta.get("stack_trace") or "", flags=re.MULTILINE)
-            kept = [f for f in frames if not any(part in f.partition('", line')[0] for part in excluded)]
-            node.meta["stack_trace"] = "".join(kept)
+            remaining_frames = [
+                f for f in frames if not any(part in f.partition('", line')[0] for part in excluded)
+            ]
+            node.meta["stack_trace"] = "".join(remaining_frames)
 
 
 def _name_modules(program: torch.export.ExportedProgram) -> None:
@@ -513,10 +518,10 @@ def _quiet() -> Iterator[None]:
 
 def _find_tensors(flat: _Flat, program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
     """Returns the tensors by the targets of the program."""
-    found: dict[str, torch.Tensor] = dict(program.constants)
-    found |= dict(flat.named_parameters(remove_duplicate=False))
-    found |= dict(flat.named_buffers(remove_duplicate=False))
-    return found
+    tensors: dict[str, torch.Tensor] = dict(program.constants)
+    tensors |= dict(flat.named_parameters(remove_duplicate=False))
+    tensors |= dict(flat.named_buffers(remove_duplicate=False))
+    return tensors
 
 
 def _find_trainable(
@@ -562,13 +567,13 @@ def _check_multi_convs(graph: torch.fx.Graph) -> None:
         elif part is not None and part.counts is None:
             opened.append([])
         elif part is not None and part.counts is not None:
-            found = opened.pop()
-            if not found:
+            convolutions = opened.pop()
+            if not convolutions:
                 raise Error(f"The MultiConv in {describe_place(node)} has no convolution in it.")
             for name, number in part.counts.items():
-                if number != len(found):
+                if number != len(convolutions):
                     raise Error(
-                        f"MultiConv.{name} was given {number} values, but there are {len(found)} "
-                        f"convolutions in it: in {'; '.join(map(describe_place, found))}. Give one for "
-                        "each, or a single one for all."
+                        f"MultiConv.{name} was given {number} values, but there are {len(convolutions)} "
+                        f"convolutions in it: in {'; '.join(map(describe_place, convolutions))}. Give one "
+                        "for each, or a single one for all."
                     )

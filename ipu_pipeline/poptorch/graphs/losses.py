@@ -72,10 +72,10 @@ _MEND = "wrap it in poptorch.identity_loss(loss, reduction='mean'), and return t
 
 def mark_losses(graph: torch.fx.Graph) -> None:
     """Puts a mark behind each loss."""
-    found = [node for node in graph.nodes if _operation(node) == _OURS]
-    losses = found or [node for node in graph.nodes if _operation(node) in _LOSSES]
+    identity_losses = [node for node in graph.nodes if _operation(node) == _OURS]
+    losses = identity_losses or [node for node in graph.nodes if _operation(node) in _LOSSES]
     hidden = _find_hidden(graph, even_without_gradients=not losses)
-    if hidden and not found:
+    if hidden and not identity_losses:
         raise Error(
             f"The loss is computed in {describe_place(hidden[0])}, within a branch, a loop "
             "or another region of its own, where it cannot be told from the rest. Compute it after the "
@@ -97,14 +97,14 @@ def mark_losses(graph: torch.fx.Graph) -> None:
 def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.Node]) -> None:
     """Removes the marks of all losses but the final one, which is minimized."""
     graph = program.graph_module.graph
-    found = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
+    marks = [node for node in graph.nodes if node.target is markers.mark_found_loss()]
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = [
         node
         for node, spec in zip(output.args[0], program.graph_signature.output_specs, strict=True)
         if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, torch.fx.Node)
     ]
-    loss = _choose(found, results, trainable)
+    loss = _choose(marks, results, trainable)
     value = loss.meta["val"]
     if value.numel() != 1 or not value.dtype.is_floating_point:
         raise Error(
@@ -122,7 +122,7 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
     if scalar is loss:
         _put_behind(loss, final)
         program.graph_signature.replace_all_uses(loss.name, final.name)
-    for mark in found:
+    for mark in marks:
         (inner,) = mark.all_input_nodes
         mark.replace_all_uses_with(inner)
         program.graph_signature.replace_all_uses(mark.name, inner.name)
@@ -131,22 +131,26 @@ def choose_loss(program: torch.export.ExportedProgram, trainable: Set[torch.fx.N
 
 
 def _choose(
-    found: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node], trainable: Set[torch.fx.Node]
+    marks: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node], trainable: Set[torch.fx.Node]
 ) -> torch.fx.Node:
-    """Chooses the loss from those that were found, or the result that they go into."""
-    ways = {node: ways_of_gradients(node) for node in {*found, *results}}
+    """Chooses one of the marked losses, or the result that is computed from all of them."""
+    ways = {node: ways_of_gradients(node) for node in {*marks, *results}}
     returned = {_original(node, even_detached=True) for node in results}
-    is_ours = _name_of(found[0]) == _OURS
-    used = list(found)
+    is_ours = _name_of(marks[0]) == _OURS
+    candidates = list(marks)
     if not is_ours:
-        trained = [node for node in found if ways[node] & trainable] or used
+        trained = [node for node in marks if ways[node] & trainable] or candidates
         reached = set().union(*(ways[node] for node in results))
-        used = [node for node in trained if node in reached] or [n for n in trained if n in returned]
-        if not used:
+        candidates = [node for node in trained if node in reached] or [n for n in trained if n in returned]
+        if not candidates:
             _complain_of_unused(trained[0], results)
-    final = [node for node in used if not any(node in ways[other] for other in used if other is not node)]
+    final = [
+        node
+        for node in candidates
+        if not any(node in ways[other] for other in candidates if other is not node)
+    ]
     if len(final) > 1:
-        return _joined(final, results)
+        return _find_combined_loss(final, results)
     (loss,) = final
     after = [n for n in results if loss in ways[n] and _original(n) is not loss]
     if after and not is_ours:
@@ -182,7 +186,7 @@ def _complain_of_unused(loss: torch.fx.Node, results: Sequence[torch.fx.Node]) -
     )
 
 
-def _joined(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -> torch.fx.Node:
+def _find_combined_loss(losses: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node]) -> torch.fx.Node:
     """Finds the one result of one number from which gradients lead to several losses."""
     scalars = {_original(node): node for node in results if _is_one_number(node)}
     made_of_all = [node for node in scalars.values() if set(losses) <= ways_of_gradients(node)]
@@ -204,35 +208,35 @@ def _is_one_number(node: torch.fx.Node) -> bool:
 def find_marked_loss(graph: torch.fx.Graph) -> torch.fx.Node:
     """Finds the final loss in a graph, after `choose_loss`."""
     (marked,) = (node for node in graph.nodes if node.target is markers.mark_final_loss())
-    found: torch.fx.Node = marked
-    return found
+    loss: torch.fx.Node = marked
+    return loss
 
 
 def ways_of_gradients(loss: torch.fx.Node) -> set[torch.fx.Node]:
     """Finds the nodes of a functional graph that a gradient of `loss` reaches, including itself."""
-    found: set[torch.fx.Node] = set()
-    left = [loss]
-    while left:
-        node = left.pop()
-        if node in found or node.target is torch.ops.aten.detach.default:
+    nodes: set[torch.fx.Node] = set()
+    stack = [loss]
+    while stack:
+        node = stack.pop()
+        if node in nodes or node.target is torch.ops.aten.detach.default:
             continue
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
             continue
-        found.add(node)
-        left += node.all_input_nodes
-    return found
+        nodes.add(node)
+        stack += node.all_input_nodes
+    return nodes
 
 
 def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
-    found: set[torch.fx.Node] = set()
-    left = [node]
-    while left:
-        one = left.pop()
-        if one not in found:
-            found.add(one)
-            left += one.all_input_nodes
-    return found
+    ancestors: set[torch.fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in ancestors:
+            ancestors.add(current)
+            stack += current.all_input_nodes
+    return ancestors
 
 
 def _original(node: torch.fx.Node, even_detached: bool = False) -> torch.fx.Node:
@@ -246,20 +250,20 @@ def _is_copy(node: torch.fx.Node) -> bool:
     operation, value = _operation(node), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or not node.all_input_nodes:
         return False
-    given = node.all_input_nodes[0].meta.get("val")
-    if not isinstance(given, torch.Tensor) or given.numel() != value.numel():
+    operand = node.all_input_nodes[0].meta.get("val")
+    if not isinstance(operand, torch.Tensor) or operand.numel() != value.numel():
         return False
     if operation in _NEUTRAL:
         alone = node.args[0] is node.all_input_nodes[0] and not node.kwargs
         return alone and len(node.args) == 2 and bool(node.args[1] == _NEUTRAL[operation])
-    return operation in _COPIES or (operation in _COPIES_OF_ONE_ELEMENT and given.numel() == 1)
+    return operation in _COPIES or (operation in _COPIES_OF_ONE_ELEMENT and operand.numel() == 1)
 
 
 def _find_hidden(graph: torch.fx.Graph, even_without_gradients: bool) -> list[torch.fx.Node]:
     """Finds the losses in regions that are graphs of their own."""
-    whole = graph.owning_module
-    parts = [] if whole is None else [m for m in whole.modules() if isinstance(m, torch.fx.GraphModule)]
-    left_out = {whole}
+    root = graph.owning_module
+    parts = [] if root is None else [m for m in root.modules() if isinstance(m, torch.fx.GraphModule)]
+    left_out = {root}
     if not even_without_gradients:
         for node in (node for part in parts for node in part.graph.nodes):
             if "wrap_with_set_grad_enabled" in str(node.target) and node.args[0] is False:

@@ -80,7 +80,7 @@ class ModelSummary:
         assert self.pipeline is not None
         pairs = list(zip(self.pipeline.stages, self.stages, strict=True))
         is_long = _count_rows(self.stages) > _MAX_ROWS
-        rows = [row for stage, own in pairs for row in _rows_of(stage, own, is_long)]
+        rows = [row for stage, parts in pairs for row in _rows_of(stage, parts, is_long)]
         headings = ("stage", "IPU", "modules", "parameters", "size", "forward", "backward")
         num_columns = len(headings) - (not any(row[-1] for row in rows))
         table = [row[:num_columns] for row in (headings, *rows)]
@@ -109,43 +109,45 @@ def summarize_stages(
     stages: ModelStages, pipeline: PipelineSummary, class_name: str, facts: Sequence[str], has_lines: bool
 ) -> ModelSummary:
     """Summarizes a compiled model."""
-    used = [modules_of_nodes(section.nodes) for section in stages.sections]
-    spread = find_spread(used)
-    found: tuple[StageModules, ...] = ()
+    operations = [modules_of_nodes(section.nodes) for section in stages.sections]
+    spread = find_spread(operations)
+    stage_modules: tuple[StageModules, ...] = ()
     for limit in range(_MAX_MODULES, 0, -1):
-        found = tuple(
+        stage_modules = tuple(
             StageModules(
                 _name_blocks(section.name),
                 find_modules(
-                    own,
-                    [(_own_name(v.name), v.shape, num_bytes([v])) for v in one.variables],
+                    stage_operations,
+                    [(_own_name(v.name), v.shape, num_bytes([v])) for v in details.variables],
                     class_name,
                     spread,
                     limit,
                 ),
             )
-            for section, own, one in zip(stages.sections, used, pipeline.stages, strict=True)
+            for section, stage_operations, details in zip(
+                stages.sections, operations, pipeline.stages, strict=True
+            )
         )
-        if _count_rows(found) <= _MAX_ROWS:
+        if _count_rows(stage_modules) <= _MAX_ROWS:
             break
     lines = find_lines([section.nodes for section in stages.sections]) if has_lines else ()
     pipeline = dataclasses.replace(pipeline, name=class_name, device_word="IPU")
-    return ModelSummary(tuple(facts), pipeline=pipeline, stages=found, lines=lines)
+    return ModelSummary(tuple(facts), pipeline=pipeline, stages=stage_modules, lines=lines)
 
 
 def summarize_module(model: torch.nn.Module, facts: Sequence[str]) -> ModelSummary:
     """Summarizes a model before it is compiled. The arguments are as in `summarize_stages`."""
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
-    used = []
+    operations = []
     for path, module in model.named_modules():
         if next(module.children(), None) is not None:
             continue
         parts = path.split(".")
         above = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
-        used.append(([(name, classes[name]) for name in above], ""))
+        operations.append(([(name, classes[name]) for name in above], ""))
     tensors = [*model.named_parameters(), *model.named_buffers()]
     sizes = [(name, tuple(t.shape), t.numel() * t.element_size()) for name, t in tensors]
-    modules = find_modules(used, sizes, type(model).__name__, limit=_MAX_MODULES)
+    modules = find_modules(operations, sizes, type(model).__name__, limit=_MAX_MODULES)
     return ModelSummary(tuple(facts), modules=modules)
 
 
@@ -166,17 +168,17 @@ def _count_rows(stages: Sequence[StageModules]) -> int:
     return sum(1 if len(stage.modules) == 1 else 1 + len(stage.modules) for stage in stages)
 
 
-def _rows_of(stage: StageDetails, own: StageModules, is_long: bool) -> list[tuple[str, ...]]:
+def _rows_of(stage: StageDetails, parts: StageModules, is_long: bool) -> list[tuple[str, ...]]:
     """Makes the rows of a stage: itself, and its modules if there are several and the table is short."""
     work = tuple(describe_flop(n) if n else "" for n in (stage.num_forward_flop, stage.num_backward_flop))
     size = (f"{stage.num_parameters:,}", describe_bytes(stage.num_parameter_bytes))
     first = (str(stage.index), str(stage.ipu))
-    if len(own.modules) == 1:
-        return [(*first, str(own.modules[0]), *size, *work)]
+    if len(parts.modules) == 1:
+        return [(*first, str(parts.modules[0]), *size, *work)]
     if is_long:
-        return [(*first, name_parts(own.modules), *size, *work)]
-    rows = [(*first, f"{own.blocks}:", *size, *work)]
-    for module in own.modules:
+        return [(*first, name_parts(parts.modules), *size, *work)]
+    rows = [(*first, f"{parts.blocks}:", *size, *work)]
+    for module in parts.modules:
         sizes = (f"{module.num_parameters:,}", describe_bytes(module.num_bytes))
         rows.append(("", "", f"  {module}", *(sizes if module.num_parameters else ("", "")), "", ""))
     return rows

@@ -49,7 +49,7 @@ class LineUse:
 
     file: str  # its file; empty if the line is not known
     line: int  # its number there
-    text: str  # what it says
+    text: str  # its text
     stages: tuple[int, ...]  # the numbers of the stages that it is in
     operations: Mapping[str, int]  # the number of core operations of torch, by name
     num_primitives: int  # how many of JAX's primitives these become
@@ -85,18 +85,21 @@ class _Module:
         return sum(size for module in self.all for _name, _elements, size in module.sizes)
 
     def signature(self) -> Any:
-        """Equal for modules that are the same inside."""
+        """Returns a value that is equal for modules that are the same inside."""
         inner = tuple((path[len(self.path) :], c.signature()) for path, c in self.children.items())
         return self.class_name, self.is_rest, tuple(self.operations), tuple(self.sizes), inner
 
     def parts(self) -> list[_Module]:
         """Returns its parts: what it does itself, if anything, and its inner modules."""
-        own = _Module(self.path, self.class_name, {}, self.operations, self.sizes, is_rest=True)
+        remainder = _Module(self.path, self.class_name, {}, self.operations, self.sizes, is_rest=True)
         firsts: dict[str, int] = {}  # modules of a list stay together, even if others are called in between
         for path in self.children:
             firsts.setdefault(self._list_of(path), len(firsts))
         ordered = sorted(self.children, key=lambda path: firsts[self._list_of(path)])
-        return [*[own] * bool(self.operations or self.sizes), *map(self.children.__getitem__, ordered)]
+        return [
+            *[remainder] * bool(self.operations or self.sizes),
+            *map(self.children.__getitem__, ordered),
+        ]
 
     def _list_of(self, path: str) -> str:
         before = path.rpartition(".")[0]
@@ -115,11 +118,11 @@ def _computes(node: torch.fx.Node) -> bool:
 
 
 def _read_stack(node: torch.fx.Node) -> Stack:
-    found = (node.meta.get("nn_module_stack") or {}).values()
+    stack = (node.meta.get("nn_module_stack") or {}).values()
     # A module that is called again is "fc@1".
     return [
         (path.partition("@")[0], (getattr(kind, "__name__", None) or str(kind)).rpartition(".")[2])
-        for path, kind in found
+        for path, kind in stack
     ]
 
 
@@ -129,7 +132,7 @@ def _name(node: torch.fx.Node) -> str:
 
 
 def find_modules(
-    used: Sequence[tuple[Stack, str]],
+    operations: Sequence[tuple[Stack, str]],
     variables: Iterable[tuple[str, Sequence[int], int]],
     class_name: str,
     spread: Collection[str] = (),
@@ -137,7 +140,7 @@ def find_modules(
 ) -> tuple[ModuleUse, ...]:
     """Finds the modules of a stage, in the order of their first use. Equal neighbours count as one."""
     root = _Module("", class_name)
-    for stack, operation in used:
+    for stack, operation in operations:
         module = root
         for path, kind in stack:
             if path:
@@ -148,30 +151,32 @@ def find_modules(
         while inner := [child for path, child in module.children.items() if name.startswith(f"{path}.")]:
             module = inner[0]
         module.sizes.append((name[len(module.path) :], math.prod(shape), size))
-    shown, wanted = [root], {"", *spread}
+    modules, split_paths = [root], {"", *spread}
     while True:
-        must = [m for m in shown if m.children and m.path in wanted]
-        folded = {id(shown[first]): count for _name, count, first in _fold(shown)}
+        must = [m for m in modules if m.children and m.path in split_paths]
+        folded = {id(modules[first]): count for _name, count, first in _fold(modules)}
         room = limit - len(folded)
         may = [
-            m for m in shown if m.children and folded.get(id(m)) == 1 and len(_fold(m.parts())) - 1 <= room
+            m
+            for m in modules
+            if m.children and folded.get(id(m)) == 1 and len(_fold(m.parts())) - 1 <= room
         ]
         if not (must or may):
             break
         chosen = must[0] if must else max(may, key=lambda module: module.num_parameters)
-        place = shown.index(chosen)
-        shown[place : place + 1] = chosen.parts()
+        place = modules.index(chosen)
+        modules[place : place + 1] = chosen.parts()
     return tuple(
         ModuleUse(
             name,
-            shown[first].class_name,
+            modules[first].class_name,
             count,
-            count * shown[first].num_operations,
-            count * shown[first].num_parameters,
-            count * shown[first].num_bytes,
-            shown[first].is_rest,
+            count * modules[first].num_operations,
+            count * modules[first].num_parameters,
+            count * modules[first].num_bytes,
+            modules[first].is_rest,
         )
-        for name, count, first in _fold(shown)
+        for name, count, first in _fold(modules)
     )
 
 
@@ -182,8 +187,8 @@ def _fold(modules: Sequence[_Module]) -> list[tuple[str, int, int]]:
 def find_spread(stages: Sequence[Sequence[tuple[Stack, str]]]) -> set[str]:
     """Finds the names of modules that are used in several stages. Takes `find_modules`' nodes of each."""
     where: dict[str, set[int]] = collections.defaultdict(set)
-    for number, used in enumerate(stages):
-        for stack, _operation in used:
+    for number, operations in enumerate(stages):
+        for stack, _operation in operations:
             for path, _kind in stack:
                 where[path].add(number)
     return {path for path, numbers in where.items() if len(numbers) > 1}
@@ -211,10 +216,10 @@ def find_lines(stages: Sequence[Sequence[torch.fx.Node]]) -> tuple[LineUse, ...]
             file,
             line,
             text,
-            tuple(sorted({number for number, _node in made})),
-            dict(collections.Counter(_name(node) for _n, node in made if lowered[node].num_primitives)),
-            sum(lowered[node].num_primitives for _number, node in made),
-            sum(lowered[node].num_flop for _number, node in made),
+            tuple(sorted({number for number, _node in uses})),
+            dict(collections.Counter(_name(node) for _n, node in uses if lowered[node].num_primitives)),
+            sum(lowered[node].num_primitives for _number, node in uses),
+            sum(lowered[node].num_flop for _number, node in uses),
         )
-        for (file, line, text), made in lines.items()
+        for (file, line, text), uses in lines.items()
     )

@@ -13,7 +13,7 @@ import torch
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 
-# Cuts a graph into stages at the markers of its blocks.
+# Sections.
 
 # torch's checks that always hold for a graph of fixed shapes and dtypes.
 _CHECKS = frozenset(("_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range"))
@@ -99,7 +99,7 @@ def is_check_operation(operation: Any) -> bool:
     return schema is not None and schema.name.split("::")[-1] in _CHECKS
 
 
-# Cuts a graph into phases, and finds the stages of a phase that run at the same time.
+# Phases.
 
 
 def cut_into_phases(
@@ -135,8 +135,8 @@ def cut_into_phases(
     reads = _find_reads(stage_of, sections)
     levels: list[list[Section]] = []
     for phase in sorted({section.phase for section in sections.values()}):
-        own = [stage for stage, section in sorted(sections.items()) if section.phase == phase]
-        for generation in _find_generations(own, reads, sections, phase):
+        stages = [stage for stage, section in sorted(sections.items()) if section.phase == phase]
+        for generation in _find_generations(stages, reads, sections, phase):
             levels.append(_merge(generation, sections, stage_of))
     last = levels[-1]
     if len(last) > 1 or needs_last_alone:
@@ -150,8 +150,8 @@ def _find_reads(
     """Finds the stages whose values each stage reads."""
     reads: dict[int, set[int]] = {stage: set() for stage in sections}
     for node, where in stage_of.items():
-        for read in node.all_input_nodes:
-            maker = stage_of.get(read)
+        for operand in node.all_input_nodes:
+            maker = stage_of.get(operand)
             if maker is None or maker.stage == where.stage:
                 continue
             if maker.phase > where.phase:
@@ -171,8 +171,10 @@ def _find_generations(
     phase: int,
 ) -> list[list[int]]:
     """Sorts the stages of a phase into groups that read only what earlier groups make."""
-    known = set(stages)
-    sorter = graphlib.TopologicalSorter({stage: known.intersection(reads[stage]) for stage in stages})
+    phase_stages = set(stages)
+    sorter = graphlib.TopologicalSorter(
+        {stage: phase_stages.intersection(reads[stage]) for stage in stages}
+    )
     try:
         sorter.prepare()
     except graphlib.CycleError as error:
@@ -197,12 +199,12 @@ def _merge(
     """Makes sections of independent stages. Stages on one IPU, which runs them in turn, are merged."""
     merged = []
     for ipu in dict.fromkeys(sections[stage].ipu for stage in stages):
-        own = [stage for stage in stages if sections[stage].ipu == ipu]
+        ipu_stages = [stage for stage in stages if sections[stage].ipu == ipu]
         merged.append(
             dataclasses.replace(
-                sections[own[0]],
-                name=", ".join(sections[stage].name for stage in own),
-                nodes=tuple(node for node, where in stage_of.items() if where.stage in own),
+                sections[ipu_stages[0]],
+                name=", ".join(sections[stage].name for stage in ipu_stages),
+                nodes=tuple(node for node, where in stage_of.items() if where.stage in ipu_stages),
             )
         )
     return merged

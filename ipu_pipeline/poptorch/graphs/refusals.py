@@ -33,10 +33,7 @@ from ipu_pipeline.poptorch.operations.custom_ops import find_custom_op
 from ipu_pipeline.poptorch.operations.host_calls import find_host_function
 from ipu_pipeline.poptorch.structures import Structure
 
-# Shortens tracebacks of errors that a model's forward raises while it is captured.
-#
-# Between the user's lines, torch's export has some 80 of its own. They are removed, and a note names the
-# module of the model in which the error happened.
+# Tracebacks.
 
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parent.parent
 _LAYERS = f"{_TORCH / 'nn'}{os.sep}"
@@ -47,8 +44,8 @@ _MAX_REPR = 80  # characters of a module
 
 def without_proxy(module: Any) -> torch.nn.Module:
     """Returns the original of a module that torch's tracing replaced, as it does if it has two names."""
-    found: torch.nn.Module = getattr(module, "get_base")() if isinstance(module, _AttrProxy) else module  # noqa: B009
-    return found
+    original: torch.nn.Module = getattr(module, "get_base")() if isinstance(module, _AttrProxy) else module  # noqa: B009
+    return original
 
 
 def innermost_user_line(error: BaseException) -> str:
@@ -93,22 +90,22 @@ def _describe(error: BaseException, model: torch.nn.Module) -> str:
     names = {id(without_proxy(module)): name for name, module in model.named_modules()}
     place = ""
     for traceback in _each(error.__traceback__):
-        own = traceback.tb_frame.f_locals.get("self")
-        if isinstance(own, torch.nn.Module) and (name := names.get(id(without_proxy(own)))):
-            text = repr(without_proxy(own)).partition("\n")[0]
-            place = f" in module {name}, {text if len(text) <= _MAX_REPR else type(own).__name__},"
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and (name := names.get(id(without_proxy(owner)))):
+            text = repr(without_proxy(owner)).partition("\n")[0]
+            place = f" in module {name}, {text if len(text) <= _MAX_REPR else type(owner).__name__},"
     return f"This happened{place} while the model's forward was captured, at {innermost_user_line(error)}."
 
 
 def _without_export(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Returns a traceback with only the frames of the user, of layers and of other libraries."""
-    kept = None
-    for one in reversed(list(_each(traceback))):
-        name = one.tb_frame.f_code.co_filename
+    shortened = None
+    for entry in reversed(list(_each(traceback))):
+        name = entry.tb_frame.f_code.co_filename
         is_export = name.startswith(_EXPORT) or name == "<string>"
         if not is_export or (name.startswith(_LAYERS) and name != _CALLS):
-            kept = types.TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return kept
+            shortened = types.TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
 
 
 def _each(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
@@ -117,7 +114,7 @@ def _each(traceback: types.TracebackType | None) -> Iterator[types.TracebackType
         traceback = traceback.tb_next
 
 
-# Clear errors for what cannot be captured. Export's are unclear, or it captures wrongly.
+# Refusals.
 
 _CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # torch's form of an exception's arguments
 _IPU = re.compile(r"for ipu devices|on device ipu")
@@ -130,7 +127,7 @@ _WITHOUT_VALUES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class Members:
     """The modules and tensors that a model holds, by name."""
 
     modules: Mapping[str, torch.nn.Module]  # in it
@@ -138,9 +135,9 @@ class Held:
     buffers: Mapping[str, torch.Tensor]  # of all modules
 
     @staticmethod
-    def of(model: torch.nn.Module) -> Held:
+    def of(model: torch.nn.Module) -> Members:
         """Returns what a model holds now."""
-        return Held(
+        return Members(
             {n: without_proxy(m) for n, m in model.named_modules(remove_duplicate=False)},
             dict(model.named_parameters(remove_duplicate=False)),
             dict(model.named_buffers(remove_duplicate=False)),
@@ -162,7 +159,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
         PendingUnbackedSymbolNotFound,
     )
 
-    known = (
+    value_errors = (
         DataDependentOutputException,
         DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
@@ -170,7 +167,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
     )
     try:
         yield
-    except known as error:
+    except value_errors as error:
         place = innermost_user_line(error)
         raise Error(f"{place} asks for a value of a tensor. {_WITHOUT_VALUES}") from error
     except TorchDynamoException as error:
@@ -234,7 +231,7 @@ def check_values(program: torch.export.ExportedProgram) -> None:
                 raise Error(f"{describe_place(node)} asks for a value of a tensor. {_WITHOUT_VALUES}")
 
 
-def tell_of_generators(program: torch.export.ExportedProgram) -> None:
+def warn_of_generators(program: torch.export.ExportedProgram) -> None:
     """Warns of random numbers from a generator of the user."""
     for node in program.graph.nodes:
         if node.op == "call_function" and node.kwargs.get("generator") is not None:
@@ -244,14 +241,14 @@ def tell_of_generators(program: torch.export.ExportedProgram) -> None:
             )
 
 
-def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
+def warn_of_unread_operations(program: torch.export.ExportedProgram) -> None:
     """Warns of custom operations and calls of the host on which nothing that is read depends."""
     operations = torch.ops.ipu_poptorch
     for module in program.graph_module.modules():
         assert isinstance(module, torch.fx.GraphModule)
-        read = _find_read(module.graph)
+        read_nodes = _find_read(module.graph)
         for node in module.graph.nodes:
-            if node in read:
+            if node in read_nodes:
                 continue
             if node.target is operations.custom_op.default:
                 label = find_custom_op(*json.loads(node.args[1])).label
@@ -270,14 +267,14 @@ def tell_of_unread_operations(program: torch.export.ExportedProgram) -> None:
 
 def _find_read(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Finds the nodes that the results of a graph and what it writes to depend on."""
-    read: set[torch.fx.Node] = set()
-    left = [node for node in graph.nodes if node.is_impure(impure_random=False)]
-    while left:
-        node = left.pop()
-        if node not in read:
-            read.add(node)
-            left += node.all_input_nodes
-    return read
+    nodes: set[torch.fx.Node] = set()
+    stack = [node for node in graph.nodes if node.is_impure(impure_random=False)]
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes.add(node)
+            stack += node.all_input_nodes
+    return nodes
 
 
 def check_functional(program: torch.export.ExportedProgram) -> None:
@@ -312,9 +309,9 @@ def check_hooks(model: torch.nn.Module) -> None:
         for name, tensor in model.named_parameters()
         if _has_hooks(tensor, _TENSOR_HOOKS)
     ]
-    if found := [*modules, *parameters]:
+    if hooked := [*modules, *parameters]:
         raise Error(
-            f"{', '.join(found)} has a hook on gradients, which would never be called: gradients are "
+            f"{', '.join(hooked)} has a hook on gradients, which would never be called: gradients are "
             "computed on the devices, by JAX. Remove it before the model is compiled."
         )
 
@@ -417,24 +414,24 @@ def check_results(structure: Structure) -> None:
     structure.unflatten([torch.empty(0)] * structure.num_tensors)
 
 
-def check_tensors(before: Held, after: Held) -> None:
+def check_tensors(before: Members, after: Members) -> None:
     """Compares what a model holds before and after its forward."""
-    for kind, known, now in (
+    for kind, values_before, values_after in (
         ("Parameter", before.parameters, after.parameters),
         ("Module", before.modules, after.modules),
     ):
-        for name, value in known.items():
-            if now.get(name) is not value:
+        for name, value in values_before.items():
+            if values_after.get(name) is not value:
                 raise Error(
                     f"{kind} {name} is removed or replaced when calling the forward method. What forward "
                     "makes is computed anew in every call; what changes is a buffer, or the optimizer's."
                 )
-    for kind, known, now in (
+    for kind, values_before, values_after in (
         ("Module", before.modules, after.modules),
         ("Parameter", before.parameters, after.parameters),
         ("Buffer", before.buffers, after.buffers),
     ):
-        if new := [name for name in now if name not in known]:
+        if new := [name for name in values_after if name not in values_before]:
             raise Error(
                 f"{kind} {new[0]} is made by the model's forward. Make it in __init__, or call the model "
                 "once on the CPU before it is wrapped."
@@ -444,12 +441,12 @@ def check_tensors(before: Held, after: Held) -> None:
 
 def check_shapes(
     arguments: Structure,
-    given: Sequence[tuple[torch.Size, tuple[int, ...]]],
+    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]],
     tensors: Sequence[torch.Tensor],
 ) -> None:
     """Checks that forward has not changed the shape of an input in place, which its caller would see."""
     names = arguments.name_tensors("")
-    for name, (shape, stride), tensor in zip(names, given, tensors, strict=True):
+    for name, (shape, stride), tensor in zip(names, layouts, tensors, strict=True):
         if (tensor.shape, tensor.stride()) != (shape, stride):
             kind, _, path = name.partition("]")
             raise Error(

@@ -46,7 +46,7 @@ from ipu_pipeline.poptorch.lowering.interpreter import (
 )
 from ipu_pipeline.poptorch.replica_groups import GroupRows
 
-# The inner values of a model, by name.
+# Inner values, and their gradients.
 
 
 def name_values(
@@ -89,22 +89,17 @@ def _name(node: torch.fx.Node, variables: Mapping[torch.fx.Node, str], has_modul
     return f"{stack[-1][0]}/{name}" if has_module_names and stack and stack[-1][0] else name
 
 
-def find_values(names: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> list[torch.fx.Node]:
+def find_values(names: Mapping[str, torch.fx.Node], anchors: Sequence[str]) -> list[torch.fx.Node]:
     """Finds values by name."""
-    for name in wanted:
+    for name in anchors:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)
             raise Error(
                 f"Options.anchorTensor names {name!r}, which is not a value of the model. Similar names "
                 f"are {near}; getTensorNames() of the compiled model has all names."
             )
-    return [names[name] for name in wanted]
+    return [names[name] for name in anchors]
 
-
-# Gradients of inner values of a model, by micro-batch: "Gradient___name" in `Options.anchorTensor`.
-#
-# A backward's only results are gradients of variables, summed over micro-batches. So it passes the wanted
-# gradients to the host while it runs. The host keeps them by micro-batch until the call ends.
 
 PREFIX = "Gradient___"
 
@@ -132,7 +127,7 @@ class AnchoredGradients:
         """Starts without any kept gradient."""
         self.nodes = nodes
         self._lock = threading.Lock()  # devices pass theirs from several threads
-        self._found: dict[tuple[torch.fx.Node, int, bytes], np.ndarray[Any, Any]] = {}
+        self._gradients: dict[tuple[torch.fx.Node, int, bytes], np.ndarray[Any, Any]] = {}
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -162,14 +157,14 @@ class AnchoredGradients:
 
     def _note(self, node: torch.fx.Node, replica: Any, tag: Any, gradient: Any) -> None:
         key = (node, int(replica), np.asarray(tag).tobytes())
-        found = np.array(gradient)
+        copied = np.array(gradient)
         with self._lock:  # a variable in several stages has a gradient in each
-            self._found[key] = self._found[key] + found if key in self._found else found
+            self._gradients[key] = self._gradients[key] + copied if key in self._gradients else copied
 
     def forget(self) -> None:
         """Forgets what an interrupted call left."""
         jax.effects_barrier()
-        self._found.clear()
+        self._gradients.clear()
 
     def join(self, collected: Sequence[Collected], has_replicas: bool) -> list[Collected]:
         """Waits for gradients, and puts them in place of the last leaf of the last stage's results."""
@@ -178,27 +173,24 @@ class AnchoredGradients:
         for part in collected:
             *leaves, tags = part.outputs
             tags = np.asarray(tags)
-            found = [self._stack(node, tags, has_replicas) for node in self.nodes]
-            joined.append(replace(part, outputs=[*leaves, *found]))
-        self._found.clear()
+            gradients = [self._stack(node, tags, has_replicas) for node in self.nodes]
+            joined.append(replace(part, outputs=[*leaves, *gradients]))
+        self._gradients.clear()
         return joined
 
     def _stack(self, node: torch.fx.Node, tags: Any, has_replicas: bool) -> np.ndarray[Any, Any]:
         """Stacks the gradients of a value, one for each micro-batch and replica in `tags`."""
         value = node.meta["val"]
-        zeros = np.zeros(
-            tuple(value.shape), jax_dtype(value.dtype)
-        )  # where the loss does not depend on the value
+        # The gradient where the loss does not depend on the value.
+        zeros = np.zeros(tuple(value.shape), jax_dtype(value.dtype))
         stacked = np.empty((*tags.shape[:-1], *zeros.shape), zeros.dtype)
         for place in np.ndindex(*tags.shape[:-1]):
             replica = place[-1] if has_replicas else 0
-            stacked[place] = self._found.get((node, replica, tags[place].tobytes()), zeros)
+            stacked[place] = self._gradients.get((node, replica, tags[place].tobytes()), zeros)
         return stacked
 
 
-# The stage functions of a captured model, for `engine.Pipeline`.
-#
-# Parameters and buffers are variables with torch's names. A write to a buffer in forward is an `assign`.
+# Stages.
 
 _MAX_NAME = 60  # characters of a stage's name
 SCOPE = "model"  # of all variables: a scope can be opened with reuse=True, as tied weights need
@@ -259,7 +251,7 @@ class ModelStages:
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """The meaning of the nodes of a graph.
+    """The nodes of a graph by their roles.
 
     Attributes:
       inputs: the placeholders of the user's inputs.
@@ -270,7 +262,7 @@ class _Parts:
       assigned: node -> names of the variables that get its value.
       written: the number of an input that is written to -> the node that it gets the value of.
       results: the nodes that are returned, with the loss at the end if there is one.
-      held: `Captured.held` of the model.
+      references: `Captured.references` of the model.
       gradients: the anchored gradients; None without any.
     """
 
@@ -282,7 +274,7 @@ class _Parts:
     assigned: dict[torch.fx.Node, list[str]]
     written: dict[int, torch.fx.Node]
     results: list[torch.fx.Node]
-    held: Sequence[Any]
+    references: Sequence[Any]
     gradients: AnchoredGradients | None = None
 
 
@@ -306,6 +298,7 @@ def make_stages(
     names = name_values(graph, parts.variables, has_module_names)
     loss = find_marked_loss(graph) if trains else None
     reaching = set() if loss is None else ways_of_gradients(loss)
+    # torch gives other parameters no gradient, so they do not even decay; the engine would give zeros.
     trained = {
         node: f"{SCOPE}/{name}"
         for node, name in parts.variables.items()
@@ -315,8 +308,8 @@ def make_stages(
     names |= name_gradients(names, computed | trained.keys())
     anchored = list(zip(anchors, find_values(names, anchors), strict=True))
     parts.results.extend(node for name, node in anchored if not is_gradient(name))
-    if wanted := [node for name, node in anchored if is_gradient(name)]:
-        parts = replace(parts, gradients=AnchoredGradients(wanted))
+    if gradient_nodes := [node for name, node in anchored if is_gradient(name)]:
+        parts = replace(parts, gradients=AnchoredGradients(gradient_nodes))
     if loss is not None:
         parts.results.append(loss)
     levels = cut(graph)
@@ -352,7 +345,7 @@ def _find_parts(captured: Captured, model: torch.nn.Module, group_rows: Mapping[
         *model.named_buffers(remove_duplicate=False),
     ]:
         names.setdefault(id(tensor), name)
-    parts = _Parts([], {}, {}, {}, {}, {}, {}, [], captured.held)
+    parts = _Parts([], {}, {}, {}, {}, {}, {}, [], captured.references)
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs = list(zip(program.graph_signature.output_specs, output.args[0], strict=True))
     written = {spec.target for spec, _node in outputs if spec.kind in WRITES}
@@ -397,41 +390,43 @@ def _make_functions(
     # The stage that writes a buffer also passes on the value before the write.
     old = {node: writers[name] for node, name in parts.variables.items() if name in writers}
     owners = {**{node: section for section in number_of for node in section.nodes}, **old}
-    made = {node: number_of[section] for node, section in owners.items()}
+    level_of = {node: number_of[section] for node, section in owners.items()}
     fixed = (parts.variables.keys() - old.keys()) | parts.constants.keys()
-    passed = [*parts.inputs, *made]  # what may go from stage to stage, in a fixed order
+    passed = [*parts.inputs, *level_of]  # what may go from stage to stage, in a fixed order
     last_read: dict[torch.fx.Node, int] = {}
-    for node, number in made.items():
-        for read in node.all_input_nodes:
-            last_read[read] = max(number, last_read.get(read, 0))
+    for node, number in level_of.items():
+        for operand in node.all_input_nodes:
+            last_read[operand] = max(number, last_read.get(operand, 0))
     last = len(levels) - 1
     for node, names in parts.assigned.items():
         last_read[node] = max(last_read.get(node, 0), *(number_of[writers[name]] for name in names))
     for node in parts.results:
         last_read[node] = last
     functions = []
-    given = list(parts.inputs)
+    outputs = list(parts.inputs)
     for number, level in enumerate(levels):
-        taken, given = given, []
-        made_here = [{node for node, owner in owners.items() if owner is section} for section in level]
-        wanted = [
+        inputs, outputs = outputs, []
+        nodes_here = [{node for node, owner in owners.items() if owner is section} for section in level]
+        outgoing = [
             node
             for node in passed
-            if made.get(node, -1) <= number < last_read.get(node, -1) and node not in fixed
+            if level_of.get(node, -1) <= number < last_read.get(node, -1) and node not in fixed
         ]
         stages = []
         for place, section in enumerate(level):
             # The first of parallel stages also returns the values of earlier levels.
-            others = set().union(*made_here[:place], *made_here[place + 1 :]) if place == 0 else None
-            own = [n for n in wanted if (n in made_here[place] if others is None else n not in others)]
-            returned = parts.results if number == last else own
+            siblings = set().union(*nodes_here[:place], *nodes_here[place + 1 :]) if place == 0 else None
+            section_outputs = [
+                n for n in outgoing if (n in nodes_here[place] if siblings is None else n not in siblings)
+            ]
+            returned = parts.results if number == last else section_outputs
             has_tag = number == last and parts.gradients is not None
             stage = _make_function(
-                section, parts, writers, taken, list(returned), has_tag, checks, has_scopes
+                section, parts, writers, inputs, list(returned), has_tag, checks, has_scopes
             )
             stage.__name__ = stage.__qualname__ = titles[section]
             stages.append(stage)
-            given += returned
+            outputs += returned
         functions.append(tuple(stages))
     return functions
 
@@ -440,22 +435,22 @@ def _make_function(
     section: Section,
     parts: _Parts,
     writers: Mapping[str, Section],
-    taken: Sequence[torch.fx.Node],
-    given: Sequence[torch.fx.Node],
+    inputs: Sequence[torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
     has_tag: bool,
     checks: IndexChecks | None,
     has_scopes: bool,
 ) -> Callable[..., tuple[Any, ...]]:
-    read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(given)
+    read_here = {node for inner in section.nodes for node in inner.all_input_nodes} | set(outputs)
     written = [
         (node, name) for node, names in parts.assigned.items() for name in names if writers[name] is section
     ]
     read_here |= {node for node, _name in written}
-    names = {parts.variables[node] for node in read_here - set(taken) if node in parts.variables}
+    names = {parts.variables[node] for node in read_here - set(inputs) if node in parts.variables}
     names |= {name for _node, name in written}
 
     def stage(*values: Any) -> tuple[Any, ...]:
-        known = dict(zip(taken, values, strict=True))
+        node_values = dict(zip(inputs, values, strict=True))
         variables = {}
         with engine.variable_scope(SCOPE, reuse=True):  # stages may share a variable
             for name in parts.tensors:
@@ -466,22 +461,22 @@ def _make_function(
             return value if parts.gradients is None else parts.gradients.pass_on(node, value)
 
         def read(node: torch.fx.Node) -> Any:
-            if node not in known:
+            if node not in node_values:
                 if node in parts.variables:
-                    known[node] = pass_on(node, variables[parts.variables[node]])
+                    node_values[node] = pass_on(node, variables[parts.variables[node]])
                 else:
-                    known[node] = jnp.asarray(to_numpy(parts.constants[node]))
-            return known[node]
+                    node_values[node] = jnp.asarray(to_numpy(parts.constants[node]))
+            return node_values[node]
 
         with contextlib.nullcontext() if checks is None else checks.made():
             for node in section.nodes:
                 is_marker = markers.is_marker(node)
                 with jax.named_scope(node.name) if has_scopes else contextlib.nullcontext():
-                    value = _see_through(node, read) if is_marker else run_node(node, read)
-                known[node] = value if is_marker else pass_on(node, value)
+                    value = _marker_value(node, read) if is_marker else run_node(node, read)
+                node_values[node] = value if is_marker else pass_on(node, value)
         for node, name in written:
             engine.assign(f"{SCOPE}/{name}", read(node))
-        results = [read(node) for node in given]
+        results = [read(node) for node in outputs]
         if has_tag:
             results.insert(-1, engine.micro_batch_tag())  # the loss is the last
         return tuple(results)
@@ -490,20 +485,20 @@ def _make_function(
 
 
 def split_stages(
-    whole: ModelStages, found: Sequence[tuple[Callable[..., Any], Collection[str]]]
+    model: ModelStages, parts: Sequence[tuple[Callable[..., Any], Collection[str]]]
 ) -> ModelStages:
     """Makes stages of a model that was one, and that the engine has cut."""
-    ((section,),) = whole.levels
-    nodes: list[list[torch.fx.Node]] = [[] for _stage in found]
+    ((section,),) = model.levels
+    nodes: list[list[torch.fx.Node]] = [[] for _part in parts]
     stage_of: dict[torch.fx.Node, int] = {}
     for node in reversed(section.nodes):
-        having = [stage for stage, (_function, scopes) in enumerate(found) if node.name in scopes]
+        stages = [stage for stage, (_function, scopes) in enumerate(parts) if node.name in scopes]
         # What needs no micro-batch is in no scope's stage, but computed where it is read.
-        having = having or sorted(stage_of[user] for user in node.users if user in stage_of)
-        stage_of[node] = having[0] if having else 0
+        stages = stages or sorted(stage_of[user] for user in node.users if user in stage_of)
+        stage_of[node] = stages[0] if stages else 0
     for node in section.nodes:
         nodes[stage_of[node]].append(node)
-    sections = [Section(f"stage {stage}", stage, tuple(own)) for stage, own in enumerate(nodes)]
+    sections = [Section(f"stage {stage}", stage, tuple(inside)) for stage, inside in enumerate(nodes)]
     titles = _name_stages(sections)
 
     def rename(function: Callable[..., Any], title: str) -> Callable[..., Any]:
@@ -514,19 +509,22 @@ def split_stages(
         return stage
 
     functions = [
-        (rename(function, titles[own]),) for (function, _scopes), own in zip(found, sections, strict=True)
+        (rename(function, titles[section]),)
+        for (function, _scopes), section in zip(parts, sections, strict=True)
     ]
-    named = [(replace(own, name=titles[own]),) for own in sections]
-    return replace(whole, functions=tuple(functions), levels=tuple(named))
+    named = [(replace(section, name=titles[section]),) for section in sections]
+    return replace(model, functions=tuple(functions), levels=tuple(named))
 
 
 def _name_stages(sections: Sequence[Section]) -> dict[Section, str]:
     """Names stages for errors and reports, after their modules or else their blocks."""
-    used = [modules_of_nodes(section.nodes) for section in sections]
-    spread = find_spread(used)
+    operations = [modules_of_nodes(section.nodes) for section in sections]
+    spread = find_spread(operations)
     names = {}
-    for section, own in zip(sections, used, strict=True):
-        modules = [m for m in find_modules(own, (), "", spread, limit=1) if m.name and not m.is_rest]
+    for section, section_operations in zip(sections, operations, strict=True):
+        modules = [
+            m for m in find_modules(section_operations, (), "", spread, limit=1) if m.name and not m.is_rest
+        ]
         names[section] = shorten(name_parts(modules) or section.name, _MAX_NAME)
     return names
 
@@ -542,6 +540,8 @@ def _get_variable(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> An
     value = engine.get_variable(name, shape, jax_dtype(tensor.dtype), initial, trains)
     if rows is None:
         return value
+    # Each device has all groups' rows: with only its own, variables would have other shapes than the state.
+    # The mean over all replicas is then a row's sum over its group, divided by the replication factor.
     group = jnp.asarray(rows.group_of, jnp.int32)[engine.replica_index()]
     return jax.lax.dynamic_index_in_dim(value, group, keepdims=False)
 
@@ -551,7 +551,7 @@ def _read_tensor(name: str, tensor: torch.Tensor, rows: GroupRows | None) -> np.
     return value if rows is None else rows.to_device(name, value)
 
 
-def _see_through(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
+def _marker_value(node: torch.fx.Node, read: Callable[[torch.fx.Node], Any]) -> Any:
     """Returns the value of a marker: the value that it marks, or None for a block's marker."""
     return read(node.all_input_nodes[0]) if node.all_input_nodes else None
 
@@ -564,15 +564,17 @@ def _find_writers(levels: Sequence[Sequence[Section]], parts: _Parts) -> dict[st
     """
     sections = [section for level in levels for section in level]
     number_of = _number(levels)
-    made = {node: section for section in sections for node in section.nodes}
-    computed_first = sorted(parts.assigned, key=lambda node: node not in made)
+    section_of = {node: section for section in sections for node in section.nodes}
+    computed_first = sorted(parts.assigned, key=lambda node: node not in section_of)
     writers: dict[str, Section] = {}
     for node in computed_first:
         for name in parts.assigned[node]:
-            old = [variable for variable, known in parts.variables.items() if known == name]
-            readers = {made[user]: None for variable in old for user in variable.users if user in made}
-            known = made.get(node) or writers.get(parts.variables.get(node, ""))
-            writer = writers[name] = known or min(readers, default=sections[0], key=sections.index)
+            old = [node for node, variable in parts.variables.items() if variable == name]
+            readers = {
+                section_of[user]: None for variable in old for user in variable.users if user in section_of
+            }
+            maker = section_of.get(node) or writers.get(parts.variables.get(node, ""))
+            writer = writers[name] = maker or min(readers, default=sections[0], key=sections.index)
             early = [s for s in readers if s is not writer and number_of[s] <= number_of[writer]]
             if early:
                 raise Error(

@@ -40,19 +40,19 @@ def key_of(slot: str, name: str) -> str:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Returns the slot and the variable of a key of `SavedState.ipu_state`. One of no variable has ""."""
+    """Returns the slot and the variable of a key of `SavedState.ipu_state`; "" for no variable."""
     slot, _separator, name = key.partition(_SEPARATOR)
     return slot, name
 
 
 def shorten(names: Collection[str]) -> str:
     """Returns names for a message: the first three, and how many more."""
-    shown = ", ".join([*names][:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    text = ", ".join([*names][:3])
+    return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"
 
 
 class _Kept(NamedTuple):
-    """What is known of a parameter: the names of its variable, the newest last, and its state by slots."""
+    """A parameter's entry: the names of its variable, the newest last, and its state by slots."""
 
     names: tuple[str, ...]
     slots: Mapping[str, torch.Tensor]
@@ -118,17 +118,17 @@ class DeviceState:
         self._update()
         if self._values is None:
             return None
-        found = dict(self._whole)
+        state = dict(self._whole)
         for name, unclaimed in self._unclaimed.items():
-            found |= {key_of(slot, name): value for slot, value in unclaimed.items()}
-        known = {p: kept for p in of_optimizer if (kept := self._kept.get(p)) and kept.slots}
-        counts = Counter(kept.names[-1] for kept in known.values())
+            state |= {key_of(slot, name): value for slot, value in unclaimed.items()}
+        entries = {p: entry for p in of_optimizer if (entry := self._kept.get(p)) and entry.slots}
+        counts = Counter(entry.names[-1] for entry in entries.values())
         for number, parameter in enumerate(of_optimizer):
-            if parameter in known:
-                names, slots = known[parameter]
+            if parameter in entries:
+                names, slots = entries[parameter]
                 name = names[-1] if counts[names[-1]] == 1 else _numbered(names[-1], number)
-                found |= {key_of(slot, name): value for slot, value in slots.items()}
-        return SavedState(found, self._values)
+                state |= {key_of(slot, name): value for slot, value in slots.items()}
+        return SavedState(state, self._values)
 
     def load(self, saved: SavedState | None, of_optimizer: Sequence[torch.Tensor] = ()) -> None:
         """Replaces the state by one that the user loads, or by none, for the next call of a model.
@@ -139,7 +139,7 @@ class DeviceState:
         """
         self._whole, self._unclaimed = _sort(saved.ipu_state if saved else {})
         self._values, self._is_loaded = (saved.ipu_param if saved else None), True
-        counts = Counter(name for kept in self._kept.values() for name in kept.names)
+        counts = Counter(name for entry in self._kept.values() for name in entry.names)
         for number, parameter in enumerate(of_optimizer):
             if parameter in self._kept:
                 names = self._kept[parameter].names
@@ -170,25 +170,25 @@ class DeviceState:
         self._update()
         if self._values is None:
             return None
-        found = dict(self._whole)
+        state = dict(self._whole)
         numbers = {parameter: number for number, parameter in enumerate(of_optimizer)}
         for name, parameter in parameters.items():
-            known = self._kept.get(parameter, _Kept((), {}))
-            slots = known.slots or self._claim([_numbered(name, numbers[parameter]), name])
+            entry = self._kept.get(parameter, _Kept((), {}))
+            slots = entry.slots or self._claim([_numbered(name, numbers[parameter]), name])
             self._note(parameter, name, slots)
-            found |= {key_of(slot, name): value for slot, value in slots.items()}
-        left = {key_of(slot, name): v for name, of in self._unclaimed.items() for slot, v in of.items()}
+            state |= {key_of(slot, name): value for slot, value in slots.items()}
+        extra = {key_of(slot, name): v for name, of in self._unclaimed.items() for slot, v in of.items()}
         if self._is_loaded and not any(self._kept[p].slots for p in parameters.values()):
-            found |= left
-        elif left and all(parameter in self._kept for parameter in of_optimizer):
+            state |= extra
+        elif extra and all(parameter in self._kept for parameter in of_optimizer):
             logs.warn_once(
-                f"The optimizer's state has what is not needed, and is ignored: {shorten(sorted(left))}."
+                f"The optimizer's state has what is not needed, and is ignored: {shorten(sorted(extra))}."
             )
             self._unclaimed = {}
-        return SavedState(found, self._values)
+        return SavedState(state, self._values)
 
     def snapshot(self) -> DeviceState:
-        """The same state without an executor, for copies of the optimizer."""
+        """Returns the same state without an executor, for copies of the optimizer."""
         duplicate = DeviceState()
         vars(duplicate).update(self.__getstate__())
         return duplicate
@@ -205,8 +205,8 @@ class DeviceState:
 
     def __getstate__(self) -> dict[str, Any]:
         self._update()
-        own = {"_kept": dict(self._kept), "_unclaimed": dict(self._unclaimed)}
-        return {**vars(self), **own, "_source": None, "_parameters": {}}
+        copies = {"_kept": dict(self._kept), "_unclaimed": dict(self._unclaimed)}
+        return {**vars(self), **copies, "_source": None, "_parameters": {}}
 
 
 def _numbered(name: str, number: int) -> str:
@@ -217,12 +217,12 @@ def _sort(
     ipu_state: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """Returns what belongs to no variable, and what belongs to each: its name -> slot -> tensor."""
-    whole: dict[str, torch.Tensor] = {}
+    common: dict[str, torch.Tensor] = {}
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in ipu_state.items():
         slot, name = split_key(key)
         if name:
             by_name.setdefault(name, {})[slot] = value
         else:
-            whole[key] = value
-    return whole, by_name
+            common[key] = value
+    return common, by_name

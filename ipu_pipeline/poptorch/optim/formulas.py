@@ -24,11 +24,7 @@ import numpy as np
 
 from ipu_pipeline.poptorch.optim.specs import GroupStructure, Kind, LossScaling, OptimizerSpec, Structure
 
-# The numbers of an optimizer as one array, a row per group.
-#
-# There is one array, and not one per number, because each array that another device reads is sent there at
-# every update. What a formula derives from a number (1 - beta, the logarithm of beta) is computed here in
-# 64 bits: in float32, 1 - 0.999 has lost five digits.
+# The numbers.
 
 STORED_SCALING = "stored_scaling"  # the column that updates write: the factor of momentum buffers
 
@@ -44,8 +40,8 @@ class Hyperparameters:
     def __init__(self, spec: OptimizerSpec) -> None:
         """Takes one of the specs."""
         self.keeps_scaling = spec.structure.scales_velocity
-        kept = (STORED_SCALING,) if self.keeps_scaling else ()
-        self.columns = (*kept, *_derive_all(spec)[0])
+        stored = (STORED_SCALING,) if self.keeps_scaling else ()
+        self.columns = (*stored, *_derive_all(spec)[0])
 
     def pack(self, spec: OptimizerSpec, before: Any = None) -> np.ndarray[Any, Any]:
         """Makes the array."""
@@ -82,27 +78,23 @@ def _derive_rectified(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _derive(values: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if name == "betas":
             for number, beta in enumerate(value, 1):
-                found[f"beta{number}"] = beta
-                found[f"one_minus_beta{number}"] = 1 - beta
-                found[f"log_beta{number}"] = math.log(beta) if beta > 0 else -math.inf
+                numbers[f"beta{number}"] = beta
+                numbers[f"one_minus_beta{number}"] = 1 - beta
+                numbers[f"log_beta{number}"] = math.log(beta) if beta > 0 else -math.inf
         elif isinstance(value, tuple):
-            found |= {f"{name}{number}": part for number, part in enumerate(value, 1)}
+            numbers |= {f"{name}{number}": part for number, part in enumerate(value, 1)}
         else:
-            found[name] = value
+            numbers[name] = value
             if name in ("alpha", "dampening", "momentum", "rho"):
-                found[f"one_minus_{name}"] = 1 - value
-    return found
+                numbers[f"one_minus_{name}"] = 1 - value
+    return numbers
 
 
-# torch's formulas, for one variable.
-#
-# Sources: the algorithms in the documentation of torch.optim.SGD, Adam, AdamW and RMSprop, and of
-# tf.keras.optimizers.RMSprop for its variant. LAMB: arXiv:1904.00962, algorithm 2. As in torch, SGD's
-# dampening does not apply to the first gradient.
+# The formulas.
 
 STEP = "step"  # the number of the variable's updates (for SGD: of those with momentum)
 
@@ -175,6 +167,13 @@ class Formula(NamedTuple):
     update: Callable[[Case], Update]
 
 
+def _with_decay(case: Case, change: jax.Array) -> jax.Array:
+    """Adds the decay of weights that decay apart from the gradients to a change."""
+    if case.group.decays and case.group.decouples_decay:
+        return change - case.numbers["lr"] * case.numbers["weight_decay"] * case.parameter
+    return change
+
+
 def _sgd_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del structure, shape
     return (COUNT, Slot("momentum_buffer")) if group.has_momentum else ()
@@ -192,18 +191,21 @@ def _sgd(case: Case) -> Update:
     # Momentum may be variable, and 0 for a while: then torch leaves the buffer alone. These scalars cover
     # that case and the first update, because selecting among arrays takes almost twice as long.
     is_on, is_first = momentum != 0, numbers[STEP] == 1
-    kept = jnp.where(is_on, jnp.where(is_first, zero, momentum), one)
-    taken = jnp.where(is_on, jnp.where(is_first, one, numbers["one_minus_dampening"]), zero)
-    buffer = kept * buffer + taken * gradient
+    buffer_factor = jnp.where(is_on, jnp.where(is_first, zero, momentum), one)
+    gradient_factor = jnp.where(is_on, jnp.where(is_first, one, numbers["one_minus_dampening"]), zero)
+    buffer = buffer_factor * buffer + gradient_factor * gradient
     direction = gradient + momentum * buffer if nesterov else jnp.where(is_on, buffer, gradient)
     if scales:
         buffer = buffer * numbers["velocity_scaling"]
     return -numbers["lr"] * direction, {"momentum_buffer": buffer}
 
 
+_MEAN, _SQUARES = Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True)
+
+
 def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
     del structure, group, shape
-    return (COUNT, Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True))
+    return (COUNT, _MEAN, _SQUARES)
 
 
 def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -212,25 +214,23 @@ def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Arra
     mean, square = case.slots["exp_avg"], case.slots["exp_avg_sq"]
     mean = mean + numbers["one_minus_beta1"] * (gradient - mean)
     square = numbers["beta2"] * square + numbers["one_minus_beta2"] * gradient * gradient
-    root, kept = jnp.sqrt(square), {"exp_avg": mean, "exp_avg_sq": square}
+    root, slots = jnp.sqrt(square), {"exp_avg": mean, "exp_avg_sq": square}
     if case.structure.corrects_bias:
         if corrects_mean:
             mean = mean / -jnp.expm1(numbers[STEP] * numbers["log_beta1"])
         root = root / jnp.sqrt(-jnp.expm1(numbers[STEP] * numbers["log_beta2"]))
-    return mean, root, kept
+    return mean, root, slots
 
 
 def _adam(case: Case) -> Update:
-    mean, root, kept = average(case)
+    mean, root, slots = average(case)
     numbers = case.numbers
     change = -numbers["lr"] * (mean / (root + numbers["eps"]))
-    if case.group.decays and case.group.decouples_decay:
-        change = change - numbers["lr"] * numbers["weight_decay"] * case.parameter
-    return change, kept
+    return _with_decay(case, change), slots
 
 
 def _lamb(case: Case) -> Update:
-    mean, root, kept = average(case)
+    mean, root, slots = average(case)
     numbers = case.numbers
     update = mean / (root + numbers["eps"])
     if case.group.decays:
@@ -240,7 +240,7 @@ def _lamb(case: Case) -> Update:
     is_usable = (weight_norm > 0) & (update_norm > 0)
     one = jnp.ones_like(update_norm)
     ratio = jnp.where(is_usable, weight_norm / jnp.where(is_usable, update_norm, one), one)
-    return -numbers["lr"] * ratio * update, kept
+    return -numbers["lr"] * ratio * update, slots
 
 
 def _norm(value: jax.Array, has_rows: bool) -> jax.Array:
@@ -264,50 +264,29 @@ def _rmsprop(case: Case) -> Update:
     gradient, numbers = case.direction, case.numbers
     uses_tf_variant = case.structure.uses_tf_variant
     square = numbers["alpha"] * case.slots["square_avg"] + numbers["one_minus_alpha"] * gradient * gradient
-    kept = {"square_avg": square}
+    slots = {"square_avg": square}
     if case.group.centered:
         mean = case.slots["grad_avg"]
         mean = mean + numbers["one_minus_alpha"] * (gradient - mean)
-        kept["grad_avg"] = mean
+        slots["grad_avg"] = mean
         square = square - mean * mean
     if uses_tf_variant:
         direction = gradient / jnp.sqrt(square + numbers["eps"])
     else:
         direction = gradient / (jnp.sqrt(square) + numbers["eps"])
     if not case.group.has_momentum:
-        return -numbers["lr"] * direction, kept
+        return -numbers["lr"] * direction, slots
     momentum, rate = numbers["momentum"], numbers["lr"]
     one, zero = jnp.ones_like(momentum), jnp.zeros_like(momentum)
     is_on = momentum > 0  # as for SGD
     inner, outer = (rate, one) if uses_tf_variant else (one, rate)
     buffer = jnp.where(is_on, momentum, one) * case.slots["momentum_buffer"]
     buffer = buffer + jnp.where(is_on, inner, zero) * direction
-    kept["momentum_buffer"] = buffer
-    return -jnp.where(is_on, outer * buffer, rate * direction), kept
+    slots["momentum_buffer"] = buffer
+    return -jnp.where(is_on, outer * buffer, rate * direction), slots
 
 
-FORMULAS: Mapping[Kind, Formula] = {
-    Kind.SGD: Formula(_sgd_slots, _sgd),
-    Kind.ADAM: Formula(_adam_slots, _adam),
-    Kind.RMSPROP: Formula(_rmsprop_slots, _rmsprop),
-    Kind.LAMB: Formula(_adam_slots, _lamb),
-}
-
-
-# The formulas, for one variable, of torch's optimizers that PopTorch lacks.
-#
-# Source: the algorithms in the documentation of torch.optim.Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD,
-# Rprop, Adafactor and Muon. Optax has most of them with other formulas (where epsilon is added, how rates
-# decay), and with rates that are compiled in.
-
-_MEAN, _SQUARES = Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True)
-
-
-def _with_decay(case: Case, change: jax.Array) -> jax.Array:
-    """Adds the decay of weights that decay apart from the gradients to a change."""
-    if case.group.decays and case.group.decouples_decay:
-        return change - case.numbers["lr"] * case.numbers["weight_decay"] * case.parameter
-    return change
+# The formulas of torch's optimizers that PopTorch lacks.
 
 
 def _adagrad(case: Case) -> Update:
@@ -319,11 +298,11 @@ def _adagrad(case: Case) -> Update:
 
 def _adadelta(case: Case) -> Update:
     gradient, numbers = case.direction, case.numbers
-    rho, rest, eps = numbers["rho"], numbers["one_minus_rho"], numbers["eps"]
-    square = rho * case.slots["square_avg"] + rest * gradient * gradient
+    rho, one_minus_rho, eps = numbers["rho"], numbers["one_minus_rho"], numbers["eps"]
+    square = rho * case.slots["square_avg"] + one_minus_rho * gradient * gradient
     delta = jnp.sqrt(case.slots["acc_delta"] + eps) / jnp.sqrt(square + eps) * gradient
-    kept = rho * case.slots["acc_delta"] + rest * delta * delta
-    return -numbers["lr"] * delta, {"square_avg": square, "acc_delta": kept}
+    acc_delta = rho * case.slots["acc_delta"] + one_minus_rho * delta * delta
+    return -numbers["lr"] * delta, {"square_avg": square, "acc_delta": acc_delta}
 
 
 def _adamax(case: Case) -> Update:
@@ -335,7 +314,7 @@ def _adamax(case: Case) -> Update:
 
 
 def _nadam(case: Case) -> Update:
-    mean, root, kept = average(case, corrects_mean=False)
+    mean, root, slots = average(case, corrects_mean=False)
     numbers = case.numbers
 
     def momentum(step: jax.Array) -> jax.Array:
@@ -347,11 +326,11 @@ def _nadam(case: Case) -> Update:
     of_gradient = numbers["lr"] * (1 - now) / (1 - product)
     of_mean = numbers["lr"] * after / (1 - product * after)
     change = -(of_gradient * case.direction + of_mean * mean) / (root + numbers["eps"])
-    return _with_decay(case, change), kept | {"mu_product": product}
+    return _with_decay(case, change), slots | {"mu_product": product}
 
 
 def _radam(case: Case) -> Update:
-    mean, root, kept = average(case)
+    mean, root, slots = average(case)
     numbers = case.numbers
     # torch's rho of update t is rho_inf - 2 t beta2^t / (1 - beta2^t), the difference of two large numbers.
     # With x = -t log(beta2) that is rho_inf - 2 t / x + 2 t / x * (1 - x / expm1(x)). Where x is small, the
@@ -366,25 +345,27 @@ def _radam(case: Case) -> Update:
     safe = jnp.where(is_small, jnp.ones_like(x), x)
     rho = numbers["rho_difference"] + scale * jnp.where(is_small, series, 1 - safe / jnp.expm1(safe))
     is_rectified = rho > 5
-    known, limit = jnp.where(is_rectified, rho, 6 * jnp.ones_like(rho)), numbers["rho_limit"]
-    factor = jnp.sqrt((known - 4) * (known - 2) * limit / ((limit - 4) * (limit - 2) * known))
+    usable_rho, limit = jnp.where(is_rectified, rho, 6 * jnp.ones_like(rho)), numbers["rho_limit"]
+    factor = jnp.sqrt(
+        (usable_rho - 4) * (usable_rho - 2) * limit / ((limit - 4) * (limit - 2) * usable_rho)
+    )
     # The root is corrected here already; torch adds epsilon before the correction.
     correction = jnp.sqrt(-jnp.expm1(-x))
     rectified = factor * mean / (root + numbers["eps"] / correction)
     change = -numbers["lr"] * jnp.where(is_rectified, rectified, mean)
-    return _with_decay(case, change), kept
+    return _with_decay(case, change), slots
 
 
 def _asgd(case: Case) -> Update:
     numbers, eta, share = case.numbers, case.slots["eta"], case.slots["mu"]
     change = -eta * (numbers["lambd"] * case.parameter + case.direction)
     parameter, mean = case.parameter + change, case.slots["ax"]
-    kept = {
+    slots = {
         "eta": numbers["lr"] / (1 + numbers["lambd"] * numbers["lr"] * numbers[STEP]) ** numbers["alpha"],
         "mu": 1 / jnp.maximum(numbers[STEP] - numbers["t0"], jnp.ones_like(share)),
         "ax": jnp.where(share == 1, parameter, mean + share * (parameter - mean)),
     }
-    return change, kept
+    return change, slots
 
 
 def _rprop(case: Case) -> Update:
@@ -419,19 +400,19 @@ def _adafactor(case: Case) -> Update:
     squares = gradient * gradient
     if case.parameter.ndim < 2:
         variance = case.slots["variance"]
-        kept = {"variance": variance + share * (squares - variance)}
-        estimate = kept["variance"]
+        slots = {"variance": variance + share * (squares - variance)}
+        estimate = slots["variance"]
     else:
         row, column = case.slots["row_var"], case.slots["col_var"]
         row = row + share * (jnp.mean(squares, -1, keepdims=True) - row)
         column = column + share * (jnp.mean(squares, -2, keepdims=True) - column)
-        kept = {"row_var": row, "col_var": column}
+        slots = {"row_var": row, "col_var": column}
         estimate = row * column / jnp.maximum(jnp.mean(row, -2, keepdims=True), least)
     update = jax.lax.rsqrt(jnp.maximum(estimate, least * least)) * gradient
     size = _root_mean_square(case.parameter)
     rate = jnp.minimum(numbers["lr"], jax.lax.rsqrt(numbers[STEP])) * jnp.maximum(numbers["eps2"], size)
     rate = rate / jnp.maximum(jnp.ones_like(rate), _root_mean_square(update) / numbers["d"])
-    return _with_decay(case, -rate * update), kept
+    return _with_decay(case, -rate * update), slots
 
 
 def _root_mean_square(value: jax.Array) -> jax.Array:
@@ -455,15 +436,15 @@ def _muon(case: Case) -> Update:
 def _orthogonalize(update: jax.Array, case: Case) -> jax.Array:
     """Runs the Newton-Schulz iteration, rounding each step to bfloat16 as torch does."""
     numbers, rows = case.numbers, update.shape[0]
-    found = _round(update if rows <= update.shape[1] else update.T)
-    norm = _round(jnp.sqrt(jnp.sum(found * found)))
-    found = _round(found / jnp.maximum(norm, numbers["eps"]))
+    matrix = _round(update if rows <= update.shape[1] else update.T)
+    norm = _round(jnp.sqrt(jnp.sum(matrix * matrix)))
+    matrix = _round(matrix / jnp.maximum(norm, numbers["eps"]))
     first, second, third = (numbers[f"ns_coefficients{number}"] for number in (1, 2, 3))
     for _step in range(case.group.num_iterations):
-        gram = _round(_multiply(found, found.T))
+        gram = _round(_multiply(matrix, matrix.T))
         mixed = _round(second * gram + third * _multiply(gram, gram))
-        found = _round(first * found + _multiply(mixed, found))
-    return found if rows <= update.shape[1] else found.T
+        matrix = _round(first * matrix + _multiply(mixed, matrix))
+    return matrix if rows <= update.shape[1] else matrix.T
 
 
 def _round(value: jax.Array) -> jax.Array:
@@ -474,7 +455,7 @@ def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.matmul(left, right, precision="highest")
 
 
-def _always(*slots: Slot) -> SlotsOf:
+def _fixed_slots(*slots: Slot) -> SlotsOf:
     """Returns a function that gives these slots for every structure, group and shape."""
 
     def find(_structure: Structure, _group: GroupStructure, _shape: tuple[int, ...]) -> tuple[Slot, ...]:
@@ -483,26 +464,36 @@ def _always(*slots: Slot) -> SlotsOf:
     return find
 
 
-def _counting(*slots: Slot) -> SlotsOf:
-    return _always(COUNT, *slots)
+def _slots_with_count(*slots: Slot) -> SlotsOf:
+    return _fixed_slots(COUNT, *slots)
 
 
-TORCH_FORMULAS: Mapping[Kind, Formula] = {
+FORMULAS: Mapping[Kind, Formula] = {
+    Kind.SGD: Formula(_sgd_slots, _sgd),
+    Kind.ADAM: Formula(_adam_slots, _adam),
+    Kind.RMSPROP: Formula(_rmsprop_slots, _rmsprop),
+    Kind.LAMB: Formula(_adam_slots, _lamb),
     Kind.ADAGRAD: Formula(
-        _counting(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
+        _slots_with_count(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
     ),
     Kind.ADADELTA: Formula(
-        _counting(Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)),
+        _slots_with_count(
+            Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)
+        ),
         _adadelta,
     ),
-    Kind.ADAMAX: Formula(_counting(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
-    Kind.NADAM: Formula(_counting(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam),
-    Kind.RADAM: Formula(_counting(_MEAN, _SQUARES), _radam),
+    Kind.ADAMAX: Formula(_slots_with_count(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
+    Kind.NADAM: Formula(
+        _slots_with_count(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam
+    ),
+    Kind.RADAM: Formula(_slots_with_count(_MEAN, _SQUARES), _radam),
     Kind.ASGD: Formula(
-        _counting(Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")),
+        _slots_with_count(
+            Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")
+        ),
         _asgd,
     ),
-    Kind.RPROP: Formula(_counting(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
+    Kind.RPROP: Formula(_slots_with_count(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
     Kind.ADAFACTOR: Formula(_adafactor_slots, _adafactor),
-    Kind.MUON: Formula(_always(Slot("momentum_buffer")), _muon),
+    Kind.MUON: Formula(_fixed_slots(Slot("momentum_buffer")), _muon),
 }

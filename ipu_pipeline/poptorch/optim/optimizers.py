@@ -12,8 +12,6 @@ from torch.optim.optimizer import ParamsT
 from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.optim.device_state import DeviceState, SavedState
 
-# The hyperparameters of an optimizer that may change once a model is compiled.
-
 
 class VariableAttributes:
     """Knows which attributes are constant and which variable. An optimizer has one, as `variable_attrs`.
@@ -61,8 +59,6 @@ class VariableAttributes:
             raise AssertionError(f"Unknown attribute {attr}, allowed values: {list(self._allowed)}")
 
 
-# The base class of the optimizers of `poptorch.optim`.
-
 _GLOBAL_VARIABLES = ("loss_scaling",)  # attributes of an optimizer, not of its groups, that may be variable
 _ACCUMULATION_TYPES = (torch.float32, torch.float16)
 
@@ -83,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
     device_state: DeviceState
     loss_scaling: float
 
-    def sort_given(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def sort_arguments(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sorts a constructor's arguments; None stands for an argument's default.
 
         Args:
@@ -93,26 +89,26 @@ class Optimizer(torch.optim.Optimizer):
           The arguments for all groups, and those that set the attributes in `own_defaults`.
         """
         names = [name for name in arguments if name not in ("self", "params")]
-        given = {name: arguments[name] for name in names if arguments[name] is not None}
-        own = {name: given.pop(name) for name in self.own_defaults if name in given}
-        return given, own
+        settings = {name: arguments[name] for name in names if arguments[name] is not None}
+        attributes = {name: settings.pop(name) for name in self.own_defaults if name in settings}
+        return settings, attributes
 
-    def set_up(self, of_groups: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def set_up(self, of_groups: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
         """Completes construction after torch's constructor.
 
         Args:
           of_groups: the arguments that were given for all groups.
-          own: the arguments that set attributes, as `sort_given` returned them.
+          attributes: the arguments that set attributes, as `sort_arguments` returned them.
 
         Raises:
           AssertionError: an accumulation type is neither torch.float32 nor torch.float16.
         """
-        for name, value in {**self.own_defaults, **own}.items():
+        for name, value in {**self.own_defaults, **attributes}.items():
             if name.endswith("accum_type") and value not in _ACCUMULATION_TYPES:
                 raise AssertionError("Accumulation types must be either torch.float32 or torch.float16")
             setattr(self, name, value)
         allowed = (*self.defaults, *_GLOBAL_VARIABLES)
-        self.variable_attrs = VariableAttributes({"lr", *of_groups, *own}, allowed)
+        self.variable_attrs = VariableAttributes({"lr", *of_groups, *attributes}, allowed)
         self.device_state = DeviceState()
 
     @property
@@ -158,8 +154,8 @@ class Optimizer(torch.optim.Optimizer):
         self.device_state.load(saved, self.all_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in (*self.own_defaults, "variable_attrs")}
-        return {**super().__getstate__(), **own, "device_state": self.device_state.snapshot()}
+        attributes = {name: getattr(self, name) for name in (*self.own_defaults, "variable_attrs")}
+        return {**super().__getstate__(), **attributes, "device_state": self.device_state.snapshot()}
 
 
 AVERAGES_TYPES: Mapping[str, Any] = {
@@ -175,9 +171,6 @@ class AveragingOptimizer(Optimizer):
     accum_type: torch.dtype
     first_order_momentum_accum_type: torch.dtype
     second_order_momentum_accum_type: torch.dtype
-
-
-# Stochastic gradient descent.
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -247,7 +240,7 @@ class SGD(Optimizer, torch.optim.SGD):
           AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
-        of_groups, own = self.sort_given(locals())
+        of_groups, attributes = self.sort_arguments(locals())
         of_torch = {name: value for name, value in of_groups.items() if name != "velocity_scaling"}
         torch.optim.SGD.__init__(self, params, **of_torch)
         if use_combined_accum:
@@ -266,10 +259,7 @@ class SGD(Optimizer, torch.optim.SGD):
                 "accum_type and velocity_accum_type are ignored when using the combined variant "
                 "(use_combined_accum=True): it has one tensor, in the dtype of the parameter."
             )
-        self.set_up(of_groups, own)
-
-
-# Adam, and Adam with decoupled weight decay.
+        self.set_up(of_groups, attributes)
 
 
 class Adam(AveragingOptimizer, torch.optim.Adam):
@@ -329,9 +319,9 @@ class Adam(AveragingOptimizer, torch.optim.Adam):
           AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
-        of_torch, own = self.sort_given(locals())
+        of_torch, attributes = self.sort_arguments(locals())
         torch.optim.Adam.__init__(self, params, **of_torch)
-        self.set_up(of_torch, own)
+        self.set_up(of_torch, attributes)
 
 
 class AdamW(AveragingOptimizer, torch.optim.AdamW):
@@ -392,12 +382,9 @@ class AdamW(AveragingOptimizer, torch.optim.AdamW):
           AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
-        of_torch, own = self.sort_given(locals())
+        of_torch, attributes = self.sort_arguments(locals())
         torch.optim.AdamW.__init__(self, params, **of_torch)
-        self.set_up(of_torch, own)
-
-
-# RMSprop, as torch has it or as TensorFlow has it.
+        self.set_up(of_torch, attributes)
 
 
 class RMSprop(AveragingOptimizer, torch.optim.RMSprop):
@@ -456,19 +443,19 @@ class RMSprop(AveragingOptimizer, torch.optim.RMSprop):
           AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: torch refuses a value.
         """
-        of_torch, own = self.sort_given(locals())
+        of_torch, attributes = self.sort_arguments(locals())
         torch.optim.RMSprop.__init__(self, params, **of_torch)
-        self.set_up(of_torch, own)
-
-
-# LAMB: Adam whose step per parameter is as large as the parameter.
-#
-# Source: You et al., Large Batch Optimization for Deep Learning (arXiv:1904.00962), algorithm 2, with the
-# function phi(z) = min(z, max_weight_norm).
+        self.set_up(of_torch, attributes)
 
 
 class LAMB(AveragingOptimizer):
-    """LAMB. `step` computes an update on the CPU, for comparisons."""
+    """LAMB: Adam whose step per parameter is as large as the parameter.
+
+    `step` computes an update on the CPU, for comparisons.
+
+    Source: You et al., Large Batch Optimization for Deep Learning (arXiv:1904.00962), algorithm 2, with the
+    function phi(z) = min(z, max_weight_norm).
+    """
 
     own_defaults: ClassVar[Mapping[str, Any]] = {
         "loss_scaling": 1.0,
@@ -512,7 +499,7 @@ class LAMB(AveragingOptimizer):
           AssertionError: a type is neither torch.float32 nor torch.float16.
           ValueError: a value is out of its range.
         """
-        of_groups, own = self.sort_given(locals())
+        of_groups, attributes = self.sort_arguments(locals())
         defaults: dict[str, Any] = {
             "lr": 1e-3,
             "betas": (0.9, 0.999),
@@ -527,7 +514,7 @@ class LAMB(AveragingOptimizer):
         if len(defaults["betas"]) != 2 or not all(0 <= beta < 1 for beta in defaults["betas"]):
             raise ValueError(f"LAMB: betas must be two numbers from 0 to below 1; got {defaults['betas']}.")
         torch.optim.Optimizer.__init__(self, params, defaults)
-        self.set_up(of_groups, own)
+        self.set_up(of_groups, attributes)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Makes an update on the CPU.

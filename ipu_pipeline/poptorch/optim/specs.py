@@ -21,9 +21,8 @@ from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.optim.optimizers import LAMB, SGD, Adam, AdamW, Optimizer, RMSprop
 
-# The description of an optimizer: what its update is compiled for, and the values that may change.
-
 Value: TypeAlias = "float | tuple[float, ...]"
+AttributeKey: TypeAlias = "tuple[int | None, str]"  # the number of a group and a key; None and an attribute
 
 
 class Kind(enum.Enum):
@@ -125,19 +124,19 @@ class OptimizerSpec:
     values: tuple[Mapping[str, Value], ...]
     loss_scaling: float
     max_grad_norm: float
-    constants: frozenset[tuple[int | None, str]]
-    extras: frozenset[tuple[int | None, str]]
+    constants: frozenset[AttributeKey]
+    extras: frozenset[AttributeKey]
 
     @property
     def accumulator_dtype(self) -> Callable[[Any], np.dtype[Any] | None]:
-        """For the engine: finds the dtype that a variable's gradients accumulate in; None for its own."""
-        wanted = self.structure.accum_type
+        """A function that finds the dtype in which a variable's gradients accumulate; None for its own."""
+        accum_type = self.structure.accum_type
 
         def find(variable: Any) -> np.dtype[Any] | None:
-            if wanted == "float16":
+            if accum_type == "float16":
                 return np.dtype(np.float16)
             is_narrow = np.dtype(variable.dtype).itemsize < np.dtype(np.float32).itemsize
-            return np.dtype(np.float32) if wanted == "float32" and is_narrow else None
+            return np.dtype(np.float32) if accum_type == "float32" and is_narrow else None
 
         return find
 
@@ -153,13 +152,11 @@ class OptimizerSpec:
         )
 
 
-# Warnings of attributes of optimizers, and keys of their groups, that have no effect.
+# Unused attributes of optimizers and keys of their groups.
 #
 # An unknown attribute that an optimizer has when a model is wrapped with it may be for the user's own use:
 # there is no warning. One that is added later may be meant to change something, and so may an attribute of
 # the optimizer that stands in a group.
-
-Extra: TypeAlias = "tuple[int | None, str]"  # the number of a group and a key; None and an attribute
 
 _ATTRIBUTES = {"defaults", "state", "param_groups", "variable_attrs", "device_state"}
 _KEYS = {"params", "param_names"}
@@ -167,20 +164,22 @@ _KEYS = {"params", "param_names"}
 
 def find_extras(
     optimizer: torch.optim.Optimizer, optimizer_name: str, keys: Iterable[str]
-) -> frozenset[Extra]:
+) -> frozenset[AttributeKey]:
     """Finds extras. Warns of those in a group that would have an effect as attributes."""
-    own = set(optimizer.own_defaults) if isinstance(optimizer, Optimizer) else set()
-    found: set[Extra] = {
+    attributes = set(optimizer.own_defaults) if isinstance(optimizer, Optimizer) else set()
+    extras: set[AttributeKey] = {
         (None, name)
         for name, value in vars(optimizer).items()
-        if not _is_known(name, value) and name not in own
+        if not _is_known(name, value) and name not in attributes
     }
     for number, group in enumerate(optimizer.param_groups):
         unknown = set(group) - _KEYS - set(keys)
-        found |= {(number, name) for name in unknown}
-        misplaced: set[Extra] = {(number, name) for name in unknown & (own | {"velocity_scaling"})}
-        tell_of_extras(misplaced, optimizer_name)
-    return frozenset(found)
+        extras |= {(number, name) for name in unknown}
+        misplaced: set[AttributeKey] = {
+            (number, name) for name in unknown & (attributes | {"velocity_scaling"})
+        }
+        warn_of_extras(misplaced, optimizer_name)
+    return frozenset(extras)
 
 
 def _is_known(name: str, value: Any) -> bool:
@@ -188,21 +187,21 @@ def _is_known(name: str, value: Any) -> bool:
     return name.startswith("_") or name in _ATTRIBUTES or is_scheduled
 
 
-def tell_of_extras(extras: Iterable[Extra], optimizer_name: str, relaxed: bool = False) -> None:
+def warn_of_extras(extras: Iterable[AttributeKey], optimizer_name: str, relaxed: bool = False) -> None:
     """Warns of extras, once; if `relaxed`, only logs them for debugging."""
     names: dict[int | None, list[str]] = {}
     for number, name in sorted(extras, key=str):
         names.setdefault(number, []).append(name)
     for number, of_group in names.items():
-        what = "optimizer attribute" if number is None else f"group {number} attribute"
-        message = f"Ignoring unexpected {what} in {optimizer_name} optimizer: {of_group}"
+        kind = "optimizer attribute" if number is None else f"group {number} attribute"
+        message = f"Ignoring unexpected {kind} in {optimizer_name} optimizer: {of_group}"
         if relaxed:
             logs.logger.debug(message)
         else:
             logs.warn_once(message)
 
 
-# Optimizers of torch and PopTorch, read.
+# Reading an optimizer.
 
 _TORCHS_ALONE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adagrad,
@@ -222,14 +221,14 @@ _SUPPORTED: tuple[tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]
     (torch.optim.Adam, Adam, Kind.ADAM),
     (torch.optim.RMSprop, RMSprop, Kind.RMSPROP),
     (torch.optim.SGD, SGD, Kind.SGD),
-    *((own, own, Kind(own.__name__)) for own in _TORCHS_ALONE),
+    *((torchs_class, torchs_class, Kind(torchs_class.__name__)) for torchs_class in _TORCHS_ALONE),
 )
 # Keyed by the name of torch's class and of the argument. Kept here because reading signatures is slow.
 _DEFAULTS = {
     torchs_class.__name__: {
         name: argument.default for name, argument in inspect.signature(torchs_class).parameters.items()
     }
-    for torchs_class, _ours, _kind in _SUPPORTED
+    for torchs_class, _our_class, _kind in _SUPPORTED
 }
 
 _VALUES = {
@@ -332,7 +331,7 @@ def _find_class(optimizer: Any) -> tuple[type[torch.optim.Optimizer], Kind]:
                     f"{torchs_class.__name__} with its attributes, and none of its methods."
                 )
             return torchs_class, kind
-    names = ", ".join(torchs_class.__name__ for torchs_class, _ours, _kind in reversed(_SUPPORTED))
+    names = ", ".join(torchs_class.__name__ for torchs_class, _our_class, _kind in reversed(_SUPPORTED))
     raise TypeError(
         f"Unsupported optimizer type {type(optimizer).__module__}.{type(optimizer).__qualname__}. Types "
         f"supported: {names} of torch.optim, and those of poptorch.optim."
@@ -371,16 +370,16 @@ def _positive(name: str, value: Any, limit: float = float(np.finfo(np.float32).m
 
 
 def _read_values(group: Mapping[str, Any], names: Iterable[str], number: int) -> dict[str, Value]:
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for name in names:
         where = f"{name} of group {number}"
         if isinstance(group[name], (tuple, list)):
             # Adafactor's epsilon may be None, for the weights' dtype's epsilon. -1 stands for it here.
-            found[name] = tuple(-1.0 if part is None else _number(where, part) for part in group[name])
+            values[name] = tuple(-1.0 if part is None else _number(where, part) for part in group[name])
         else:
-            read = _positive if name == "velocity_scaling" else _number
-            found[name] = read(where, group[name])
-    return found
+            convert = _positive if name == "velocity_scaling" else _number
+            values[name] = convert(where, group[name])
+    return values
 
 
 def _read_structure(
@@ -388,7 +387,7 @@ def _read_structure(
     group: Mapping[str, Any],
     values: Mapping[str, Value],
     number: int,
-    constants: frozenset[tuple[int | None, str]],
+    constants: frozenset[AttributeKey],
 ) -> GroupStructure:
     def may_act(name: str) -> bool:
         return name in values and (values[name] != 0 or (number, name) not in constants)
@@ -417,22 +416,24 @@ def _find_constants(
     torchs_class: type[torch.optim.Optimizer],
     values: tuple[Mapping[str, Value], ...],
     scale: float,
-) -> frozenset[tuple[int | None, str]]:
+) -> frozenset[AttributeKey]:
     """Finds what is marked as constant; in torch's own optimizers, every default value but the rate."""
-    found: set[tuple[int | None, str]] = set()
+    constants: set[AttributeKey] = set()
     if isinstance(optimizer, Optimizer):
         is_constant = optimizer.variable_attrs.isConstant
-        found |= {(number, name) for number, of in enumerate(values) for name in of if is_constant(name)}
-        return frozenset(found | ({(None, "loss_scaling")} if is_constant("loss_scaling") else set()))
+        constants |= {
+            (number, name) for number, of in enumerate(values) for name in of if is_constant(name)
+        }
+        return frozenset(constants | ({(None, "loss_scaling")} if is_constant("loss_scaling") else set()))
     defaults = _DEFAULTS[torchs_class.__name__]
     for number, group in enumerate(values):
         for name, value in group.items():
             if name != "lr" and value == defaults[name]:
-                found.add((number, name))
-    return frozenset(found | ({(None, "loss_scaling")} if scale == 1 else set()))
+                constants.add((number, name))
+    return frozenset(constants | ({(None, "loss_scaling")} if scale == 1 else set()))
 
 
-# Whether an optimizer may take the place of another in a compiled model.
+# Replacing an optimizer in a compiled model.
 
 # These follow from which attributes are constant and from their values.
 _FROM_CONSTANTS = ("decays", "has_momentum")
@@ -461,7 +462,7 @@ def check_compatible(old: OptimizerSpec, new: OptimizerSpec, relaxed: bool = Fal
             f"The new loss_scaling, {new.loss_scaling}, is ignored: with automatic loss scaling "
             "(Options.Training.setAutomaticLossScaling) it only says where the factor starts."
         )
-    tell_of_extras(new.extras - old.extras, new.name, relaxed)
+    warn_of_extras(new.extras - old.extras, new.name, relaxed)
     return old.with_values_of(new)
 
 
@@ -498,9 +499,9 @@ def _check_structures(old: Structure, new: Structure) -> None:
         _refuse("whether max_grad_norm is infinite", "infinite", "finite")
 
 
-def _refuse(what: str, before: object, after: object) -> None:
+def _refuse(subject: str, before: object, after: object) -> None:
     raise Error(
-        f"setOptimizer: the model is already compiled, for an optimizer that differs in {what}: it was "
+        f"setOptimizer: the model is already compiled, for an optimizer that differs in {subject}: it was "
         f"{before} and now is {after}. Call destroy() on the model and wrap it again with the new one."
     )
 

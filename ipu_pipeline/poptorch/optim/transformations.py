@@ -24,16 +24,10 @@ from ipu_pipeline.poptorch.optim.formulas import (
     FORMULAS,
     STEP,
     STORED_SCALING,
-    TORCH_FORMULAS,
     Case,
     Hyperparameters,
 )
 from ipu_pipeline.poptorch.optim.specs import Kind, LossScaling, OptimizerSpec
-
-# A described optimizer as one Optax transformation over all trained variables.
-#
-# Its hyperparameters are a leaf of its state, so new values compile nothing. With loss scaling, the
-# gradients it gets are too large by the scale, which is the state's first leaf, as the engine requires.
 
 _CLIPPING_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 _GROWTH_FACTOR = 2.0
@@ -118,7 +112,7 @@ def _make_inner(
     spec: OptimizerSpec, group_of: Mapping[str, int], num_summed: int, with_rows: frozenset[str]
 ) -> optax.GradientTransformation:
     structure = spec.structure
-    formula = {**FORMULAS, **TORCH_FORMULAS}[structure.kind]
+    formula = FORMULAS[structure.kind]
     packing = Hyperparameters(spec)
     is_scaled = structure.loss_scaling is LossScaling.MANUAL
 
@@ -132,9 +126,11 @@ def _make_inner(
                 )
             number = group_of[name]
             for slot in formula.slots(structure, structure.groups[number], parameter.shape):
-                wanted = structure.second_order_type if slot.is_second_order else structure.first_order_type
+                slot_type = (
+                    structure.second_order_type if slot.is_second_order else structure.first_order_type
+                )
                 is_scalar = slot.shape == ()
-                dtype = np.dtype(np.float32) if is_scalar else _slot_dtype(wanted, parameter.dtype)
+                dtype = np.dtype(np.float32) if is_scalar else _slot_dtype(slot_type, parameter.dtype)
                 shape = parameter.shape if slot.shape is None else slot.shape
                 initial: Any = slot.initial
                 if isinstance(initial, str):
@@ -148,6 +144,7 @@ def _make_inner(
     ) -> tuple[dict[str, Any], OptimizerState]:
         if params is None:
             raise ValueError("update: params must be given, as the formulas read the variables; got None.")
+        # The gradients, in at least 32 bits.
         numbers = state.numbers
         wide = {
             name: np.promote_types(count_dtype(gradient.dtype), count_dtype(params[name].dtype))
@@ -157,50 +154,51 @@ def _make_inner(
         if is_scaled:
             scale = numbers[0, packing.index("loss_scaling")]
             gradients = {name: gradient / scale.astype(wide[name]) for name, gradient in gradients.items()}
-        if num_summed > 1:
+        if num_summed > 1:  # a sum over replicas, as their mean times their number, in 32 bits
             gradients = {name: g * jnp.asarray(num_summed, g.dtype) for name, g in gradients.items()}
         if structure.clips:
             gradients = _clip(gradients, numbers[0, packing.index("max_grad_norm")])
+        # The formula, variable by variable.
         changes: dict[str, Any] = {}
         slots: dict[str, dict[str, Any]] = {slot: {} for slot in state.slots}
         rows = _split(numbers, packing, {(group_of[name], wide[name]) for name in gradients})
         for name, gradient in gradients.items():
             number, dtype = group_of[name], wide[name]
-            known = {slot: of_slot[name] for slot, of_slot in state.slots.items() if name in of_slot}
-            own = rows[number, dtype]
+            old_slots = {slot: of_slot[name] for slot, of_slot in state.slots.items() if name in of_slot}
+            row = rows[number, dtype]
             counted = {}
-            if STEP in known:
-                counted[STEP] = _count(known[STEP], own, structure.kind)
+            if STEP in old_slots:
+                counted[STEP] = _count(old_slots[STEP], row, structure.kind)
             case = Case(
                 gradient,
                 params[name].astype(dtype),
-                {slot: value.astype(dtype) for slot, value in known.items()},
-                {**own, **{column: value.astype(dtype) for column, value in counted.items()}},
+                {slot: value.astype(dtype) for slot, value in old_slots.items()},
+                {**row, **{column: value.astype(dtype) for column, value in counted.items()}},
                 structure.groups[number],
                 structure,
                 name in with_rows,
             )
-            changes[name], kept = formula.update(case)
-            for slot, value in (counted | kept).items():
-                slots[slot][name] = value.astype(known[slot].dtype)
+            changes[name], new_slots = formula.update(case)
+            for slot, value in (counted | new_slots).items():
+                slots[slot][name] = value.astype(old_slots[slot].dtype)
         return changes, OptimizerState(_store(numbers, packing), slots)
 
     return optax.GradientTransformationExtraArgs(init, _with_extra(update))
 
 
-def _slot_dtype(wanted: str | None, dtype: Any) -> Any:
+def _slot_dtype(slot_type: str | None, dtype: Any) -> Any:
     """Returns a slot's dtype: "float32" means at least float32, None the variable's own dtype."""
-    if wanted == "float16":
+    if slot_type == "float16":
         return np.dtype(np.float16)
-    return dtype if wanted is None else count_dtype(dtype)
+    return dtype if slot_type is None else count_dtype(dtype)
 
 
 def _count(step: jax.Array, numbers: Mapping[str, jax.Array], kind: Kind) -> jax.Array:
     """Returns the number of a variable's updates with this one."""
-    one = jnp.ones_like(step)
+    increment = jnp.ones_like(step)
     if kind is Kind.SGD:  # torch makes a buffer when momentum is first used
-        one = jnp.where(numbers["momentum"] != 0, one, jnp.zeros_like(one))
-    return step + one
+        increment = jnp.where(numbers["momentum"] != 0, increment, jnp.zeros_like(increment))
+    return step + increment
 
 
 def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
@@ -211,14 +209,14 @@ def _store(numbers: jax.Array, packing: Hyperparameters) -> jax.Array:
 
 
 def _split(
-    numbers: jax.Array, packing: Hyperparameters, wanted: set[tuple[int, Any]]
+    numbers: jax.Array, packing: Hyperparameters, keys: set[tuple[int, Any]]
 ) -> dict[tuple[int, Any], dict[str, jax.Array]]:
     """Returns the numbers of each wanted group and dtype, by column."""
     return {
         (number, dtype): {
             column: numbers[number, place].astype(dtype) for place, column in enumerate(packing.columns)
         }
-        for number, dtype in wanted
+        for number, dtype in keys
     }
 
 
@@ -236,8 +234,8 @@ def _clip(gradients: Mapping[str, jax.Array], max_norm: jax.Array) -> dict[str, 
 
 def inner_state(state: Any) -> OptimizerState:
     """Returns the formulas' state inside a state."""
-    found: OptimizerState = state if isinstance(state, OptimizerState) else state.inner
-    return found
+    inner: OptimizerState = state if isinstance(state, OptimizerState) else state.inner
+    return inner
 
 
 def replace_inner_state(state: Any, inner: OptimizerState) -> Any:
@@ -259,7 +257,7 @@ def with_hyperparameters(state: Any, spec: OptimizerSpec) -> Any:
     return state
 
 
-# The state of the transformation as tensors under torch's names, and back.
+# The state as tensors under torch's names.
 
 _BUFFER = "momentum_buffer"
 _SCALE, _GOOD = "loss_scale", "loss_scale_good_updates"  # of automatic loss scaling
@@ -270,7 +268,7 @@ def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -
     packing = Hyperparameters(spec)
     host: Any = jax.device_get(state)
     inner = inner_state(host)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for slot, of_slot in inner.slots.items():
         for name, value in of_slot.items():
             if slot == _BUFFER and spec.structure.kind is Kind.SGD:
@@ -279,19 +277,19 @@ def export_state(state: Any, spec: OptimizerSpec, group_of: Mapping[str, int]) -
                 if packing.keeps_scaling:
                     scaling = inner.numbers[group_of[name], packing.index(STORED_SCALING)]
                     value = value.astype(np.float32) / np.float32(scaling)
-            found[key_of(slot, name)] = to_torch(value)
+            tensors[key_of(slot, name)] = to_torch(value)
     if isinstance(host, LossScaleState):
-        found |= {_SCALE: to_torch(host.scale), _GOOD: to_torch(host.num_good)}
-    return SavedState(found, _export_values(spec))
+        tensors |= {_SCALE: to_torch(host.scale), _GOOD: to_torch(host.num_good)}
+    return SavedState(tensors, _export_values(spec))
 
 
 def _export_values(spec: OptimizerSpec) -> dict[str, torch.Tensor]:
-    found = {"loss_scaling": torch.tensor(spec.loss_scaling)}
+    tensors = {"loss_scaling": torch.tensor(spec.loss_scaling)}
     if spec.structure.clips:
-        found["max_grad_norm"] = torch.tensor(spec.max_grad_norm)
+        tensors["max_grad_norm"] = torch.tensor(spec.max_grad_norm)
     for number, values in enumerate(spec.values):
-        found |= {key_of(name, str(number)): torch.tensor(value) for name, value in values.items()}
-    return found
+        tensors |= {key_of(name, str(number)): torch.tensor(value) for name, value in values.items()}
+    return tensors
 
 
 def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: Mapping[str, int]) -> Any:
@@ -306,8 +304,8 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
     saved_state = dict(saved.ipu_state)
     scale, good = saved_state.pop(_SCALE, None), saved_state.pop(_GOOD, None)
     if spec.structure.kind is Kind.SGD:  # a buffer says that there was an update
-        made = [name for name in group_of if key_of(_BUFFER, name) in saved_state]
-        saved_state = {key_of(STEP, name): torch.tensor(1.0) for name in made} | saved_state
+        counted_names = [name for name in group_of if key_of(_BUFFER, name) in saved_state]
+        saved_state = {key_of(STEP, name): torch.tensor(1.0) for name in counted_names} | saved_state
     _check_names(places, saved_state)
     packing = Hyperparameters(spec)
     slots = {slot: dict(of_slot) for slot, of_slot in inner.slots.items()}
@@ -315,17 +313,17 @@ def import_state(state: Any, saved: SavedState, spec: OptimizerSpec, group_of: M
         if key not in places:
             continue
         slot, name = places[key]
-        known = slots[slot][name]
+        array = slots[slot][name]
         value = to_numpy(tensor, key)
-        if value.shape != known.shape:
+        if value.shape != array.shape:
             raise ValueError(
-                f"The optimizer's state {key} must have the shape {list(known.shape)} of its variable; it "
+                f"The optimizer's state {key} must have the shape {list(array.shape)} of its variable; it "
                 f"has {list(value.shape)}."
             )
         if packing.keeps_scaling and slot == _BUFFER:
             scaling = inner.numbers[group_of[name], packing.index(STORED_SCALING)]
             value = value.astype(np.float32) * np.float32(scaling)
-        slots[slot][name] = value.astype(known.dtype)
+        slots[slot][name] = value.astype(array.dtype)
     state = replace_inner_state(state, inner._replace(slots=slots))
     if isinstance(state, LossScaleState) and scale is not None and good is not None:
         state = state._replace(scale=np.float32(scale.item()), num_good=np.int32(good.item()))
@@ -336,14 +334,14 @@ def read_torch_state(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> SavedState | None:
     """Reads the state of one of torch's optimizers, for `import_state`; None if it has none."""
-    found = {
+    state = {
         key_of(slot, name): torch.as_tensor(value, dtype=torch.float32) if slot == STEP else value.detach()
         for name, tensor in tensors.items()
         if tensor in optimizer.state
         for slot, value in optimizer.state[tensor].items()
         if value is not None
     }
-    return SavedState(found, {}) if found else None
+    return SavedState(state, {}) if state else None
 
 
 def write_torch_state(
@@ -362,11 +360,11 @@ def write_torch_state(
 def _check_names(places: Mapping[str, tuple[str, str]], saved: Mapping[str, torch.Tensor]) -> None:
     """Checks that saved names and places agree; an error if none match, else a warning."""
     slots = {key for key, (slot, _name) in places.items() if slot != STEP}
-    known = {key for key in saved if not key.startswith(key_of(STEP, ""))}
-    begun = {places[key][1] for key in known & slots}  # the others start from nothing, as in torch
-    unknown = sorted(known - slots)
-    missing = sorted(key for key in slots - known if places[key][1] in begun)
-    if known and slots and not known & slots:
+    saved_keys = {key for key in saved if not key.startswith(key_of(STEP, ""))}
+    begun = {places[key][1] for key in saved_keys & slots}  # the others start from nothing, as in torch
+    unknown = sorted(saved_keys - slots)
+    missing = sorted(key for key in slots - saved_keys if places[key][1] in begun)
+    if saved_keys and slots and not saved_keys & slots:
         raise RuntimeError(
             "The optimizer's state is of another optimizer or of another model: it has "
             f"{shorten(unknown)}, and what is needed is {shorten(sorted(slots))}."

@@ -166,10 +166,10 @@ class OptionGroup:
             if name not in self.settings:
                 raise AssertionError(self._describe_unknown(name))
             option = self.settings[name]
-            kept = option.check(f"{self.path}.{name}", value)
-            if option.asks_in_vain(kept):
+            checked_value = option.check(f"{self.path}.{name}", value)
+            if option.asks_in_vain(checked_value):
                 logs.warn_once(f"{self.path}.{name} has no effect: {option.no_effect}")
-            self._values[name] = kept
+            self._values[name] = checked_value
             self._explicit.add(name)
         return self
 
@@ -229,10 +229,10 @@ class OptionGroup:
         raise AttributeError(f"{self.path}.{name} cannot be deleted.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        vars(made).update(copy.deepcopy(vars(self), memo), _frozen=False)
-        return made
+        duplicate = object.__new__(type(self))
+        memo[id(self)] = duplicate
+        vars(duplicate).update(copy.deepcopy(vars(self), memo), _frozen=False)
+        return duplicate
 
     def __copy__(self) -> Self:
         return self.clone()  # a shallow one would share its values
@@ -246,12 +246,12 @@ class OptionGroup:
     __hash__ = None  # type: ignore[assignment]  # it can be changed
 
     def __repr__(self) -> str:
-        shown = [f"{name}={value!r}" for name, value in self._values.items()]
-        shown += [f"{name}={vars(self)[name]!r}" for name in self.groups]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        parts = [f"{name}={value!r}" for name, value in self._values.items()]
+        parts += [f"{name}={vars(self)[name]!r}" for name in self.groups]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def _describe_unknown(self, name: str) -> str:
-        known = [*self.settings, *self.groups]
-        near = difflib.get_close_matches(name, known, n=1)
+        names = [*self.settings, *self.groups]
+        near = difflib.get_close_matches(name, names, n=1)
         guess = f" Did you mean {near[0]!r}?" if near else ""
-        return f"{self.path} has no option {name!r}.{guess} Options: {', '.join(known)}."
+        return f"{self.path} has no option {name!r}.{guess} Options: {', '.join(names)}."

@@ -369,9 +369,9 @@ class DistributedOptions(OptionGroup):
           ValueError: the environment variables are not numbers that fit each other.
         """
         super().__init__()
-        others = processes.current()
-        if others is not None:
-            self.configureProcessId(others.index, others.count)
+        peers = processes.current()
+        if peers is not None:
+            self.configureProcessId(peers.index, peers.count)
         elif is_in_environment():
             self.setEnvVarNames(COUNT_VARIABLE, INDEX_VARIABLE)
         else:

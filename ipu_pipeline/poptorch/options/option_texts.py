@@ -35,7 +35,7 @@ from ipu_pipeline.poptorch.options.strategies import (
     Stage,
 )
 
-# The names in config files and JSON: setters, PopTorch's enumerations and classes, torch's dtypes.
+# Names.
 
 _CLASSES: dict[str, type] = {
     kind.__name__: kind
@@ -76,22 +76,16 @@ def find_setter(target: Any, name: str) -> Callable[..., Any]:
     """Finds a method of options, stages or strategies that a file may call."""
     method = getattr(type(target), name, None)
     if not is_configurable(method):
-        known = [key for key in dir(type(target)) if is_configurable(getattr(type(target), key))]
+        setters = [key for key in dir(type(target)) if is_configurable(getattr(type(target), key))]
         if isinstance(target, OptionGroup):
-            known += [f"{group}..." for group in target.groups]
+            setters += [f"{group}..." for group in target.groups]
         kind = type(target).__name__
-        raise AttributeError(f"{kind} has no setter {name!r}. It has: {', '.join(known)}.")
-    found: Callable[..., Any] = getattr(target, name)
-    return found
+        raise AttributeError(f"{kind} has no setter {name!r}. It has: {', '.join(setters)}.")
+    setter: Callable[..., Any] = getattr(target, name)
+    return setter
 
 
-# Config files: a call on the options on each line. They are parsed, never executed.
-#
-# A line is what follows `options.`: a chain of setters, such as
-# `Training.gradientAccumulation(4).setAutomaticLossScaling(True)`. Arguments are literals, members of
-# PopTorch's enumerations, dtypes of torch, and objects of PopTorch's classes, such as
-# `setExecutionStrategy(poptorch.PipelinedExecution(poptorch.Stage("B1").ipu(0)))`. Blank lines, comments
-# and indents are ignored.
+# Config files.
 
 _ROOT = "options"
 
@@ -197,10 +191,7 @@ def _keywords(node: ast.Call) -> dict[str, Any]:
     return kwargs
 
 
-# Options from JSON and from the environment.
-#
-# POPTORCH_DEFAULT_OPTIONS is JSON as `Options.from_json` takes it. POPTORCH_CACHE_DIR is a directory, as
-# for `Options.enableExecutableCaching`. Both are read when options are made.
+# JSON, and the environment's variables.
 
 CACHE_VARIABLE = "POPTORCH_CACHE_DIR"
 DEFAULTS_VARIABLE = "POPTORCH_DEFAULT_OPTIONS"
@@ -214,20 +205,20 @@ def apply_environment(options: OptionGroup) -> None:
         load_json(options, text, f"The environment variable {DEFAULTS_VARIABLE}")
 
 
-def load_json(options: OptionGroup, text: str, what: str = "from_json: the string") -> None:
+def load_json(options: OptionGroup, text: str, source: str = "from_json: the string") -> None:
     """Sets options from JSON; see `Options.from_json`."""
     try:
         calls = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{what} must be JSON; {error}. It is {text!r}.") from None
+        raise ValueError(f"{source} must be JSON; {error}. It is {text!r}.") from None
     if not isinstance(calls, dict):
-        raise ValueError(f'{what} must be a JSON object, as {{"deviceIterations": 4}}; it is {text!r}.')
+        raise ValueError(f'{source} must be a JSON object, as {{"deviceIterations": 4}}; it is {text!r}.')
     for name, argument in calls.items():
         arguments = argument if isinstance(argument, list) else [argument]
         try:
             _find(options, name)(*map(_as_member, arguments))
         except Exception as error:
-            error.add_note(f"{what} has {name!r}: {json.dumps(argument)}.")
+            error.add_note(f"{source} has {name!r}: {json.dumps(argument)}.")
             raise
 
 
@@ -245,5 +236,5 @@ def _find(options: OptionGroup, name: str) -> Any:
 
 def _as_member(value: Any) -> Any:
     """Returns the enumeration's member or dtype that a string names; other values unchanged."""
-    found = find_value(value) if isinstance(value, str) else None
-    return value if found is None else found
+    member = find_value(value) if isinstance(value, str) else None
+    return value if member is None else member

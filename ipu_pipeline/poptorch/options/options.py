@@ -26,8 +26,6 @@ from ipu_pipeline.poptorch.options.inner_groups import (
 )
 from ipu_pipeline.poptorch.options.strategies import PipelinedExecution, Strategy
 
-# Options of devices and replicas.
-
 
 def _check_proportions(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
@@ -191,9 +189,6 @@ class DeviceOptions(OptionGroup):
         return self.set(ipu_version=ipu_version, connection_type=ConnectionType.Never)
 
 
-# Options of what a model reports: logs, names, profiles, and inner values.
-
-
 class AnchoredTensor(NamedTuple):
     """An inner value of a model that is kept.
 
@@ -211,7 +206,7 @@ class AnchoredTensor(NamedTuple):
 _anchored: checks.Check[dict[str, AnchoredTensor]] = checks.Check(
     "a dict of AnchoredTensor, as anchorTensor makes it",
     lambda value: (
-        isinstance(value, dict) and all(isinstance(one, AnchoredTensor) for one in value.values())
+        isinstance(value, dict) and all(isinstance(tensor, AnchoredTensor) for tensor in value.values())
     ),
 )
 
@@ -353,9 +348,6 @@ class DiagnosticOptions(OptionGroup):
         """The name of the directory that the model's profile is written to."""
 
 
-# `Options`: all settings of a model.
-
-
 def _check_strategy(name: str, value: Any) -> Strategy:
     if isinstance(value, AutoStage):
         return PipelinedExecution(value)
@@ -376,7 +368,7 @@ class Options(DeviceOptions, DiagnosticOptions):
 
     Setters return the options, so that calls can be chained. docs/poptorch_options.md has a table of
     them. New options take values from the environment variables POPTORCH_DEFAULT_OPTIONS and
-    POPTORCH_CACHE_DIR; see `environment`. A data loader and a wrapped model freeze their options.
+    POPTORCH_CACHE_DIR. A data loader and a wrapped model freeze their options.
 
     Attributes:
       Training: accumulation and reduction of gradients.
@@ -597,7 +589,7 @@ class Options(DeviceOptions, DiagnosticOptions):
         """Sets options from a file with a call on each line, such as `deviceIterations(4)`.
 
         Args:
-          filepath: the file; see `config_file`.
+          filepath: the file; see `ipu_pipeline.poptorch.options.option_texts`.
 
         Raises:
           AttributeError: the options are frozen.

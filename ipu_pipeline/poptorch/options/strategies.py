@@ -122,12 +122,12 @@ class Phase(EqualByValue):
         return f"Phase({', '.join(map(repr, self._stages))})"
 
 
-def pick(what: str, values: tuple[Any, ...], index: int) -> Any:
+def pick(caller: str, values: tuple[Any, ...], index: int) -> Any:
     """Returns a value by its position, from the end if negative. `what` names the caller in errors."""
-    number = checks.integer()(f"{what}: the index", index)
+    number = checks.integer()(f"{caller}: the index", index)
     if not -len(values) <= number < len(values):
         raise IndexError(
-            f"{what}: the index must be at least {-len(values)} and below {len(values)}; got {number}."
+            f"{caller}: the index must be at least {-len(values)} and below {len(values)}; got {number}."
         )
     return values[number]
 
@@ -183,13 +183,13 @@ class Strategy(EqualByValue):
         Raises:
           AssertionError: no stage has a block, or nothing says the IPU of one.
         """
-        known: dict[str, int] = {}
+        ipu_of: dict[str, int] = {}
         placements = []
-        place = self._placing()
-        for name, given in blocks:
-            ipu = known.get(name) if given is None and name is not None else given
+        place = self._make_placer()
+        for name, ipu_id in blocks:
+            ipu = ipu_of.get(name) if ipu_id is None and name is not None else ipu_id
             if name is not None and ipu is not None:
-                known[name] = ipu
+                ipu_of[name] = ipu
             placements.append(place(name, ipu))
         return placements
 
@@ -202,7 +202,7 @@ class Strategy(EqualByValue):
         opened = {name for name, _ipu in blocks}
         return [name for stage in self._stages for name in stage.blocks if name not in opened]
 
-    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+    def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         """Returns a function that places a model's blocks, called in their order, by name and IPU."""
         raise NotImplementedError
 
@@ -262,15 +262,15 @@ class PipelinedExecution(Strategy):
         self.auto_stage = automatic[0] if automatic else None if args else AutoStage.SameAsIpu
         super().__init__([] if automatic else [_as_stage(type(self).__name__, arg) for arg in args])
 
-    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+    def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         if self.auto_stage is None:
             return self._place_in_stage
         return _place_by_ipu if self.auto_stage is AutoStage.SameAsIpu else _Counter().place
 
     def _place_in_stage(self, name: str | None, ipu: int | None) -> Placement:
         index = self._find(name)
-        own = self._stages[index].ipu_id
-        return Placement(index, own if own is not None else index if ipu is None else ipu)
+        stage_ipu = self._stages[index].ipu_id
+        return Placement(index, stage_ipu if stage_ipu is not None else index if ipu is None else ipu)
 
     def __repr__(self) -> str:
         args: list[Any] = [*self._stages]
@@ -292,14 +292,14 @@ class ShardedExecution(PipelinedExecution):
         super().__init__(*args)
 
 
-def _as_stage(what: str, value: Any) -> Stage:
+def _as_stage(caller: str, value: Any) -> Stage:
     if isinstance(value, Stage):
         return value
     if isinstance(value, str):
         return Stage(value)
     if isinstance(value, (list, tuple)):
         return Stage(*value)
-    raise checks.fail(f"An argument of {what}", "a Stage, the name of a block, or a list of names", value)
+    raise checks.fail(f"An argument of {caller}", "a Stage, the name of a block, or a list of names", value)
 
 
 def _place_by_ipu(name: str | None, ipu: int | None) -> Placement:
@@ -372,23 +372,23 @@ class PhasedExecution(Strategy):
           ValueError: it is negative.
           IndexError: there are fewer phases.
         """
-        found: Phase = pick(f"{type(self).__name__}.phase", self._phases, index)
-        return found
+        phase: Phase = pick(f"{type(self).__name__}.phase", self._phases, index)
+        return phase
 
-    def _placing(self) -> Callable[[str | None, int | None], Placement]:
+    def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         places = [
-            (phase, position)
-            for phase, found in enumerate(self._phases)
-            for position in range(len(found.stages))
+            (number, position)
+            for number, phase in enumerate(self._phases)
+            for position in range(len(phase.stages))
         ]
 
         def place(name: str | None, ipu: int | None) -> Placement:
             number = self._find(name)
             phase, position = places[number]
-            own = self._stages[number].ipu_id
-            if own is None:
-                own = self._default_ipu(phase, position) if ipu is None else ipu
-            return Placement(number, own, phase)
+            stage_ipu = self._stages[number].ipu_id
+            if stage_ipu is None:
+                stage_ipu = self._default_ipu(phase, position) if ipu is None else ipu
+            return Placement(number, stage_ipu, phase)
 
         return place
 
@@ -414,10 +414,10 @@ class PhasedExecution(Strategy):
         return self
 
     def __repr__(self) -> str:
-        shown = [*map(repr, self._phases)]
+        parts = [*map(repr, self._phases)]
         hidden = ("_phases", "_stages", "_positions")
-        shown += [f"{name}={value!r}" for name, value in vars(self).items() if name not in hidden]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        parts += [f"{name}={value!r}" for name, value in vars(self).items() if name not in hidden]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 class SerialPhasedExecution(PhasedExecution):
@@ -487,20 +487,20 @@ class ParallelPhasedExecution(PhasedExecution):
         return self
 
 
-def _as_phase(what: str, value: Any) -> Phase:
+def _as_phase(caller: str, value: Any) -> Phase:
     if isinstance(value, Phase):
         return value
     if isinstance(value, (Stage, str)):
         return Phase(value)
     if isinstance(value, (list, tuple)):
-        if any(isinstance(one, (Phase, list, tuple)) for one in value):
+        if any(isinstance(part, (Phase, list, tuple)) for part in value):
             raise AssertionError(
-                f"{what} takes its phases as arguments, as {what}(*phases), and each is a list of stages "
-                f"or names; got a list of lists or phases, {list(value)}."
+                f"{caller} takes its phases as arguments, as {caller}(*phases), and each is a list of "
+                f"stages or names; got a list of lists or phases, {list(value)}."
             )
         return Phase(*value)
     raise checks.fail(
-        f"An argument of {what}",
+        f"An argument of {caller}",
         "a Phase, a Stage, the name of a block, or a list of stages or names",
         value,
     )

@@ -135,7 +135,7 @@ def test_micro_batches_are_dealt_to_the_replicas_of_all_processes():
     compiled = executor._compiled
     compiled._processes = process_groups.Processes(1, 4)
     own = [(number,) for number in range(4)]
-    dealt = [None if leaves is compiled.program.elsewhere else leaves for leaves in compiled._deal(own)]
+    dealt = [None if leaves is compiled.program.stand_ins else leaves for leaves in compiled._deal(own)]
     assert dealt == [None, None, *own[:2], *[None] * 4, None, None, *own[2:], *[None] * 4]
 
 
