@@ -32,7 +32,7 @@ from ipu_pipeline.processes.interrupts import written_whole
 # Checks whether files can be written somewhere, before doing the work whose result they are to hold.
 
 
-def check_writable(path: Path, what: str, may_be_full: bool = False) -> None:
+def check_writable(path: Path, content: str, may_be_full: bool = False) -> None:
     """Creates an unnamed file in a directory, or where that could be created, and drops it.
 
     Permissions alone do not tell: root has them all, and a disk may be read-only. Nothing is left behind,
@@ -46,7 +46,7 @@ def check_writable(path: Path, what: str, may_be_full: bool = False) -> None:
         if may_be_full and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return
         reason = error.strerror or str(error)
-        text = f"{what} cannot be written to {path}: {existing}: {reason}. Give another path."
+        text = f"{content} cannot be written to {path}: {existing}: {reason}. Give another path."
         raise OSError(error.errno, text) from error
 
 
@@ -65,12 +65,12 @@ _OF_PROCESS = "process"  # then its number: the file of the arrays of a process 
 
 def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Writes the arrays that this process writes; returns where its data sets stand."""
-    arrays, own = _storable(snapshot), process_index()
-    if arrays and own == 0:
+    arrays, process = _storable(snapshot), process_index()
+    if arrays and process == 0:
         with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
             _save(checkpointer, path / ARRAYS, arrays)
-            found = checkpointer.metadata(path / ARRAYS).item_metadata
-            if found is None or _names(found.tree) != _names(arrays):
+            metadata = checkpointer.metadata(path / ARRAYS).item_metadata
+            if metadata is None or _names(metadata.tree) != _names(arrays):
                 raise OSError(
                     f"save: the arrays that were just written to {directory} are not found there."
                 )
@@ -78,7 +78,7 @@ def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
         leaves = list(flatten(arrays))
         names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
         numbered = {str(number): leaf for number, (_path, leaf) in enumerate(leaves)}
-        np.savez(directory / f"{_OF_PROCESS}{own}.npz", names=names, **numbered)
+        np.savez(directory / f"{_OF_PROCESS}{process}.npz", names=names, **numbered)
     return snapshot.describe_feeds()
 
 
@@ -87,11 +87,11 @@ def _open_orbax() -> Any:
     import orbax.checkpoint as ocp
 
     warn_of_untested("orbax-checkpoint", ocp.__version__)
-    own = process_index()
+    process = process_index()
     options = ocp.options.MultiprocessingOptions()
     if processes.current() is not None:
         options = ocp.options.MultiprocessingOptions(
-            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
+            primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
         )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     return ocp.Checkpointer(handler, multiprocessing_options=options)
@@ -173,13 +173,13 @@ def _storable(snapshot: Snapshot) -> dict[str, Any]:
 
 def with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `_storable`: arrays that are described as having size 0 are created again."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for key, part in described.items():
         if isinstance(part, dict):
-            found[key] = with_empty_ones(part, stored.get(key, {}))
+            arrays[key] = with_empty_ones(part, stored.get(key, {}))
         else:
-            found[key] = from_numpy(stored.get(key), part)
-    return found
+            arrays[key] = from_numpy(stored.get(key), part)
+    return arrays
 
 
 @contextlib.contextmanager
@@ -278,8 +278,8 @@ def _begin(target: Path) -> Path:
     _recover(target)
     if target.exists() and not (target / DOCUMENT).exists():
         raise ValueError(f"save: {target} exists and is no checkpoint; it is not replaced.")
-    for left in _left_beside(target, _WRITTEN):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in _left_beside(target, _WRITTEN):
+        shutil.rmtree(leftover, ignore_errors=True)
     started = _beside(target, _WRITTEN)
     started.mkdir()
     return started
@@ -290,8 +290,8 @@ def _replace(target: Path, started: Path, old: Path) -> None:
     for is_last in [*[False] * _MAX_REPLACEMENTS, True]:
         if target.exists():
             # An interrupted save may have left one.
-            for left in _left_beside(target, _REPLACED):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in _left_beside(target, _REPLACED):
+                shutil.rmtree(leftover, ignore_errors=True)
             target.rename(old)
         try:
             started.rename(target)
@@ -317,8 +317,8 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"The file {directory / DOCUMENT} cannot be read: {error}.") from error
     try:
         document: dict[str, Any] = json.loads(text)
-        known = document.pop("sha256")
-        if known == _digest_of(document):
+        digest = document.pop("sha256")
+        if digest == _digest_of(document):
             return document
     except (ValueError, KeyError, AttributeError):  # damaged, in whatever way
         pass
@@ -334,10 +334,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
         if not file.is_file():
             raise CheckpointError(f"The file {file} of the checkpoint is missing.")
         try:
-            found = _digest_of_file(file)
+            actual_digest = _digest_of_file(file)
         except OSError as error:
             raise CheckpointError(f"The file {file} cannot be read: {error}.") from error
-        if found != digest:
+        if actual_digest != digest:
             raise CheckpointError(
                 f"The file {file} is damaged: its {file.stat().st_size} bytes are not what was written."
             )
@@ -351,36 +351,38 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
 
 def check_same_path(path: Path) -> None:
     """Raises a ValueError if the processes of the run are to write to different places; all call it."""
-    told = do_each(lambda: str(path))
-    if len(set(told)) > 1:
+    paths = do_each(lambda: str(path))
+    if len(set(paths)) > 1:
         raise ValueError(
             "save: all processes of a run write one checkpoint, and must name the same path; "
-            f"{_list(told)}."
+            f"{_list(paths)}."
         )
 
 
 def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = None) -> Snapshot:
     """Reads a checkpoint in all processes of the run, each by its own path; all of them call it."""
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
 
     def read() -> tuple[str, str, dict[str, int]]:
-        found.append(read_checkpoint(path) if known is None else known)
-        records = found[0].state.pipelines.items()
+        snapshots.append(read_checkpoint(path) if known is None else known)
+        records = snapshots[0].state.pipelines.items()
         counts = {name: record.update_count for name, record in records}
         return _digest_of(read_document(path)), str(_find_directory(path)), counts
 
-    told = do_each(read)
-    if len({digest for digest, _path, _counts in told}) > 1:
-        described = [f"{where} (weight updates: {counts or 'none'})" for _digest, where, counts in told]
+    descriptions = do_each(read)
+    if len({digest for digest, _path, _counts in descriptions}) > 1:
+        described = [
+            f"{where} (weight updates: {counts or 'none'})" for _digest, where, counts in descriptions
+        ]
         raise CheckpointError(
             "The processes of the run restore different checkpoints, and would train apart: "
             f"{_list(described)}. Let one process choose, for example the first, and give all the same."
         )
-    return found[0]
+    return snapshots[0]
 
 
-def _list(told: Sequence[str]) -> str:
-    return "; ".join(f"process {number}: {text}" for number, text in enumerate(told))
+def _list(texts: Sequence[str]) -> str:
+    return "; ".join(f"process {number}: {text}" for number, text in enumerate(texts))
 
 
 class IncompleteCheckpointError(CheckpointError):
@@ -420,40 +422,40 @@ class CheckpointSeries:
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
         """The step and contents of the newest checkpoint that can be read; None if none was complete."""
-        found: tuple[int, Snapshot] | None = None
+        newest: tuple[int, Snapshot] | None = None
 
         def read() -> int | None:
-            nonlocal found
-            found = self._read_latest(set_aside)
-            return None if found is None else found[0]
+            nonlocal newest
+            newest = self._read_latest(set_aside)
+            return None if newest is None else newest[0]
 
         step = do_first(read)  # other processes get its error, instead of waiting
         if step is None:
-            return found
-        return step, read_same_checkpoint(self.path(step), None if found is None else found[1])
+            return newest
+        return step, read_same_checkpoint(self.path(step), None if newest is None else newest[1])
 
     def _read_latest(self, set_aside: bool) -> tuple[int, Snapshot] | None:
         for _attempt in range(_MOST_READS):
             listed = self.steps()
             skipped: dict[int, CheckpointError] = {}
-            found = None
+            newest = None
             for step in reversed(listed):
                 try:
-                    found = step, read_checkpoint(self.path(step))
+                    newest = step, read_checkpoint(self.path(step))
                     break
                 except CheckpointError as error:
                     skipped[step] = error
-            if found is not None or listed == self.steps():
+            if newest is not None or listed == self.steps():
                 break  # else another process has written a new one meanwhile, and deleted these
         reasons = " ".join(map(str, skipped.values()))
-        if found is None and not all(isinstance(e, IncompleteCheckpointError) for e in skipped.values()):
+        if newest is None and not all(isinstance(e, IncompleteCheckpointError) for e in skipped.values()):
             raise CheckpointError(_NONE_READS.format(directory=self.directory, reasons=reasons))
         if skipped:
-            restored = "there is no other one" if found is None else f"step {found[0]} restored"
+            restored = "there is no other one" if newest is None else f"step {newest[0]} restored"
             warnings.warn(f"Checkpoints were skipped, and {restored}: {reasons}", stacklevel=2)
         for unreadable in skipped if set_aside else ():
             self._set_aside(unreadable)
-        return found
+        return newest
 
     def start_saving(self, step: int, snapshot: Snapshot) -> None:
         """Writes a checkpoint in a thread. Waits first for the one before, if that is still being written.
@@ -485,8 +487,8 @@ class CheckpointSeries:
             if os.path.lexists(path):
                 self._set_aside(step)
             for pattern in _LEFT_OVER:
-                for left in self.directory.glob(pattern):
-                    shutil.rmtree(left, ignore_errors=True)
+                for leftover in self.directory.glob(pattern):
+                    shutil.rmtree(leftover, ignore_errors=True)
             return True
 
         if do_first(prepare):
@@ -528,13 +530,13 @@ class CheckpointSeries:
             with beside("checkpoint of a series"):
                 self.save(step, snapshot)
         except Exception as error:
-            kept = self.latest()
+            latest = self.latest()
             _logger.error(
                 "The checkpoint of step %d could not be saved in %s: %s. Training goes on; %s.",
                 step,
                 self.directory,
                 str(error) or type(error).__name__,
-                "there is none yet" if kept is None else f"the last good one is {kept}",
+                "there is none yet" if latest is None else f"the last good one is {latest}",
             )
 
     def _set_aside(self, step: int) -> None:
@@ -544,9 +546,9 @@ class CheckpointSeries:
             shutil.rmtree(path)
             return
         number = 0
-        while os.path.lexists(other := path.with_name(f"unreadable-{step}-{number}")):
+        while os.path.lexists(free_path := path.with_name(f"unreadable-{step}-{number}")):
             number += 1
-        path.rename(other)
+        path.rename(free_path)
 
 
 def _find_directory(path: str | os.PathLike[str]) -> Path:
@@ -563,14 +565,14 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _beside(target: Path, what: str) -> Path:
+def _beside(target: Path, purpose: str) -> Path:
     """A path that no other save uses: after Ctrl-C, Orbax's threads go on writing for a while."""
-    return target.with_name(f".{target.name}.{what}-{os.getpid()}-{next(_numbers)}")
+    return target.with_name(f".{target.name}.{purpose}-{os.getpid()}-{next(_numbers)}")
 
 
-def _left_beside(target: Path, what: str) -> list[Path]:
+def _left_beside(target: Path, purpose: str) -> list[Path]:
     """The paths beside a checkpoint that were made by `_beside`."""
-    begin = f".{target.name}.{what}-"
+    begin = f".{target.name}.{purpose}-"
     return [path for path in target.parent.iterdir() if path.name.startswith(begin)]
 
 

@@ -20,8 +20,8 @@ _place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="c
 
 def process_index() -> int:
     """The number of this process."""
-    others = processes.current()
-    return 0 if others is None else others.index
+    peers = processes.current()
+    return 0 if peers is None else peers.index
 
 
 def is_first() -> bool:
@@ -31,8 +31,8 @@ def is_first() -> bool:
 
 def do_first(function: Callable[[], T]) -> T:
     """Calls a function in process 0; the other processes wait for it."""
-    told: list[T] = _do(function, takes_part=is_first())
-    return told[0]
+    values: list[T] = _do(function, takes_part=is_first())
+    return values[0]
 
 
 def do_each(function: Callable[[], T]) -> list[T]:
@@ -57,13 +57,13 @@ def is_any(value: bool, what: str) -> bool:
 
 def largest(value: int, what: str) -> int:
     """The largest `value` of all processes; waits for all."""
-    others = processes.current()
-    return value if others is None else max(map(int, others.exchange(what, str(int(value)))))
+    peers = processes.current()
+    return value if peers is None else max(map(int, peers.exchange(what, str(int(value)))))
 
 
 def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
-    others = processes.current()
-    if others is None:
+    peers = processes.current()
+    if peers is None:
         return [function()]
     value: Any = None
     error: Exception | None = None
@@ -74,10 +74,10 @@ def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
         except Exception as raised:
             error = raised
     fault = None if error is None else f"{type(error).__name__}: {error}"
-    told = [json.loads(text) for text in others.exchange(_place.get(), json.dumps([fault, value]))]
+    answers = [json.loads(text) for text in peers.exchange(_place.get(), json.dumps([fault, value]))]
     if error is not None:
         raise error
-    for process, (fault, _value) in enumerate(told):
+    for process, (fault, _value) in enumerate(answers):
         if fault is not None:
             raise OSError(f"In process {process}: {fault}")
-    return [value for _fault, value in told]
+    return [value for _fault, value in answers]

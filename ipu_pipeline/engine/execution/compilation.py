@@ -58,10 +58,10 @@ class KeptPrograms:
         """The program, ready to be called; None if there is none."""
         if key is None:
             return None
-        found = self._used.get(key, self._earlier.get(key))
-        if found is not None:
-            self._used[key] = found
-        return found
+        compiled = self._used.get(key, self._earlier.get(key))
+        if compiled is not None:
+            self._used[key] = compiled
+        return compiled
 
     def keep(self, key: Key | None, compiled: Any) -> None:
         """Keeps a compiled program. Without a key it does nothing."""
@@ -84,15 +84,24 @@ def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) 
     """The key of a program: equal programs have equal keys."""
     if "callback" in text:
         return None
-    read = jax_compat.kept_arguments(lowered)
-    if read is None:
+    argument_numbers = jax_compat.kept_arguments(lowered)
+    if argument_numbers is None:
         begin = text.find("@main(")
-        read = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
-        if len(read) != len(jax.tree.leaves(lowered.in_avals)):
+        argument_numbers = tuple(
+            range(text.count("%arg", begin, text.find("\n", begin)))
+        )  # its first line's
+        if len(argument_numbers) != len(jax.tree.leaves(lowered.in_avals)):
             return None
     digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
     place = tuple((device.platform, device.id) for device in devices)
-    return digest, read, place, tuple(sorted(options.items())), lowered.in_tree, lowered.out_tree
+    return (
+        digest,
+        argument_numbers,
+        place,
+        tuple(sorted(options.items())),
+        lowered.in_tree,
+        lowered.out_tree,
+    )
 
 
 def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
@@ -151,7 +160,7 @@ class Executable:
 # compiled once; on the other devices, a loaded executable takes the place of the jitted function.
 
 
-class Compiled(NamedTuple):
+class CompiledSizes(NamedTuple):
     """What is known of programs once they have been compiled. All sizes are in bytes."""
 
     # by device, the most that a program takes besides its arguments and results
@@ -185,20 +194,20 @@ class _Divided(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of a device's part of it."""
-        known = self.wait()
-        return num_bytes([jax.ShapeDtypeStruct(known.sharding.shard_shape(known.shape), known.dtype)])
+        struct = self.wait()
+        return num_bytes([jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype)])
 
 
 class _Compiler:
     """Compiles programs in threads; equal programs only once."""
 
-    def __init__(self, is_shared: bool, told: Compilation, kept: KeptPrograms | None) -> None:
-        self._told = told
+    def __init__(self, is_shared: bool, compilation: Compilation, kept: KeptPrograms | None) -> None:
+        self._compilation = compilation
         self._kept = kept
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
-        self._known: dict[Any, list[_Lowered]] = {}
+        self._by_text: dict[Any, list[_Lowered]] = {}
         self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
 
     def start(
@@ -218,42 +227,44 @@ class _Compiler:
         if self._kept is not None and install is not None:
             key = identify(program, text, group.devices, options)
         lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
-        same = [lowered]
-        if self._kept is not None and (known := self._kept.find(key)) is not None:
+        equal_programs = [lowered]
+        if self._kept is not None and (compiled := self._kept.find(key)) is not None:
             future: Future[Any] = Future()
-            future.set_result(known)
-            lowered.install(known)
-            self._told.note_kept()
-            self._started.append((future, same))
+            future.set_result(compiled)
+            lowered.install(compiled)
+            self._compilation.note_kept()
+            self._started.append((future, equal_programs))
             return future
         if is_portable_here:
             digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
-            read = jax_compat.kept_arguments(program)  # the text does not say which these are
-            same = self._known.setdefault((digest, read, tuple(sorted(options.items()))), same)
-            if same[0] is not lowered:
-                same.append(lowered)
+            argument_numbers = jax_compat.kept_arguments(program)  # the text does not say which these are
+            equal_programs = self._by_text.setdefault(
+                (digest, argument_numbers, tuple(sorted(options.items()))), equal_programs
+            )
+            if equal_programs[0] is not lowered:
+                equal_programs.append(lowered)
                 return None
         future = self.threads.submit(self._compile, lowered)
-        self._started.append((future, same))
+        self._started.append((future, equal_programs))
         return future
 
     def _compile(self, program: _Lowered) -> Any:
-        with self._told.program():
+        with self._compilation.program():
             return program.lowered.compile()
 
-    def finish(self, chunk_size: int) -> Compiled:
+    def finish(self, chunk_size: int) -> CompiledSizes:
         """Waits for what was started, and loads equal programs for other devices."""
         temporary_bytes: dict[int, int] = {}
-        compiled = [(future.result(), same) for future, same in self._started]
+        compiled = [(future.result(), equal_programs) for future, equal_programs in self._started]
         waiting = [
-            (same[1:], self.threads.submit(self._load, one, same[1:]))
-            for one, same in compiled
-            if len(same) > 1
+            (equal_programs[1:], self.threads.submit(self._load, compiled_program, equal_programs[1:]))
+            for compiled_program, equal_programs in compiled
+            if len(equal_programs) > 1
         ]
-        for one, same in compiled:
-            for lowered in same:
-                note_temporaries(temporary_bytes, lowered.group, one)
-            self._keep(same[0], one)
+        for compiled_program, equal_programs in compiled:
+            for lowered in equal_programs:
+                note_temporaries(temporary_bytes, lowered.group, compiled_program)
+            self._keep(equal_programs[0], compiled_program)
         loaded = [(programs, future.result()) for programs, future in waiting]
         for programs, functions in loaded:  # only when all is there: until here it can be repeated
             for program, function in zip(programs, functions, strict=False):
@@ -261,9 +272,9 @@ class _Compiler:
                 self._keep(program, function)
         residual_bytes: dict[int, int] = {}
         for (stage, _kind), divided in self.divided.items():
-            size = sum(one.num_bytes for one in divided) // chunk_size
+            size = sum(residual.num_bytes for residual in divided) // chunk_size
             residual_bytes[stage] = residual_bytes.get(stage, 0) + size
-        return Compiled(temporary_bytes, residual_bytes)
+        return CompiledSizes(temporary_bytes, residual_bytes)
 
     def _keep(self, program: _Lowered, compiled: Any) -> None:
         if self._kept is not None:
@@ -281,7 +292,7 @@ class _Compiler:
             for program in programs:
                 self._compile(program)
             return []
-        self._told.note_loaded(len(loaded))
+        self._compilation.note_loaded(len(loaded))
         return loaded
 
 
@@ -289,8 +300,8 @@ def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compil
     """Enters by device the most that a compiled program takes besides its arguments and results."""
     analysis = compiled.memory_analysis()  # None on some backends
     if analysis is not None:
-        known = temporary_bytes.get(group.ipu, 0)
-        temporary_bytes[group.ipu] = max(known, int(analysis.temp_size_in_bytes))
+        size = temporary_bytes.get(group.ipu, 0)
+        temporary_bytes[group.ipu] = max(size, int(analysis.temp_size_in_bytes))
 
 
 def compile_ahead(
@@ -301,18 +312,20 @@ def compile_ahead(
     is_shared: bool,
     kept: KeptPrograms | None,
     note: str = "",
-) -> Compiled:
+) -> CompiledSizes:
     """Compiles all programs of a plan; returns when all are compiled.
 
     Returns:
       What is known of the programs then.
     """
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
-    programs = dict.fromkeys(one.program for block in blocks for one in block.code if one.program)
+    programs = dict.fromkeys(
+        instruction.program for block in blocks for instruction in block.code if instruction.program
+    )
     new = [program for program in programs if program.group.is_here and not program.is_compiled]
     started: dict[Program, Any] = {}
-    with compiling(len(new), note) as told:
-        compiler = _Compiler(is_shared, told, kept)
+    with compiling(len(new), note) as compilation:
+        compiler = _Compiler(is_shared, compilation, kept)
 
         def launch(program: Program, arguments: Sequence[Any]) -> list[Any]:
             arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]

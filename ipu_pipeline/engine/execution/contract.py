@@ -120,7 +120,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         self.placement = placement
         self.homes = (placement,) if homes is None else tuple(homes)
         platform = placement.groups[0].devices[0].platform
-        self.programs = tuple(own.on(platform) for own in programs)
+        self.programs = tuple(stage_programs.on(platform) for stage_programs in programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}
@@ -278,8 +278,8 @@ class Runner(abc.ABC, Generic[PendingT]):
           num_accumulated: the number of micro-batches that they hold.
         """
         is_trained = self.placement.updates is not None
-        made = self.make_accumulators(dtypes, accumulators) if is_trained else {}
-        return RunState(self.place_state(state), made, num_accumulated)
+        placed = self.make_accumulators(dtypes, accumulators) if is_trained else {}
+        return RunState(self.place_state(state), placed, num_accumulated)
 
     def place_state(self, state: PipelineState) -> PipelineState:
         """Puts variables and optimizer state on the devices of their stages."""
@@ -317,8 +317,8 @@ class Runner(abc.ABC, Generic[PendingT]):
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:
             return state
-        made = self.init_optimizer_state(pipeline.variables, outputs)
-        pipeline = dataclasses.replace(pipeline, optimizer_state=made)
+        optimizer_state = self.init_optimizer_state(pipeline.variables, outputs)
+        pipeline = dataclasses.replace(pipeline, optimizer_state=optimizer_state)
         return dataclasses.replace(state, pipeline=pipeline)
 
     def advance(

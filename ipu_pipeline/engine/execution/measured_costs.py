@@ -53,9 +53,9 @@ def find_directory() -> Path | None:
     Returns:
       The directory, which need not exist; None if there is no place for it.
     """
-    given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # not in JAX's annotations
-    if given and "://" not in given:
-        return Path(given) / _FOLDER
+    cache_directory = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # not in JAX's annotations
+    if cache_directory and "://" not in cache_directory:
+        return Path(cache_directory) / _FOLDER
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         try:
@@ -118,8 +118,8 @@ def keep_measurement(
             written.write_text(json.dumps(fields))
             os.link(written, path)
         except FileExistsError:
-            if (other := read_measurement(directory, key, parse)) is not None:
-                return other
+            if (other_fields := read_measurement(directory, key, parse)) is not None:
+                return other_fields
             os.replace(written, path)  # it says nothing usable
         except OSError:  # a file system without links
             os.replace(written, path)
@@ -206,10 +206,13 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
     new = [place for place in new if _find(keys[place], directory) is None]
     if new:
         compiled = _compile([lowered[place] for place in new])
-        timed = [(programs[place], own, copies[place]) for place, own in zip(new, compiled, strict=True)]
-        passes = [[_time(*own) for own in timed] for _pass in range(_PASSES)]
-        for place, *found in zip(new, *passes, strict=True):
-            _known[keys[place]] = _keep(keys[place], min(found), directory)
+        timed = [
+            (programs[place], executable, copies[place])
+            for place, executable in zip(new, compiled, strict=True)
+        ]
+        passes = [[_time(*measurement) for measurement in timed] for _pass in range(_PASSES)]
+        for place, *times in zip(new, *passes, strict=True):
+            _known[keys[place]] = _keep(keys[place], min(times), directory)
     return [_known[key] for key in keys]
 
 
@@ -236,8 +239,8 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
             jax.block_until_ready(copies)
 
         with _alone, jax.ensure_compile_time_eval():
-            found = min(_repeat(call) for _pass in range(_PASSES))
-        _known[key] = _keep(key, ProgramTime(*found, 0), directory)
+            times = min(_repeat(call) for _pass in range(_PASSES))
+        _known[key] = _keep(key, ProgramTime(*times, 0), directory)
     return _known[key].seconds
 
 
@@ -245,8 +248,8 @@ def time_shortest(group: DeviceGroup) -> float:
     """Times a program that does next to nothing, in seconds: what every program takes at least."""
     struct = jax.ShapeDtypeStruct((_SHORTEST,), np.float32, sharding=group.replicated)
     jitted = jax.jit(lambda x: [x + 1])
-    (found,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
-    return found.seconds
+    (time_of_program,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
+    return time_of_program.seconds
 
 
 def _count_copies(size: int, total: int) -> int:
@@ -269,11 +272,11 @@ def _identify(program: TimedProgram, lowered: Any, num_copies: int) -> str:
 
 
 def _compile(lowered: Sequence[Any]) -> list[Any]:
-    def compile_one(own: Any) -> Any:
-        with told.program():
-            return own.compile()
+    def compile_one(program: Any) -> Any:
+        with compilation.program():
+            return program.compile()
 
-    with compiling(len(lowered)) as told:
+    with compiling(len(lowered)) as compilation:
         threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         try:
             return list(threads.map(compile_one, lowered))
@@ -286,10 +289,10 @@ def _time(program: TimedProgram, compiled: Any, num_copies: int) -> ProgramTime:
     copies = itertools.cycle([_make_zeros(program.arguments, shardings) for _copy in range(num_copies)])
 
     def call(number: int) -> None:
-        for given in itertools.islice(copies, number):
-            results = compiled(*given)
+        for arguments in itertools.islice(copies, number):
+            results = compiled(*arguments)
             for place, result in program.carried.items():
-                given[place] = results[result]
+                arguments[place] = results[result]
         jax.block_until_ready(results)
 
     with _alone, jax.debug_nans(False), jax.debug_infs(False):  # which zeros may well make
@@ -302,9 +305,9 @@ def _make_zeros(avals: Sequence[Any], shardings: Sequence[Any]) -> list[jax.Arra
     """Zeros, even while a function is being traced; by a program for each shape, which are few."""
     with jax.ensure_compile_time_eval():
         pairs = zip(avals, shardings, strict=True)
-        made = [zeros for aval, sharding in pairs for zeros in jit_zeros([aval], sharding)()]
-        jax.block_until_ready(made)
-    return made
+        arrays = [zeros for aval, sharding in pairs for zeros in jit_zeros([aval], sharding)()]
+        jax.block_until_ready(arrays)
+    return arrays
 
 
 def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
@@ -313,36 +316,42 @@ def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
     begin, worked = time.perf_counter(), time.process_time()
     call(1)
     first = time.perf_counter() - begin
-    number, taken = (1, [first]) if first > _SHORT else (_IN_A_ROW, [])
-    while len(taken) < _LEAST_ROUNDS or (
-        len(taken) < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
+    number, durations = (1, [first]) if first > _SHORT else (_IN_A_ROW, [])
+    while len(durations) < _LEAST_ROUNDS or (
+        len(durations) < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
     ):
         before = time.perf_counter()
         call(number)
-        taken.append((time.perf_counter() - before) / number)
+        durations.append((time.perf_counter() - before) / number)
     cores = (time.process_time() - worked) / (time.perf_counter() - begin)
-    return statistics.median(taken), min(max(cores, _LEAST_CORES), float(count_cores()))
+    return statistics.median(durations), min(max(cores, _LEAST_CORES), float(count_cores()))
 
 
 def _find(key: str, directory: Path | None) -> ProgramTime | None:
-    found = _known.get(key)
-    if found is None:
-        found = read_measurement(directory, key, _parse)
-        if found is not None:
-            _known[key] = found
-    return found
+    measured = _known.get(key)
+    if measured is None:
+        measured = read_measurement(directory, key, _parse)
+        if measured is not None:
+            _known[key] = measured
+    return measured
 
 
 def _parse(fields: Any) -> ProgramTime | None:
     """A time from the fields of a file; None if they say nothing that can be."""
-    found = ProgramTime(**fields)
-    is_usable = all(math.isfinite(value) and value >= 0 for value in found) and found.cores > 0
-    return found._replace(num_temporary_bytes=int(found.num_temporary_bytes)) if is_usable else None
+    program_time = ProgramTime(**fields)
+    is_usable = (
+        all(math.isfinite(value) and value >= 0 for value in program_time) and program_time.cores > 0
+    )
+    return (
+        program_time._replace(num_temporary_bytes=int(program_time.num_temporary_bytes))
+        if is_usable
+        else None
+    )
 
 
-def _keep(key: str, found: ProgramTime, directory: Path | None) -> ProgramTime:
+def _keep(key: str, measured: ProgramTime, directory: Path | None) -> ProgramTime:
     """Keeps what was measured. Returns what counts: what another process wrote meanwhile, if any did."""
-    return keep_measurement(directory, key, found._asdict(), _parse) or found
+    return keep_measurement(directory, key, measured._asdict(), _parse) or measured
 
 
 # What the stages of a pipeline take: their programs, and transfers between them, timed one at a time.
@@ -355,10 +364,10 @@ StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind a
 
 def why_not_timed(programs: Sequence[StagePrograms]) -> str:
     """Why stages cannot be run on zeros to time them, in words; empty if they can."""
-    everything = [program for own in programs for program in (own.forward, *own.backwards)]
-    if any(program.reaches_python for program in everything):
+    all_programs = [program for stage in programs for program in (stage.forward, *stage.backwards)]
+    if any(program.reaches_python for program in all_programs):
         return CALLBACKS
-    endless = next((program.name for program in everything if program.loops_by_data), None)
+    endless = next((program.name for program in all_programs if program.loops_by_data), None)
     if endless is not None:
         return (
             "a loop that ends when its data says so may not end on them, and "
@@ -369,12 +378,12 @@ def why_not_timed(programs: Sequence[StagePrograms]) -> str:
 
 def time_stages(plan: Plan, structs: Mapping[Value, Any]) -> StageTimes:
     """Times the programs of the first replica's stages, each alone, on zeros; `structs`: of all values."""
-    found = {
-        (one.program.kind, one.program.stage): _timed(one, structs)
-        for one in _runs(plan)
-        if one.program.kind is not None and one.replica in (0, ALL)
+    timed = {
+        (run.program.kind, run.program.stage): _timed_program(run, structs)
+        for run in _run_instructions(plan)
+        if run.program.kind is not None and run.replica in (0, ALL)
     }
-    return dict(zip(found, time_programs(list(found.values())), strict=True))
+    return dict(zip(timed, time_programs(list(timed.values())), strict=True))
 
 
 def time_updates(
@@ -386,24 +395,30 @@ def time_updates(
       What those of each stage's place take together, by stage; nothing if they call back into Python, or
       have a loop that may not end on zeros.
     """
-    if updates is None or updates.has_callbacks or any(own.loops_by_data for own in updates.updates):
+    if (
+        updates is None
+        or updates.has_callbacks
+        or any(program.loops_by_data for program in updates.updates)
+    ):
         return {}
-    timed = [one for one in _runs(plan) if one.program.kind is None and one.program.binds]
-    found: dict[int, ProgramTime] = {}
-    times = time_programs([_timed(one, structs) for one in timed])
-    for stage, own in zip((one.program.stage for one in timed), times, strict=True):
-        found[stage] = join_times([found[stage], own] if stage in found else [own])
-    return found
+    timed = [run for run in _run_instructions(plan) if run.program.kind is None and run.program.binds]
+    of_stages: dict[int, ProgramTime] = {}
+    times = time_programs([_timed_program(one, structs) for one in timed])
+    for stage, program_time in zip((run.program.stage for run in timed), times, strict=True):
+        of_stages[stage] = join_times(
+            [of_stages[stage], program_time] if stage in of_stages else [program_time]
+        )
+    return of_stages
 
 
-def _runs(plan: Plan) -> list[Any]:
+def _run_instructions(plan: Plan) -> list[Any]:
     """The instructions that start programs, over values."""
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
-    return [one for block in blocks for one in block.code if one.op is Op.RUN]
+    return [instruction for block in blocks for instruction in block.code if instruction.op is Op.RUN]
 
 
-def _timed(one: Any, structs: Mapping[Value, Any]) -> TimedProgram:
-    program, arguments = one.program, [structs[value] for value in one.reads]
+def _timed_program(run: Any, structs: Mapping[Value, Any]) -> TimedProgram:
+    program, arguments = run.program, [structs[value] for value in run.reads]
     carried = {
         place: result
         for place, bind in enumerate(program.binds)
@@ -425,26 +440,33 @@ def time_transfers(
 ) -> dict[StageEdge, float]:
     """Times what goes from stage to stage, in seconds, each transfer alone."""
     last = len(groups) - 1
-    found: dict[StageEdge, float] = {}
+    durations: dict[StageEdge, float] = {}
     blocks = [
-        block for block in dict.fromkeys(own.block for own in plan.blocks) if isinstance(block.name, tuple)
+        block
+        for block in dict.fromkeys(numbered.block for numbered in plan.blocks)
+        if isinstance(block.name, tuple)
     ]
-    sends = [(block.name, one) for block in blocks for one in block.code if one.op is Op.SEND]
-    for (kind, stage), one in sends:
-        if one.replica != 0:
+    sends = [
+        (block.name, instruction)
+        for block in blocks
+        for instruction in block.code
+        if instruction.op is Op.SEND
+    ]
+    for (kind, stage), send in sends:
+        if send.replica != 0:
             continue
         goes_back = kind is not ActionKind.FORWARD or stage == last
         way = range(stage - 1, -1, -1) if goes_back else range(stage + 1, last + 1)
-        reader = next((other for other in way if groups[other] is one.group), None)
+        reader = next((later for later in way if groups[later] is send.group), None)
         if reader is None or (abs(reader - stage) > 1 and not with_skips):
             continue
         # Stages of one device stand for stages of others where layers are measured on two devices.
-        own = groups[stage]
-        away = (group for group in groups if group.devices != own.devices)
-        target = one.group if one.group.devices != own.devices else next(away, one.group)
-        taken = time_copy([structs[value] for value in one.reads], own, target)
-        found[stage, reader] = found.get((stage, reader), 0.0) + taken
-    return found
+        source = groups[stage]
+        away = (group for group in groups if group.devices != source.devices)
+        target = send.group if send.group.devices != source.devices else next(away, send.group)
+        seconds = time_copy([structs[value] for value in send.reads], source, target)
+        durations[stage, reader] = durations.get((stage, reader), 0.0) + seconds
+    return durations
 
 
 class Measured(NamedTuple):
@@ -481,41 +503,44 @@ def make_measured(
     update = [updates.get(stage, _NOTHING) for stage in range(num_stages)]
     costs = Costs.of(
         num_stages,
-        forward=[own.seconds / chunk_size for own in forward],
-        backward=[own.seconds / chunk_size for own in backward],
-        update=[own.seconds for own in update],
+        forward=[part.seconds / chunk_size for part in forward],
+        backward=[part.seconds / chunk_size for part in backward],
+        update=[part.seconds for part in update],
         weight_gradients=[
-            (own.seconds + whole.seconds / 2) / chunk_size
-            for own, whole in zip(weights, of(ActionKind.BACKWARD), strict=True)
+            (halved.seconds + joint.seconds / 2) / chunk_size
+            for halved, joint in zip(weights, of(ActionKind.BACKWARD), strict=True)
         ],
-        transfer={edge: taken / chunk_size for edge, taken in transfers.items()},
+        transfer={edge: seconds / chunk_size for edge, seconds in transfers.items()},
         host=host,
-        forward_cores=[own.cores for own in forward],
-        backward_cores=[own.cores for own in backward],
+        forward_cores=[part.cores for part in forward],
+        backward_cores=[part.cores for part in backward],
     )
     together = zip(forward, backward, update, strict=True)
-    return Measured(costs, tuple(max(own.num_temporary_bytes for own in parts) for parts in together))
+    return Measured(costs, tuple(max(part.num_temporary_bytes for part in parts) for parts in together))
 
 
 def divide_last(costs: Costs, forward: float, backward: float, *, is_halved: bool) -> Costs:
     """Divides what the last stage's program takes into its forward and its backward or first half."""
-    both, weights = costs.forward[-1], costs.weight_gradients[-1]
-    own = both * forward / (forward + backward)
-    rest = both - own
-    busy = rest * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
+    joint_seconds, weights = costs.forward[-1], costs.weight_gradients[-1]
+    forward_seconds = joint_seconds * forward / (forward + backward)
+    backward_seconds = joint_seconds - forward_seconds
+    busy = backward_seconds * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
     return dataclasses.replace(
         costs,
-        forward=(*costs.forward[:-1], own),
-        backward=(*costs.backward[:-1], rest + weights),
-        backward_cores=(*costs.backward_cores[:-1], busy / (rest + weights) if rest + weights else 1.0),
-        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else rest / 2),
+        forward=(*costs.forward[:-1], forward_seconds),
+        backward=(*costs.backward[:-1], backward_seconds + weights),
+        backward_cores=(
+            *costs.backward_cores[:-1],
+            busy / (backward_seconds + weights) if backward_seconds + weights else 1.0,
+        ),
+        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else backward_seconds / 2),
     )
 
 
 def join_times(parts: Sequence[ProgramTime]) -> ProgramTime:
     """What programs take that run one after another."""
-    seconds = sum(own.seconds for own in parts)
-    busy = sum(own.seconds * own.cores for own in parts)
+    seconds = sum(part.seconds for part in parts)
+    busy = sum(part.seconds * part.cores for part in parts)
     return ProgramTime(
-        seconds, busy / seconds if seconds else 1.0, max(own.num_temporary_bytes for own in parts)
+        seconds, busy / seconds if seconds else 1.0, max(part.num_temporary_bytes for part in parts)
     )

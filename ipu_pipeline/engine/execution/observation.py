@@ -49,8 +49,8 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
         fed = jax.tree.leaves(runner.placement.traced.element)[num_carried:]
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in fed]  # random keys have one, too
 
-        def take(wanted: int) -> list[Any]:
-            return [runner.place_element(zeros) if zeros else () for _number in range(wanted)]
+        def take(number: int) -> list[Any]:
+            return [runner.place_element(zeros) if zeros else () for _number in range(number)]
 
         with contextlib.suppress(Exception):  # such as jax_debug_nans, or too little memory
             copied = copy_state(state)
@@ -77,10 +77,10 @@ def watched_take(take: Take, step: int, first: int) -> Take:
     if watcher is None:
         return take
 
-    def watched(wanted: int) -> Sequence[Any]:
+    def watched(number: int) -> Sequence[Any]:
         nonlocal first
-        with watcher.waiting(step, first, wanted):
-            elements = take(wanted)
+        with watcher.waiting(step, first, number):
+            elements = take(number)
         first += len(elements)
         return elements
 
@@ -90,7 +90,7 @@ def watched_take(take: Take, step: int, first: int) -> Take:
 # Measures what stages hold of micro-batches in flight, from their buffers.
 
 
-class Held:
+class HeldBytes:
     """Finds the most that each stage of a replica holds between forwards and backwards.
 
     Attributes:
@@ -108,8 +108,8 @@ class Held:
         """What a stage holds of a micro-batch once one of its programs has run."""
         kind, stage = key
 
-        def read(other: ActionKind) -> set[Value]:
-            block = blocks.get((other, stage))
+        def read(later_kind: ActionKind) -> set[Value]:
+            block = blocks.get((later_kind, stage))
             return set() if block is None else {v for v in _reads(block) if v.replica == self._replica}
 
         later = read(ActionKind.WEIGHT_GRADIENTS)
@@ -124,17 +124,20 @@ class Held:
         return {value for value in next_read | later if value.what.kind is not BindingKind.COTANGENT}
 
     def look(
-        self, key: Key, frame: Any, held: set[Value], find: Registers, registers: Sequence[Any]
+        self, key: Key, frame: Any, held_values: set[Value], find: Registers, registers: Sequence[Any]
     ) -> None:
         """Measures after a program and what follows it."""
-        self._running[key[1]][frame] = held
+        self._running[key[1]][frame] = held_values
         for stage, running in enumerate(self._running):
             unique: dict[int, int] = {}
-            for own, values in running.items():
+            for running_frame, values in running.items():
                 for value in values:
-                    places = [find.find(value._replace(is_away=is_away), own) for is_away in (True, False)]
-                    there = [registers[p] for p in places if p < len(registers)]
-                    array = next((array for array in there if array is not None), None)
+                    places = [
+                        find.find(value._replace(is_away=is_away), running_frame)
+                        for is_away in (True, False)
+                    ]
+                    arrays = [registers[p] for p in places if p < len(registers)]
+                    array = next((array for array in arrays if array is not None), None)
                     if array is not None and array.addressable_shards:
                         # With tensor parallelism, one device's part.
                         unique[id(array)] = array.addressable_shards[0].data.nbytes
@@ -145,17 +148,17 @@ def _reads(block: Block) -> list[Value]:
     """A micro-batch's values that programs read, where they lie between programs."""
     return [
         value._replace(is_away=False, copy=0)
-        for one in block.code
-        if one.op in (Op.RUN, Op.JOIN, Op.LOAD)
-        for value in one.reads
+        for instruction in block.code
+        if instruction.op in (Op.RUN, Op.JOIN, Op.LOAD)
+        for value in instruction.reads
         if isinstance(value.what, Binding) and value.what.is_of_micro_batch
     ]
 
 
-def observed(
+def with_measurements(
     plan: Plan,
     linked: Sequence[list[Linked]],
-    held: Sequence[Held],
+    memories: Sequence[HeldBytes],
     numbers: Registers,
     registers: Sequence[Any],
 ) -> list[list[Linked]]:
@@ -168,11 +171,11 @@ def observed(
     def look(numbered: Numbered) -> list[Linked]:
         block = numbered.block
         blocks = of_scopes[block.scope]
-        found = [(one, one.find_held(blocks, block.name)) for one in held]
+        values_of_replicas = [(memory, memory.find_held(blocks, block.name)) for memory in memories]
 
         def measure() -> tuple[()]:
-            for one, values in found:
-                one.look(block.name, numbered.frame, values, numbers, registers)
+            for memory, values in values_of_replicas:
+                memory.look(block.name, numbered.frame, values, numbers, registers)
             return ()
 
         return [(measure, (), (), ())]
@@ -182,7 +185,10 @@ def observed(
         for numbered in dict.fromkeys(plan.blocks)
         if isinstance(numbered.block.name, tuple)
     }
-    return [[*own, *looks.get(numbered, ())] for numbered, own in zip(plan.blocks, linked, strict=True)]
+    return [
+        [*instructions, *looks.get(numbered, ())]
+        for numbered, instructions in zip(plan.blocks, linked, strict=True)
+    ]
 
 
 class LiveBytes:
@@ -270,9 +276,9 @@ class StepOnItsWay:
             late = [name for name, value in state.variables.items() if not _is_ready(value)]
             waiting = ", ".join(places[n] for n in sorted({self._traced.owners[name] for name in late}))
             lines.append(f"All is started. Variables that have not come are of: {waiting or 'no stage'}.")
-        others = peers.current()
-        if others is not None and others.waits_at is not None:
-            lines.append(f"This process waits for others: {others.waits_at}.")
+        peer_processes = peers.current()
+        if peer_processes is not None and peer_processes.waits_at is not None:
+            lines.append(f"This process waits for others: {peer_processes.waits_at}.")
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():  # noqa: SLF001  # documented, in spite of its name
             if ident != threading.get_ident() and (line := find_line_of(frame)):

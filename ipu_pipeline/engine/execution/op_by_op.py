@@ -12,7 +12,7 @@ from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.feeds import shapes_of
 from ipu_pipeline.engine.devices.placement import put
 from ipu_pipeline.engine.execution.contract import Request, Runner
-from ipu_pipeline.engine.execution.runner import PendingPlan, PlanRunner, Ready, check_alike
+from ipu_pipeline.engine.execution.runner import PendingPlan, PlanRunner, ReadyPlan, check_alike
 from ipu_pipeline.engine.plan.lowering import assigned
 from ipu_pipeline.engine.plan.op_by_op import OpByOp, Visit
 from ipu_pipeline.engine.schedules.timetables import Action
@@ -41,10 +41,12 @@ def compute(
     groups = [elements[first : first + number] for first in range(0, len(elements), number)]
     for place, group in enumerate(groups):
         check_alike(list(map(shapes_of, group)), place)
-    runners: list[PlanRunner] = [runner.of_shapes[shapes_of(own[0])].make_single() for own in groups]
+    runners: list[PlanRunner] = [runner.of_shapes[shapes_of(group[0])].make_single() for group in groups]
     order = [Action(*key, place) for place in range(request.every) for key in maker.code]
-    plan = maker.make(order, request.every, makers=[own.maker for own in runners])
-    ready = Ready(plan, reader.link(plan, lead.linker.link(plan)), lead.linker.version, is_watched=False)
+    plan = maker.make(order, request.every, makers=[group_runner.maker for group_runner in runners])
+    ready = ReadyPlan(
+        plan, reader.link(plan, lead.linker.link(plan)), lead.linker.version, is_watched=False
+    )
     changing = [
         {name: maker.registers.find(assigned(maker.layout, name, replica)) for name in maker.assigned_names}
         for replica in range(number)
@@ -57,9 +59,9 @@ def compute(
     def feed() -> Iterator[Sequence[Any]]:
         count = jnp.int32(as_int32(state.pipeline.execution_count))
         keys = lead.fold(state.pipeline.key)
-        for place, (own, group) in enumerate(zip(runners, groups, strict=True)):
-            some = [one.leaves if one else () for one in group]
-            placed = own.dealer.place_alone(list(map(own.place_element, some)))
+        for place, (group_runner, group) in enumerate(zip(runners, groups, strict=True)):
+            some = [element.leaves if element else () for element in group]
+            placed = group_runner.dealer.place_alone(list(map(group_runner.place_element, some)))
             for replica, (leaves, values) in enumerate(zip(some, placed, strict=True)):
                 if visit is not None:
                     key = micro_batch_key(keys[replica], count, jnp.int32(place))
@@ -103,8 +105,8 @@ class StageCaller:
             self._surroundings.run(self._call, visit, self._surroundings.names.copy())
 
     def _call(self, visit: Visit, names: frames.ProgramNames) -> None:
-        given = (list(visit.leaves), dict(visit.variables), visit.key, self._inputs)
-        flat, tree = jax.tree.flatten(given)
+        call_values = (list(visit.leaves), dict(visit.variables), visit.key, self._inputs)
+        flat, tree = jax.tree.flatten(call_values)
         leaves, variables, key, inputs = jax.tree.unflatten(tree, put(flat, self._group))
         values = frames.Values(variables, key, self._update_count)
         element = jax.tree.unflatten(self._element_tree, leaves)

@@ -108,8 +108,8 @@ def trace_optimizer(
 
     def in_frame(enqueued: list[frames.Enqueued] | None) -> AbstractContextManager[frames.Frame]:
         place = _PLACE if may_enqueue else "the weight update of a loop"
-        own = frames.Frame(program_names, True, place, is_stage=False, enqueued=enqueued)
-        return frames.frame(own)
+        update_frame = frames.Frame(program_names, True, place, is_stage=False, enqueued=enqueued)
+        return frames.frame(update_frame)
 
     parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
     accumulator_avals = {
@@ -124,24 +124,24 @@ def trace_optimizer(
         }
 
     def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        made: Any = optimizer
+        transform: Any = optimizer
         extra: dict[str, Any] = {}
-        if not isinstance(made, optax.GradientTransformation) and callable(made):
+        if not isinstance(transform, optax.GradientTransformation) and callable(transform):
             args, kwargs = as_arguments(jax.tree.unflatten(output_tree, outputs))
-            made = made(*args, **kwargs)
-        if isinstance(made, tuple) and len(made) == 2 and not hasattr(made, "update"):
-            made, extra = made
-        if not isinstance(made, optax.GradientTransformation):
+            transform = transform(*args, **kwargs)
+        if isinstance(transform, tuple) and len(transform) == 2 and not hasattr(transform, "update"):
+            transform, extra = transform
+        if not isinstance(transform, optax.GradientTransformation):
             raise TypeError(
                 "The optimizer must be an optax.GradientTransformation; got "
-                f"{describe_other_optimizer(made)}."
+                f"{describe_other_optimizer(transform)}."
             )
         rows = {name for name, spec in trained.items() if spec.is_row}
         if rows:
-            made = see_as_stacks(made, rows)
+            transform = see_as_stacks(transform, rows)
         if any(map(is_loss_weight, trained)):
-            made = divide_by_weight(made)
-        return optax.with_extra_args_support(made), extra
+            transform = divide_by_weight(transform)
+        return optax.with_extra_args_support(transform), extra
 
     state_trees: list[Any] = []
 
@@ -161,15 +161,18 @@ def trace_optimizer(
     state_tree, paths, loss_scale = state_trees
     state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
     grows = [bool(aval.shape) for aval in state_avals]
-    if any(own and find_variable(path, trained) is None for own, path in zip(grows, paths, strict=True)):
+    if any(
+        is_sized and find_variable(path, trained) is None
+        for is_sized, path in zip(grows, paths, strict=True)
+    ):
         longer = {
             name: jax.ShapeDtypeStruct(tuple(size + 1 for size in spec.shape) or (2,), spec.dtype)
             for name, spec in trained.items()
         }
         # An optimizer may refuse these shapes.
         with contextlib.suppress(Exception), jax.numpy_dtype_promotion("standard"):
-            others = jax.eval_shape(init, longer, output_avals)
-            shapes = dict(zip(state_trees[1], (other.shape for other in others), strict=True))
+            longer_avals = jax.eval_shape(init, longer, output_avals)
+            shapes = dict(zip(state_trees[1], (aval.shape for aval in longer_avals), strict=True))
             grows = [shapes.get(path) != aval.shape for path, aval in zip(paths, state_avals, strict=True)]
 
     def update(
@@ -179,14 +182,14 @@ def trace_optimizer(
         outputs: list[Any],
         count: Any,
     ) -> list[Any]:
-        made, extra = transformation(outputs)
+        transform, extra = transformation(outputs)
         gradients = dict(accumulators)
         if reduction is Reduction.MEAN:
             gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
         parameters, gradients = widen(parameters), widen(gradients)
         state = jax.tree.unflatten(state_tree, state_leaves)
         with in_frame(enqueued if may_enqueue else None), _noting(trained):
-            changes, new_state = made.update(gradients, state, parameters, **extra)
+            changes, new_state = transform.update(gradients, state, parameters, **extra)
         new_leaves, new_tree = jax.tree.flatten(new_state)
         if new_tree != state_tree:
             raise TypeError(
@@ -264,18 +267,18 @@ def find_variable(path: Sequence[Any], trained: Mapping[str, VariableSpec]) -> s
 
 def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:
     """Flattens an `init` or `update`, without markers."""
-    found: dict[int, list[Any]] = {}
+    enqueued: dict[int, list[Any]] = {}
     counts: list[Any] = []
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         del inline
         if equation.primitive is enqueue_p:
-            if equation.params["index"] in found:
+            if equation.params["index"] in enqueued:
                 raise ValueError(
                     f"{_PLACE}: metric or enqueue is called in a function that JAX has traced once and "
                     "used twice, as it does with jax.jit. Call it outside of that function."
                 )
-            found[equation.params["index"]] = atoms
+            enqueued[equation.params["index"]] = atoms
             return list(equation.outvars)
         if equation.primitive is update_count_p:
             counts[:] = counts or [jax_core.Var(count_aval())]
@@ -289,10 +292,10 @@ def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr,
         return None
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
-    leaves = [atom for _number, atoms in sorted(found.items()) for atom in atoms]
+    leaves = [atom for _number, atoms in sorted(enqueued.items()) for atom in atoms]
     outputs = [*flat.outputs[:num_results], *leaves, *flat.outputs[num_results:]]
-    kept, inputs = _drop_repeated(flat.equations, outputs), list(flat.inputs)
-    return dataclasses.replace(flat, inputs=inputs, equations=kept, outputs=outputs), counts
+    equations, inputs = _drop_repeated(flat.equations, outputs), list(flat.inputs)
+    return dataclasses.replace(flat, inputs=inputs, equations=equations, outputs=outputs), counts
 
 
 def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -301,13 +304,13 @@ def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any
     def variables(atoms: Sequence[Any]) -> list[Any]:
         return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
 
-    needed, kept = {*variables(outputs)}, []
+    used, kept_equations = {*variables(outputs)}, []
     for equation in reversed(equations):
         has_effects = equation.effects and not frames.is_repeated(equation)
-        if has_effects or any(var in needed for var in equation.outvars):
-            kept.append(equation)
-            needed.update(variables(equation.invars))
-    return kept[::-1]
+        if has_effects or any(var in used for var in equation.outvars):
+            kept_equations.append(equation)
+            used.update(variables(equation.invars))
+    return kept_equations[::-1]
 
 
 def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:

@@ -92,18 +92,18 @@ def scale_loss(
             num_good = jnp.where(finite & ~grows, num_good, 0)
         return changes, LossScaleState(scale, num_good, after)
 
-    made = LossScaled(init, update)
-    made.initial_scale = initial_scale
-    return made
+    scaled = LossScaled(init, update)
+    scaled.initial_scale = initial_scale
+    return scaled
 
 
 def wrap_optimizer(inner: optax.GradientTransformation, init: Any, update: Any) -> Any:
     """A transformation of these functions, which is loss scaled if the one within is."""
     if not isinstance(inner, LossScaled):
         return optax.GradientTransformationExtraArgs(init, update)
-    made = LossScaled(init, update)
-    made.initial_scale = inner.initial_scale
-    return made
+    transformation = LossScaled(init, update)
+    transformation.initial_scale = inner.initial_scale
+    return transformation
 
 
 # Losses that are weighted sums: gradients are divided by the weights of all micro-batches.
@@ -135,14 +135,14 @@ def with_weight(loss: Callable[..., Any], loss_weight: Callable[..., Any]) -> Ca
     return weighted
 
 
-def weigh(loss: Any, weight: Any, what: str) -> jax.Array:
+def weigh(loss: Any, weight: Any, argument: str) -> jax.Array:
     """Adds to the loss a term whose gradient is the loss's weight."""
     loss, weight = as_loss(loss, "The loss"), jnp.asarray(weight)
     if weight.shape != () or not (
         jnp.issubdtype(weight.dtype, jnp.floating) or jnp.issubdtype(weight.dtype, jnp.integer)
     ):
         raise ValueError(
-            f"{what} must be a scalar, an integer or floating-point number, for example the number of "
+            f"{argument} must be a scalar, an integer or floating-point number, for example the number of "
             f"tokens; it is {weight.dtype.name}{list(weight.shape)}."
         )
     dtype = np.dtype(np.float64 if loss.dtype == np.float64 else np.float32)
@@ -214,8 +214,10 @@ def see_as_stacks(
             return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(wrapped.init, avals))]
 
         axes: list[int | None] = []
-        for one, two in zip(shapes(1), shapes(2), strict=True):
-            differing = [axis for axis, sizes in enumerate(zip(one, two, strict=True)) if sizes == (1, 2)]
+        for single, double in zip(shapes(1), shapes(2), strict=True):
+            differing = [
+                axis for axis, sizes in enumerate(zip(single, double, strict=True)) if sizes == (1, 2)
+            ]
             axes.append(differing[0] if differing else None)
         return axes
 
@@ -310,8 +312,8 @@ def _find_learning_rate(state: Any) -> Any:
     """The learning rate in the state of `optax.inject_hyperparams`; None if there is none, or several."""
     injected = [part.hyperparams for part in _find_in_state(state, optax.InjectHyperparamsState)]
     injected += [part.hyperparams for part in _find_in_state(state, optax.InjectStatefulHyperparamsState)]
-    found = [known["learning_rate"] for known in injected if "learning_rate" in known]
-    return found[0] if len(found) == 1 else None
+    rates = [parameters["learning_rate"] for parameters in injected if "learning_rate" in parameters]
+    return rates[0] if len(rates) == 1 else None
 
 
 def _find_in_state(state: Any, kind: Any) -> list[Any]:

@@ -67,14 +67,14 @@ def plan_accumulators(
     keys: dict[tuple[int, str], str] = {}
     extra: dict[str, Accumulator] = {}
     holders: dict[tuple[str, int], str] = {}  # (variable, device) -> the key there
-    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+    for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
         accumulated = {
             value.index
-            for program in (own.forward, *own.backwards)
+            for program in (stage_programs.forward, *stage_programs.backwards)
             for value in program.arguments
             if value.kind is ValueKind.ACCUMULATOR
         }
-        for position in own.trained:
+        for position in stage_programs.trained:
             name = stage.variables[position].name
             place = (name, ipus[index])
             if traced.owners[name] == index:
@@ -185,11 +185,13 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(owners))]
     placed = place(traced.update)
     while len(stages) > 1:  # a leaf without an owner yet lives where its new value is made
-        made = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
-        found = [made_at if owner is None else owner for owner, made_at in zip(owners, made, strict=True)]
-        if found == owners:
+        computed_homes = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
+        new_owners = [
+            home if owner is None else owner for owner, home in zip(owners, computed_homes, strict=True)
+        ]
+        if new_owners == owners:
             break
-        owners = found
+        owners = new_owners
         placed = place(traced.update)
 
     def with_homes(
@@ -239,9 +241,11 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         for var in piece.program.inputs:
             label = traced.labels.get(var)
             if source_of(var) != target and (label is None or label.kind not in _COUNTS):
-                what = "" if label is None else _describe(label, state_leaves)
+                description = "" if label is None else _describe(label, state_leaves)
                 primitive = piece.readers.get(var, "")
-                moves.setdefault((var, target), Move(source_of(var), target, what, var.aval, primitive))
+                moves.setdefault(
+                    (var, target), Move(source_of(var), target, description, var.aval, primitive)
+                )
     needs_outputs = any(v.kind == UpdateKind.OUTPUT for program in inits for v in program.arguments)
     return Updates(
         traced.state_tree,
@@ -279,19 +283,22 @@ def _make_programs(
             ending += f"_part{numbers[place]}"
             numbers[place] += 1
         function: Callable[..., list[Any]] = piece.program
-        made = [*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)]
-        if not made:  # it only prints or calls back into Python
+        program_results = [*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)]
+        if not program_results:  # it only prints or calls back into Python
             function = _with_result(piece.program)
-            made.append(sent.setdefault(piece.program, UpdateValue(UpdateKind.SENT, len(sent))))
+            program_results.append(sent.setdefault(piece.program, UpdateValue(UpdateKind.SENT, len(sent))))
         programs.append(
             UpdateProgram(
                 f"{owner}_{name}{ending}",
                 stage_of(piece.home),
                 function,
                 tuple(labels[var] if var in labels else sent[var] for var in piece.program.inputs),
-                tuple(made),
+                tuple(program_results),
                 count_operations(piece.program.closed_jaxpr.jaxpr),
-                any(jaxprs.has_primitive(one, "while") for one in piece.program.closed_jaxpr.jaxpr.eqns),
+                any(
+                    jaxprs.has_primitive(equation, "while")
+                    for equation in piece.program.closed_jaxpr.jaxpr.eqns
+                ),
             )
         )
     return tuple(programs)
