@@ -23,11 +23,8 @@ from ipu_pipeline.engine.updates.update_programs import Updates
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
-# What the processes of a pipeline or loop agree on: whether there are micro-batches for a step, and more.
-#
-# Only processes with stages that read the feed take micro-batches. If the data of one of them end, it ends
-# the step, and the others would wait for values that never come. So all micro-batches of a step are there
-# before it begins: each process that reads some tells all others, and waits for the others that read.
+# The micro-batches of a step are all there before it begins: if one process's data ended within it, the
+# others would wait for values that never come. So each process that reads the feed tells all others.
 
 
 def agree_on_elements(
@@ -59,15 +56,13 @@ def answer_everywhere(
     if not placement.has_peers:
         return list(map(bool, conditions))
     subject = "condition of a loop"
-    own_numbers = [number for number, home in enumerate(homes) if is_here(home)]
+    own_places = [place for place, home in enumerate(homes) if is_here(home)]
     with peers.waiting(f"the {subject}"), naming_peers():
-        own_answers = {number: bool(np.asarray(conditions[number])) for number in own_numbers}
+        own_answers = [(place, bool(np.asarray(conditions[place]))) for place in own_places]
     processes = {home.process_index for home in homes}
-    answers_by_process = _tell_all(
-        placement, subject, processes, placement.groups[0].processes, list(own_answers.items())
-    )
-    answers = dict(answer for pairs in answers_by_process.values() for answer in pairs)
-    return [answers[number] for number in range(len(homes))]
+    messages = _tell_all(placement, subject, processes, placement.groups[0].processes, own_answers)
+    answers = dict(answer for pairs in messages.values() for answer in pairs)
+    return [answers[place] for place in range(len(homes))]
 
 
 def _tell_all(
@@ -103,10 +98,8 @@ def _hear(process: int, subject: str, time: int) -> Any:
     return message
 
 
-# Checks that several processes have the same programs of a pipeline or loop before they run them.
-#
-# Functions cannot be compared, but their traces can: which operations, in which order, on which shapes.
-# A difference only in numbers that functions hold, such as a learning rate, is not found.
+# The programs are compared before they run, by their traces, since functions cannot be compared. A
+# difference only in numbers that functions hold, such as a learning rate, is not found.
 
 
 def agree_on(
@@ -151,7 +144,7 @@ def _describe_operations(equations: Iterable[Any], *, with_numbers: bool = False
         operands = [str(v.val) if isinstance(v, jax_core.Literal) else v.aval for v in equation.invars]
         results = [variable.aval for variable in equation.outvars]
         plain = {key: value for key, value in equation.params.items() if with_numbers and _is_plain(value)}
-        yield f"{equation.primitive} {[*map(_of_aval, operands)]} {[*map(_of_aval, results)]} {plain or ''}"
+        yield f"{equation.primitive} {[*map(_text_of, operands)]} {[*map(_text_of, results)]} {plain or ''}"
         for body in jax_core.jaxprs_in_params(equation.params):
             yield from _describe_operations(body.eqns, with_numbers=with_numbers)
 
@@ -165,10 +158,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, np.generic))
 
 
-def _of_aval(value: Any) -> str:
-    return (
-        value if isinstance(value, str) else f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}"
-    )
+def _text_of(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}"
 
 
 def digest(lines: Sequence[str]) -> str:
@@ -176,10 +169,8 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
-# Tells processes without any device of a loop how its run ended, and how much was done.
-#
-# They cannot go through the iterations beside the others, because the number of iterations depends on data
-# and conditions that they do not have. So they wait until the process of the first device reports the end.
+# The end of a loop's run, for processes without any device of the loop: the number of its iterations
+# depends on data and conditions that they do not have, so they wait until another process reports the end.
 
 _END_OF_LOOP = "the end of a loop"
 

@@ -21,8 +21,6 @@ from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.updates.update_programs import UpdateProgram
 
-# The arguments of a block's single program, the state of its loops, and its results.
-
 
 @dataclass(frozen=True)
 class BlockKind:
@@ -71,7 +69,7 @@ class Totals:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockConstants:
-    """What stays the same during a block."""
+    """The values that stay the same during a block."""
 
     variables: dict[str, Any]  # those that the block does not change, by full name
     inputs: list[Any]  # the leaves of the pipeline's inputs
@@ -84,7 +82,7 @@ class BlockConstants:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Carry:
-    """What a block changes; the state of its loops."""
+    """The values that a block changes: the state of its loops."""
 
     done: Any  # micro-batches that ran
     num_kept: Any  # weight updates with an entry in the stacks
@@ -102,7 +100,7 @@ class Carry:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockResults:
-    """What a block leaves: the parts of its `Carry` that are read; or their shardings.
+    """The results of a block: the parts of its `Carry` that are read; or their shardings.
 
     JAX gives the memory of donated arguments to results of the same shape, in order, whatever memory they
     are in. So results that take memory come first, in the order of the arguments.
@@ -117,14 +115,6 @@ class BlockResults:
     enqueued: Any  # what stages enqueued, stacked over micro-batches; may be longer
     updated: Any  # what weight updates enqueued, stacked over them; may be longer
     done: Any  # micro-batches that ran, int32 scalar; fewer than asked for if a loop's condition ended it
-
-
-# What the single program of a block computes: micro-batches, accumulation and weight updates, traced.
-#
-# Loops run until the next weight update, then update, then start over. Where a block may begin or end
-# within an update, the update stands in a loop of one turn or none, which works in place; a conditional
-# would copy whatever it may change. In a block of whole updates, the loop over the micro-batches of one has
-# a fixed number of turns: a GPU asks the host before each turn of a loop that may end.
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +184,8 @@ class BlockProgram:
             is_wanted = True if self.condition is None else self.condition(constants.inputs, carry.carried)
             return (carry.done < end) & is_wanted
 
+        # A fixed number of turns: a GPU asks the host before each turn of a loop that may end, which made a
+        # step of 16 micro-batches up to half as long again.
         def whole_update(carry: Carry) -> Carry:
             scale = self._find_loss_scale(kind, carry, constants)
             turns = kind.every // self.num_serialized
@@ -205,6 +197,8 @@ class BlockProgram:
                 carry = _end_update(carry)
             return dataclasses.replace(carry, accumulated=zero)
 
+        # Where a block may begin or end within an update, the update stands in a loop of one turn or none,
+        # which works in place: a conditional would copy whatever it may change.
         def until_update(carry: Carry) -> Carry:
             num_micro_batches = jnp.minimum(position.count - carry.done, position.every - carry.accumulated)
             end = carry.done + num_micro_batches
@@ -313,10 +307,9 @@ class BlockProgram:
         if size == 1:
             enqueued = [jnp.expand_dims(value, 0) for value in enqueued]
         keys = carry.totals.accumulators
+        results = environment.items()
         assigned = {
-            binding.key: value
-            for binding, value in environment.items()
-            if binding.kind is BindingKind.ASSIGNED
+            binding.key: value for binding, value in results if binding.kind is BindingKind.ASSIGNED
         }
         return dataclasses.replace(
             carry,
@@ -338,7 +331,7 @@ class BlockProgram:
         inputs: Sequence[Any],
         element: Sequence[Any],
     ) -> Environment:
-        """Makes what `TracedCode.run` takes; `scalars` are in the order of `_SCALARS`."""
+        """Makes the argument of `TracedCode.run`; `scalars` are in the order of `_SCALARS`."""
         environment = {Binding(BindingKind.VARIABLE, name): value for name, value in variables.items()}
         environment |= {Binding(BindingKind.ACCUMULATOR, key): value for key, value in accumulators.items()}
         environment |= {
@@ -400,21 +393,10 @@ class BlockProgram:
         extra = self.placement.accumulator_plan.extra
         keys |= {key: accumulator.variable for key, accumulator in extra.items()}
         accumulators = {key: jnp.zeros(specs[name].shape, specs[name].dtype) for key, name in keys.items()}
-        scalars = (
-            constants.key,
-            position.execution,
-            position.updates,
-            index,
-            position.accumulated,
-            jnp.float32(1),
-        )
-        environment = self._make_environment(
-            variables,
-            accumulators,
-            scalars,
-            constants.inputs,
-            [*carried, *(leaf[0] for leaf in constants.feed)],
-        )
+        counts = position.execution, position.updates, index, position.accumulated
+        scalars = constants.key, *counts, jnp.float32(1)
+        element = [*carried, *(leaf[0] for leaf in constants.feed)]
+        environment = self._make_environment(variables, accumulators, scalars, constants.inputs, element)
         places, values = list(environment), list(environment.values())
 
         def outputs(values: list[Any]) -> list[Any]:

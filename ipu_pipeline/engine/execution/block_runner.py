@@ -66,7 +66,7 @@ class BlockSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EarlierParts:
-    """What the earlier parts of an update left."""
+    """The results of the earlier parts of an update."""
 
     totals: Totals  # accumulators and sums; the next part will take their memory
     assigned: Mapping[str, Any]  # values that stages assigned, by full name
@@ -459,7 +459,8 @@ class BlockRunner(Runner[PendingBlock]):
         def block(*arguments: Any) -> BlockResults:
             return self.program.run(kind, *arguments)
 
-        # The carried values are not donated, because the first ones are the caller's.
+        # An error raised in Python must find the state unchanged. Carried values are not donated, since the
+        # first ones are the caller's.
         donated = () if self.has_callbacks else (0, 1, 2) if donate else (0,)
         return jax.jit(
             block,
@@ -498,7 +499,7 @@ def block_sizes(
     group: int = 1,
     is_fixed: bool = False,
 ) -> BlockSizes:
-    """Cuts micro-batches into blocks of about equal size."""
+    """The size of blocks for micro-batches: the same for all, so that each run compiles one program."""
     limit = min(_MAX_FIXED if is_fixed else _MAX_MICRO_BATCHES, block_bytes // max(1, bytes_each))
     limit = max(1, limit // group) * group
     if unit > limit:

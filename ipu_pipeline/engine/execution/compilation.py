@@ -24,11 +24,9 @@ from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Compiled programs that outlive their pipeline, for the next one that has the same.
-#
 # Code that builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
-# functions may have closed over other values. So it is traced again, and the comparison is between what XLA
-# would compile: the program's text, constants included, its devices and its options.
+# functions may have closed over other values. So it is traced again, and compared by what XLA would
+# compile: the program's text, constants included, its devices and its options.
 
 Key: TypeAlias = "tuple[Any, ...]"
 
@@ -84,24 +82,19 @@ def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) 
     """The key of a program: equal programs have equal keys."""
     if "callback" in text:
         return None
-    argument_numbers = jax_compat.kept_arguments(lowered)
-    if argument_numbers is None:
+    numbers = jax_compat.kept_arguments(lowered)
+    if numbers is None:
         begin = text.find("@main(")
-        argument_numbers = tuple(
-            range(text.count("%arg", begin, text.find("\n", begin)))
-        )  # its first line's
-        if len(argument_numbers) != len(jax.tree.leaves(lowered.in_avals)):
+        numbers = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
+        if len(numbers) != len(jax.tree.leaves(lowered.in_avals)):
             return None
-    digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
     place = tuple((device.platform, device.id) for device in devices)
-    return (
-        digest,
-        argument_numbers,
-        place,
-        tuple(sorted(options.items())),
-        lowered.in_tree,
-        lowered.out_tree,
-    )
+    trees = lowered.in_tree, lowered.out_tree
+    return _digest(text), numbers, place, tuple(sorted(options.items())), *trees
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
 
 
 def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
@@ -117,11 +110,9 @@ def _jit_zeros(avals: tuple[tuple[tuple[int, ...], Any], ...], sharding: Any) ->
     return jax.jit(make_zeros, out_shardings=sharding)
 
 
-# Compiled programs, loaded for other devices than they were compiled for.
-#
 # XLA compiles a program anew for each device, even where stages compute the same, as the blocks of a
-# transformer do. This module writes out what XLA made for one device and reads it in for another, in about
-# a tenth of the time or less.
+# transformer do. To write out what it made for one device and read it in for another takes about a tenth of
+# the time or less. XLA's profiles then show the name of the stage that it was compiled for.
 
 _LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU client
 
@@ -129,7 +120,8 @@ _LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU clie
 def is_portable(devices: Sequence[Any]) -> bool:
     """Whether what is compiled for such devices can be loaded for others.
 
-    It cannot with JAX's persistent compilation cache, which saves as much. Only CPUs have been tried.
+    It cannot with JAX's persistent compilation cache: XLA does not write out again what came from there.
+    Only CPUs have been tried.
     """
     if len(devices) > 1:
         return False
@@ -152,16 +144,13 @@ class Executable:
         return jax_compat.read_executable(self._written, device)
 
 
-# Compiles the programs of a step before its first run, several at a time.
-#
-# A jitted function compiles at its first call, one after another as the step goes along. Here each is
-# lowered with the shapes that it will be called with, and XLA compiles them in threads; the calls find them
-# compiled (JAX keeps an executable with what was lowered). Programs that differ only in their device are
-# compiled once; on the other devices, a loaded executable takes the place of the jitted function.
+# Jitted functions would compile at their first calls, one after another as the step goes along. Here each
+# is lowered with the shapes that it will be called with, and XLA compiles them in threads; the calls find
+# them compiled (JAX keeps an executable with what was lowered).
 
 
 class CompiledSizes(NamedTuple):
-    """What is known of programs once they have been compiled. All sizes are in bytes."""
+    """The sizes of compiled programs, in bytes."""
 
     # by device, the most that a program takes besides its arguments and results
     temporary_bytes: dict[int, int]
@@ -180,7 +169,10 @@ class _Lowered(NamedTuple):
 
 
 class _Divided(NamedTuple):
-    """A result whose sharding XLA's partitioner may choose, while its program is being compiled."""
+    """A result whose sharding XLA's partitioner may choose, while its program is being compiled.
+
+    What a forward leaves for its backward is such a result, so backwards are lowered after all forwards.
+    """
 
     struct: jax.ShapeDtypeStruct
     compiled: Future[Any]
@@ -227,25 +219,24 @@ class _Compiler:
         if self._kept is not None and install is not None:
             key = identify(program, text, group.devices, options)
         lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
-        equal_programs = [lowered]
+        equals = [lowered]
         if self._kept is not None and (compiled := self._kept.find(key)) is not None:
             future: Future[Any] = Future()
             future.set_result(compiled)
             lowered.install(compiled)
             self._compilation.note_kept()
-            self._started.append((future, equal_programs))
+            self._started.append((future, equals))
             return future
         if is_portable_here:
-            digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
-            argument_numbers = jax_compat.kept_arguments(program)  # the text does not say which these are
-            equal_programs = self._by_text.setdefault(
-                (digest, argument_numbers, tuple(sorted(options.items()))), equal_programs
+            numbers = jax_compat.kept_arguments(program)  # the text does not say which these are
+            equals = self._by_text.setdefault(
+                (_digest(text), numbers, tuple(sorted(options.items()))), equals
             )
-            if equal_programs[0] is not lowered:
-                equal_programs.append(lowered)
+            if equals[0] is not lowered:
+                equals.append(lowered)
                 return None
         future = self.threads.submit(self._compile, lowered)
-        self._started.append((future, equal_programs))
+        self._started.append((future, equals))
         return future
 
     def _compile(self, program: _Lowered) -> Any:
@@ -255,16 +246,16 @@ class _Compiler:
     def finish(self, chunk_size: int) -> CompiledSizes:
         """Waits for what was started, and loads equal programs for other devices."""
         temporary_bytes: dict[int, int] = {}
-        compiled = [(future.result(), equal_programs) for future, equal_programs in self._started]
+        compiled = [(future.result(), equals) for future, equals in self._started]
         waiting = [
-            (equal_programs[1:], self.threads.submit(self._load, compiled_program, equal_programs[1:]))
-            for compiled_program, equal_programs in compiled
-            if len(equal_programs) > 1
+            (equals[1:], self.threads.submit(self._load, executable, equals[1:]))
+            for executable, equals in compiled
+            if len(equals) > 1
         ]
-        for compiled_program, equal_programs in compiled:
-            for lowered in equal_programs:
-                note_temporaries(temporary_bytes, lowered.group, compiled_program)
-            self._keep(equal_programs[0], compiled_program)
+        for executable, equals in compiled:
+            for lowered in equals:
+                note_temporaries(temporary_bytes, lowered.group, executable)
+            self._keep(equals[0], executable)
         loaded = [(programs, future.result()) for programs, future in waiting]
         for programs, functions in loaded:  # only when all is there: until here it can be repeated
             for program, function in zip(programs, functions, strict=False):
@@ -316,12 +307,11 @@ def compile_ahead(
     """Compiles all programs of a plan; returns when all are compiled.
 
     Returns:
-      What is known of the programs then.
+      The sizes of the compiled programs.
     """
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
-    programs = dict.fromkeys(
-        instruction.program for block in blocks for instruction in block.code if instruction.program
-    )
+    code = [instruction for block in blocks for instruction in block.code]
+    programs = dict.fromkeys(instruction.program for instruction in code if instruction.program)
     new = [program for program in programs if program.group.is_here and not program.is_compiled]
     started: dict[Program, Any] = {}
     with compiling(len(new), note) as compilation:

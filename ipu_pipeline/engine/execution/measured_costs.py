@@ -37,12 +37,10 @@ from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Files that keep what was measured on a kind of device for later processes.
-#
+T = TypeVar("T")
+
 # Each measurement has a file of its own, in JSON. The first process to measure writes it, and others keep
 # to that: no lock is needed.
-
-T = TypeVar("T")
 
 _FOLDER = "program_times"
 
@@ -101,7 +99,7 @@ def read_measurement(directory: Path | None, key: str, parse: Callable[[Any], T 
 def keep_measurement(
     directory: Path | None, key: str, fields: Mapping[str, Any], parse: Callable[[Any], T | None]
 ) -> T | None:
-    """Writes the file of a key, unless another process did; arguments as in `read`.
+    """Writes the file of a key, unless another process did; arguments as in `read_measurement`.
 
     A directory that cannot be written is not used: what was measured is then known in this process only.
 
@@ -118,8 +116,8 @@ def keep_measurement(
             written.write_text(json.dumps(fields))
             os.link(written, path)
         except FileExistsError:
-            if (other_fields := read_measurement(directory, key, parse)) is not None:
-                return other_fields
+            if (measured := read_measurement(directory, key, parse)) is not None:
+                return measured
             os.replace(written, path)  # it says nothing usable
         except OSError:  # a file system without links
             os.replace(written, path)
@@ -128,17 +126,10 @@ def keep_measurement(
     return None
 
 
-# What programs take, each alone: measured once on a kind of device, and kept for later processes.
-#
-# Programs are told apart by what XLA would compile, the versions, the kind of device, on a CPU the number
-# of cores, and by how much their pipelines read: equal programs of one pipeline are measured once, and so
-# are those of others that read as much. What was measured stays (`kept_measurements`), and what is chosen
-# by it is chosen again in the next run.
-#
 # In a step the programs of a pipeline take turns, and what one of them reads has left the caches when it
 # runs again, if the others read much. So where all that are timed together read more than a small cache
 # holds, a program is run on several copies of its arguments in turn, which together have about as many
-# bytes as those of all, up to some times what a large cache holds.
+# bytes as those of all. How much a pipeline reads is therefore part of a measurement's key.
 
 _PASSES = 2  # over all programs: what disturbs one measurement of a program has ended by the other
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 25, 0.05  # of each
@@ -147,9 +138,7 @@ _IN_A_ROW = 8
 _CACHED = 1 << 20  # bytes that stay in a cache close to a core
 _MOST_READ = 64 << 20  # bytes of all copies: few caches have more
 _MOST_COPIES = 64
-_SHORTEST = (
-    2048  # numbers; XLA runs programs of fewer than 1,000 operations where they are started, on CPUs
-)
+_SHORTEST = 2048  # numbers; on CPUs, XLA runs programs below 1,000 operations where they are started
 _LEAST_CORES = 0.01  # that a program keeps busy: one that only waits
 
 _known: dict[str, ProgramTime] = {}  # by key
@@ -206,11 +195,11 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
     new = [place for place in new if _find(keys[place], directory) is None]
     if new:
         compiled = _compile([lowered[place] for place in new])
-        timed = [
-            (programs[place], executable, copies[place])
-            for place, executable in zip(new, compiled, strict=True)
+        pairs = list(zip(new, compiled, strict=True))
+        passes = [
+            [_time(programs[place], executable, copies[place]) for place, executable in pairs]
+            for _pass in range(_PASSES)
         ]
-        passes = [[_time(*measurement) for measurement in timed] for _pass in range(_PASSES)]
         for place, *times in zip(new, *passes, strict=True):
             _known[keys[place]] = _keep(keys[place], min(times), directory)
     return [_known[key] for key in keys]
@@ -248,8 +237,8 @@ def time_shortest(group: DeviceGroup) -> float:
     """Times a program that does next to nothing, in seconds: what every program takes at least."""
     struct = jax.ShapeDtypeStruct((_SHORTEST,), np.float32, sharding=group.replicated)
     jitted = jax.jit(lambda x: [x + 1])
-    (time_of_program,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
-    return time_of_program.seconds
+    (program_time,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
+    return program_time.seconds
 
 
 def _count_copies(size: int, total: int) -> int:
@@ -337,16 +326,10 @@ def _find(key: str, directory: Path | None) -> ProgramTime | None:
 
 
 def _parse(fields: Any) -> ProgramTime | None:
-    """A time from the fields of a file; None if they say nothing that can be."""
-    program_time = ProgramTime(**fields)
-    is_usable = (
-        all(math.isfinite(value) and value >= 0 for value in program_time) and program_time.cores > 0
-    )
-    return (
-        program_time._replace(num_temporary_bytes=int(program_time.num_temporary_bytes))
-        if is_usable
-        else None
-    )
+    """The time that a file's fields hold; None if they hold none that is possible."""
+    measured = ProgramTime(**fields)
+    is_usable = all(math.isfinite(value) and value >= 0 for value in measured) and measured.cores > 0
+    return measured._replace(num_temporary_bytes=int(measured.num_temporary_bytes)) if is_usable else None
 
 
 def _keep(key: str, measured: ProgramTime, directory: Path | None) -> ProgramTime:
@@ -354,10 +337,10 @@ def _keep(key: str, measured: ProgramTime, directory: Path | None) -> ProgramTim
     return keep_measurement(directory, key, measured._asdict(), _parse) or measured
 
 
-# What the stages of a pipeline take: their programs, and transfers between them, timed one at a time.
+# Programs of stages, and transfers between them.
 
 CALLBACKS = "functions that print or call back into Python would notice"
-_NOTHING = ProgramTime(0.0, 1.0, 0)  # of what is no program
+_NO_PROGRAM = ProgramTime(0.0, 1.0, 0)
 
 StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind and stage
 
@@ -392,23 +375,17 @@ def time_updates(
     """Times the programs of a weight update, each alone, on zeros.
 
     Returns:
-      What those of each stage's place take together, by stage; nothing if they call back into Python, or
-      have a loop that may not end on zeros.
+      The time of each stage's update programs together; nothing if they call back into Python, or have a
+      loop that may not end on zeros.
     """
-    if (
-        updates is None
-        or updates.has_callbacks
-        or any(program.loops_by_data for program in updates.updates)
-    ):
+    if updates is None or updates.has_callbacks or any(update.loops_by_data for update in updates.updates):
         return {}
     timed = [run for run in _run_instructions(plan) if run.program.kind is None and run.program.binds]
-    of_stages: dict[int, ProgramTime] = {}
-    times = time_programs([_timed_program(one, structs) for one in timed])
-    for stage, program_time in zip((run.program.stage for run in timed), times, strict=True):
-        of_stages[stage] = join_times(
-            [of_stages[stage], program_time] if stage in of_stages else [program_time]
-        )
-    return of_stages
+    times: dict[int, ProgramTime] = {}
+    parts = time_programs([_timed_program(run, structs) for run in timed])
+    for stage, part in zip((run.program.stage for run in timed), parts, strict=True):
+        times[stage] = join_times([times[stage], part] if stage in times else [part])
+    return times
 
 
 def _run_instructions(plan: Plan) -> list[Any]:
@@ -441,17 +418,9 @@ def time_transfers(
     """Times what goes from stage to stage, in seconds, each transfer alone."""
     last = len(groups) - 1
     durations: dict[StageEdge, float] = {}
-    blocks = [
-        block
-        for block in dict.fromkeys(numbered.block for numbered in plan.blocks)
-        if isinstance(block.name, tuple)
-    ]
-    sends = [
-        (block.name, instruction)
-        for block in blocks
-        for instruction in block.code
-        if instruction.op is Op.SEND
-    ]
+    blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
+    of_stages = [block for block in blocks if isinstance(block.name, tuple)]
+    sends = [(block.name, send) for block in of_stages for send in block.code if send.op is Op.SEND]
     for (kind, stage), send in sends:
         if send.replica != 0:
             continue
@@ -495,12 +464,12 @@ def make_measured(
     """
 
     def of(kind: ActionKind) -> list[ProgramTime]:
-        return [times.get((kind, stage), _NOTHING) for stage in range(num_stages)]
+        return [times.get((kind, stage), _NO_PROGRAM) for stage in range(num_stages)]
 
     forward, weights = of(ActionKind.FORWARD), of(ActionKind.WEIGHT_GRADIENTS)
     halves = zip(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENTS), weights, strict=True)
     backward = [join_times(parts) for parts in halves]
-    update = [updates.get(stage, _NOTHING) for stage in range(num_stages)]
+    update = [updates.get(stage, _NO_PROGRAM) for stage in range(num_stages)]
     costs = Costs.of(
         num_stages,
         forward=[part.seconds / chunk_size for part in forward],
@@ -523,22 +492,21 @@ def divide_last(costs: Costs, forward: float, backward: float, *, is_halved: boo
     """Divides what the last stage's program takes into its forward and its backward or first half."""
     joint_seconds, weights = costs.forward[-1], costs.weight_gradients[-1]
     forward_seconds = joint_seconds * forward / (forward + backward)
-    backward_seconds = joint_seconds - forward_seconds
-    busy = backward_seconds * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
+    first_half = joint_seconds - forward_seconds
+    backward_seconds = first_half + weights
+    busy = first_half * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
+    cores = busy / backward_seconds if backward_seconds else 1.0
     return dataclasses.replace(
         costs,
         forward=(*costs.forward[:-1], forward_seconds),
-        backward=(*costs.backward[:-1], backward_seconds + weights),
-        backward_cores=(
-            *costs.backward_cores[:-1],
-            busy / (backward_seconds + weights) if backward_seconds + weights else 1.0,
-        ),
-        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else backward_seconds / 2),
+        backward=(*costs.backward[:-1], backward_seconds),
+        backward_cores=(*costs.backward_cores[:-1], cores),
+        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else first_half / 2),
     )
 
 
 def join_times(parts: Sequence[ProgramTime]) -> ProgramTime:
-    """What programs take that run one after another."""
+    """The time of programs that run one after another."""
     seconds = sum(part.seconds for part in parts)
     busy = sum(part.seconds * part.cores for part in parts)
     return ProgramTime(

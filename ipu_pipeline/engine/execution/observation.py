@@ -30,8 +30,6 @@ from ipu_pipeline.engine.tracing.faults import find_line_of
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.watching import Watcher
 
-# What runners tell a watcher; see `engine.watching`.
-
 
 def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
     """Before the first watched step, waits for earlier steps or, if there are none, runs each program once.
@@ -87,7 +85,7 @@ def watched_take(take: Take, step: int, first: int) -> Take:
     return watched
 
 
-# Measures what stages hold of micro-batches in flight, from their buffers.
+# The bytes that stages hold of micro-batches in flight, measured from their buffers.
 
 
 class HeldBytes:
@@ -132,11 +130,9 @@ class HeldBytes:
             unique: dict[int, int] = {}
             for running_frame, values in running.items():
                 for value in values:
-                    places = [
-                        find.find(value._replace(is_away=is_away), running_frame)
-                        for is_away in (True, False)
-                    ]
-                    arrays = [registers[p] for p in places if p < len(registers)]
+                    variants = [value._replace(is_away=is_away) for is_away in (True, False)]
+                    places = [find.find(variant, running_frame) for variant in variants]
+                    arrays = [registers[place] for place in places if place < len(registers)]
                     array = next((array for array in arrays if array is not None), None)
                     if array is not None and array.addressable_shards:
                         # With tensor parallelism, one device's part.
@@ -162,7 +158,7 @@ def with_measurements(
     numbers: Registers,
     registers: Sequence[Any],
 ) -> list[list[Linked]]:
-    """The same blocks, behind each of which it is measured what is held."""
+    """The blocks, each followed by a measurement of what stages hold."""
     of_scopes: dict[Any, dict[Key, Block]] = {}
     for block in dict.fromkeys(numbered.block for numbered in plan.blocks):
         if isinstance(block.name, tuple):
@@ -185,10 +181,7 @@ def with_measurements(
         for numbered in dict.fromkeys(plan.blocks)
         if isinstance(numbered.block.name, tuple)
     }
-    return [
-        [*instructions, *looks.get(numbered, ())]
-        for numbered, instructions in zip(plan.blocks, linked, strict=True)
-    ]
+    return [[*code, *looks.get(numbered, ())] for numbered, code in zip(plan.blocks, linked, strict=True)]
 
 
 class LiveBytes:
@@ -216,35 +209,33 @@ class LiveBytes:
         return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]
 
 
-# Says of a step that has not ended for a minute which stage waits for what.
-#
-# A thread looks at the steps on their way a few times a minute. It starts with a step, and ends when it
-# finds none, so none stays behind. A step is known by its results, which are not kept alive.
+# A step that has not ended for a minute is reported, with what it waits for. The thread that looks at the
+# steps starts with one and ends when there are none, so that none stays behind.
 
 _logger = logging.getLogger("ipu_pipeline")
-_SECONDS = 60.0  # after which a step is told
+_SECONDS = 60.0  # after which a step is reported
 _MOST = 256  # steps that are watched at once
 
 
 class StepOnItsWay:
-    """A step that has begun.
+    """A step that was dispatched and may not be complete. Its results are not kept alive.
 
     Attributes:
-      begun: when it began, by `time.monotonic`; later, when the one before had ended.
-      is_told: whether it has been told of.
+      begun: when it began, by `time.monotonic`; later, when the step before had ended.
+      is_told: whether it has been reported.
     """
 
     def __init__(
         self, describe_start: Callable[[Sequence[str]], str], traced: TracedPipeline, supply: Supply
     ) -> None:
-        """Begins it."""
+        """Starts the step's time."""
         self.begun, self.is_told = time.monotonic(), False
         self._describe_start, self._traced, self._supply = describe_start, traced, supply
         self._made: tuple[weakref.ref[PipelineState], weakref.ref[StepOutputs]] | None = None
         self._has_failed = False
 
     def failed(self) -> None:
-        """Notes that it has ended in an error."""
+        """Notes that the step has ended in an error."""
         self._has_failed = True
 
     def started(self, state: PipelineState, outputs: StepOutputs) -> None:
@@ -259,7 +250,7 @@ class StepOnItsWay:
         return state is None or all(map(_is_ready, state.variables.values()))
 
     def describe(self) -> str:
-        """What it waits for, a line each."""
+        """Describes what the step waits for, in one text of several lines."""
         lines = [f"A step of a pipeline has not ended after {_SECONDS:.0f} s."]
         places = [stage.place for stage in self._traced.stages]
         state, outputs = (None, None) if self._made is None else (self._made[0](), self._made[1]())

@@ -22,11 +22,9 @@ from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.programs.stage_programs import ChunkForm
 from ipu_pipeline.engine.state import Collected, Handed
 
-# Deals micro-batches out to replicas, and puts them on the devices that read them.
-
 
 class FeedSlot(NamedTuple):
-    """A leaf of a micro-batch, and a group that it is put on."""
+    """A leaf of a micro-batch, and a group of devices that reads it."""
 
     leaf: int
     group: DeviceGroup
@@ -192,8 +190,8 @@ class Dealer:
             return self._feeds[0].place_ahead(elements)
         placed: list[Any] = [None] * len(elements)
         for replica, feed in enumerate(self._feeds):
-            replica_elements = [self._of_replica(element, replica) for element in elements[replica::number]]
-            for place, element in enumerate(feed.place_ahead(replica_elements)):
+            dealt = [self._of_replica(element, replica) for element in elements[replica::number]]
+            for place, element in enumerate(feed.place_ahead(dealt)):
                 placed[replica + place * number] = DealtMicroBatch(replica, self._generation, element)
         return placed
 
@@ -211,10 +209,8 @@ class Dealer:
 
     def place_alone(self, elements: Sequence[Any]) -> list[Sequence[Any]]:
         """Puts a micro-batch for each replica on its devices, where programs handle one."""
-        replica_elements = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
-        return [
-            feed.place_alone(element) for feed, element in zip(self._feeds, replica_elements, strict=True)
-        ]
+        dealt = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
+        return [feed.place_alone(element) for feed, element in zip(self._feeds, dealt, strict=True)]
 
     def take_everywhere(self, take: Take, count: int, *, tells_outsiders: bool = True) -> list[Take]:
         """Takes `count` micro-batches per replica, in each process those that it reads; or raises in all.
@@ -227,10 +223,8 @@ class Dealer:
         takes = [take] if len(feeds) == 1 else self._deal(take)
         groups = [group for feed in feeds for group in feed.fed_groups]
         readers = {device.process_index for group in groups for device in group.devices}
-        peer_processes = peers.current()
-        hearers = (
-            range(peer_processes.count) if peer_processes is not None and tells_outsiders else processes
-        )
+        joined = peers.current()
+        hearers = range(joined.count) if joined is not None and tells_outsiders else processes
         if len(processes) < 2 or not readers or jax.process_index() not in hearers:
             return takes
         error: Exception | None = None
@@ -264,11 +258,11 @@ class Dealer:
         return [take_of(replica) for replica in range(number)]
 
 
-# What a step leaves: brought together from the replicas, and from processes.
+# The outputs of a step.
 
 
 class ReplicaOutputs(NamedTuple):
-    """What a replica collected and enqueued, per micro-batch or chunk."""
+    """The values that a replica collected and enqueued, per micro-batch or chunk."""
 
     collected: list[Collected]
     enqueued: list[Handed]
@@ -311,13 +305,10 @@ def _unflatten(part: ReplicaOutputs, tree: Any, leaves: list[Any]) -> ReplicaOut
     collected, enqueued = jax.tree.unflatten(tree, leaves)
     return ReplicaOutputs(
         [
-            dataclasses.replace(entry, outputs=outputs, loss=loss)
-            for entry, (outputs, loss) in zip(part.collected, collected, strict=True)
+            dataclasses.replace(old, outputs=outputs, loss=loss)
+            for old, (outputs, loss) in zip(part.collected, collected, strict=True)
         ],
-        [
-            dataclasses.replace(entry, leaves=leaves)
-            for entry, leaves in zip(part.enqueued, enqueued, strict=True)
-        ],
+        [dataclasses.replace(old, leaves=new) for old, new in zip(part.enqueued, enqueued, strict=True)],
     )
 
 

@@ -2,6 +2,8 @@
 
 Micro-batch k of replica r is element k * R + r of the data. Dispatch is asynchronous: the host runs ahead
 of the devices, which wait only for data. A weight update ends the step, on the groups of all replicas.
+Before it each replica has programs of its own: joint ones would make the replicas wait for each other at
+every action, and XLA's client for CPUs runs such programs one at a time.
 
 A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
 variables that its stages assign, stay its own until the next weight update, or the end of the run.
@@ -77,12 +79,12 @@ _MAX_PLANS = 8  # that are kept, where the number of micro-batches is only known
 
 @dataclass(frozen=True, eq=False)
 class ReadyPlan:
-    """A plan, ready to be run."""
+    """A plan with its blocks linked, ready to be run."""
 
     plan: Plan
     blocks: list[list[Linked]]
     version: int  # of the functions in the blocks, see `Linker`
-    is_watched: bool = True  # whether a watcher hears of it
+    is_watched: bool = True  # whether a watcher is told of it
 
 
 @dataclass(eq=False)
@@ -226,9 +228,8 @@ class PlanRunner(Runner[PendingPlan]):
                     f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
                     f"{1 + len(processes)}. Give each process the devices of whole replicas."
                 )
-        self._output_replicas = [
-            replica for replica, group in enumerate(groups) if group.is_here
-        ] or self._output_replicas
+        replicas = [replica for replica, group in enumerate(groups) if group.is_here]
+        self._output_replicas = replicas or self._output_replicas
         self._gathers_outputs = False
 
     # Micro-batches.
@@ -261,7 +262,7 @@ class PlanRunner(Runner[PendingPlan]):
         """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
 
         Where a replica is in several processes, it is all of a step's, which are there before it begins
-        (`agreeing`).
+        (`agree_on_elements`).
         """
         del total
         if self.iterated is not None:
@@ -380,7 +381,7 @@ class PlanRunner(Runner[PendingPlan]):
             host,
         )
 
-    # What registers hold before a step.
+    # Registers before a step.
 
     def fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
         """Fills the registers that are given, but for those that are filled already."""
@@ -418,7 +419,7 @@ class PlanRunner(Runner[PendingPlan]):
                 raise AssertionError(f"Nothing has written {value}.")
 
     def _find_given(self, value: Value, state: RunState, request: Request, keys: Sequence[Any]) -> Any:
-        """What is there before a step."""
+        """The value of a binding before a step."""
         (kind, key), group, replica = value.what, value.group, value.replica
         pipeline, placement = state.pipeline, self.placement
         if kind is BindingKind.VARIABLE:
@@ -465,7 +466,7 @@ class PlanRunner(Runner[PendingPlan]):
     # Running.
 
     def describe_start(self, places: Sequence[str]) -> str:
-        """The program that the host starts, or started last, in words; `places` are those of the stages."""
+        """The program that the host starts, or started last, in words; `places` name the stages."""
         return "" if self.cursor is None else self.cursor.describe(places)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingPlan:
@@ -514,9 +515,7 @@ class PlanRunner(Runner[PendingPlan]):
         blocks = self.observed_blocks(ready, cursor, registers)
         if first:
             pairs = zip(blocks, plan.micro_batches, strict=True)
-            blocks = [
-                instructions if number == ALL or number >= first else [] for instructions, number in pairs
-            ]
+            blocks = [code if number == ALL or number >= first else [] for code, number in pairs]
             begin = _run_before(plan, blocks, registers)
         try:
             run(cursor.over(blocks, begin, plan.num_kept), registers)
@@ -598,21 +597,20 @@ class PlanRunner(Runner[PendingPlan]):
         return cursor
 
     def run_kept(self, ready: ReadyPlan, registers: list[Any], cursor: Cursor) -> None:
-        """Runs what leaves the state as it is."""
+        """Runs the blocks that leave the state as it is."""
         blocks = self.observed_blocks(ready, cursor, registers)
         run(cursor.over(blocks, 0, ready.plan.num_kept), registers)
 
     def observed_blocks(self, ready: ReadyPlan, cursor: Cursor, registers: list[Any]) -> list[list[Linked]]:
-        """The blocks of a plan, of which a watcher hears, and behind which is measured what is held."""
+        """The blocks of a plan, with what tells a watcher and what measures held bytes."""
         blocks = self._watched_blocks(ready, cursor)
         if self._lead.held_bytes:
-            blocks = with_measurements(
-                ready.plan, blocks, self._lead.held_bytes, self.maker.registers, registers
-            )
+            numbers = self.maker.registers
+            blocks = with_measurements(ready.plan, blocks, self._lead.held_bytes, numbers, registers)
         return blocks
 
     def _watched_blocks(self, ready: ReadyPlan, cursor: Cursor) -> list[list[Linked]]:
-        """The blocks of a plan, of which a watcher hears, if there is one."""
+        """The blocks of a plan, with what tells a watcher, if there is one."""
         watcher = watching.current()
         if watcher is None or not ready.is_watched:
             return ready.blocks
@@ -638,10 +636,10 @@ class PlanRunner(Runner[PendingPlan]):
         self.linker.cursor = cursor
         run(cursor.over(self._watched_blocks(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
         results, get = plan.results, registers.__getitem__
-        parts = {key: tuple(map(get, numbers)) for key, numbers in results.accumulators.items()}
-        outputs = [
-            self._outputs_of_replica(plan, replica, registers) for replica in range(self.num_replicas)
-        ]
+        accumulators = {key: tuple(map(get, numbers)) for key, numbers in results.accumulators.items()}
+        if self.num_replicas == 1:
+            accumulators = {key: parts[0] for key, parts in accumulators.items()}
+        outputs = [self._outputs_of(plan, replica, registers) for replica in range(self.num_replicas)]
         if self.placement.has_peers and self.num_replicas > 1 and self._gathers_outputs:
             outputs = gather_outputs(self.placement, outputs)
         handed_on = [outputs[replica] for replica in self._output_replicas]
@@ -651,24 +649,19 @@ class PlanRunner(Runner[PendingPlan]):
                 state,
                 {name: get(register) for name, register in results.variables.items()},
                 list(map(get, results.leaves)),
-                parts if self.num_replicas > 1 else {key: part[0] for key, part in parts.items()},
+                accumulators,
                 pending.count,
                 request.every,
             ),
-            carried[0]
-            if len(carried) == 1
-            else [OfReplicas(values) for values in zip(*carried, strict=True)],
-            [
-                join_collected(some)
-                for some in zip(*(output.collected for output in handed_on), strict=True)
-            ],
+            carried[0] if len(carried) == 1 else list(map(OfReplicas, zip(*carried, strict=True))),
+            [join_collected(parts) for parts in zip(*(part.collected for part in handed_on), strict=True)],
             pending.count * (1 if self.iterated is not None else self.num_replicas),
-            [join_handed(some) for some in zip(*(output.enqueued for output in handed_on), strict=True)],
+            [join_handed(parts) for parts in zip(*(part.enqueued for part in handed_on), strict=True)],
             [Handed(list(map(get, results.updated)), None)] if results.updated else [],
         )
 
-    def _outputs_of_replica(self, plan: Plan, replica: int, registers: Sequence[Any]) -> ReplicaOutputs:
-        """What a replica has collected and enqueued."""
+    def _outputs_of(self, plan: Plan, replica: int, registers: Sequence[Any]) -> ReplicaOutputs:
+        """The values that a replica has collected and enqueued."""
         values = [registers[register] for register in plan.results.collected[replica]]
         collected = values[0] if values and not self._collecting.is_summed else []
         if self._collecting.is_summed:
@@ -683,10 +676,8 @@ class PlanRunner(Runner[PendingPlan]):
         """Makes the optimizer's state, if there is none, from the first micro-batch's outputs."""
         if self.placement.updates is None or state.pipeline.optimizer_state is not None:
             return state
-        firsts = [
-            {place: registers[register] for place, register in leaf_registers.items()}
-            for leaf_registers in plan.results.first
-        ]
+        get = registers.__getitem__
+        firsts = [{place: get(number) for place, number in leaf.items()} for leaf in plan.results.first]
         state = self.with_optimizer(state, firsts)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         for register, value in plan.given.items():
@@ -749,13 +740,11 @@ class PlanRunner(Runner[PendingPlan]):
 
 
 def _run_before(plan: Plan, blocks: Sequence[Sequence[Linked]], registers: list[Any]) -> int:
-    """Runs what comes first, unless it is there, or was made for other shapes. Returns its end."""
+    """Runs the first blocks, without instructions whose results are there. Returns the next block."""
     place = 0
     while plan.micro_batches[place] == ALL:
-        remaining = [
-            linked for linked in blocks[place] if any(registers[number] is None for number in linked[2])
-        ]
-        run(iter([remaining]), registers)
+        code = [linked for linked in blocks[place] if any(registers[n] is None for n in linked[2])]
+        run(iter([code]), registers)
         place += 1
     return place
 

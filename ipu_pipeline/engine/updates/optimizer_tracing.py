@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -61,7 +62,8 @@ class UpdateKind:
     PARAMETER = "parameter"  # key: full name
     GRADIENT = "gradient"  # full name: the accumulator as an argument, zeros of its shape as a result
     STATE = "state"  # position among the leaves of the optimizer's state
-    OUTPUT = "output"  # position among the last stage's outputs
+    # position among the last stage's outputs: of the first micro-batch for `init`, of the last for `update`
+    OUTPUT = "output"
     COUNT = "count"  # number of micro-batches, int32
     UPDATE_COUNT = "update_count"  # number of weight updates before, int32
     ENQUEUED = "enqueued"  # a leaf of what the update enqueues, counted
@@ -161,10 +163,8 @@ def trace_optimizer(
     state_tree, paths, loss_scale = state_trees
     state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
     grows = [bool(aval.shape) for aval in state_avals]
-    if any(
-        is_sized and find_variable(path, trained) is None
-        for is_sized, path in zip(grows, paths, strict=True)
-    ):
+    shaped_paths = itertools.compress(paths, grows)
+    if any(find_variable(path, trained) is None for path in shaped_paths):
         longer = {
             name: jax.ShapeDtypeStruct(tuple(size + 1 for size in spec.shape) or (2,), spec.dtype)
             for name, spec in trained.items()

@@ -20,9 +20,7 @@ from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.ground.pytrees import as_loss
 
 # Loss scaling: the backward starts from a scale in place of 1, so that small float16 gradients are kept.
-#
-# The scale is a leaf of the optimizer's state. The gradients that an update gets are too large by this
-# factor. The update divides them, and leaves everything as it was if one of them is not finite.
+# The update divides the gradients by it, and leaves everything as it was if one of them is not finite.
 # Source: Micikevicius et al., Mixed Precision Training, section 3.2 (arXiv:1710.03740).
 
 
@@ -106,11 +104,9 @@ def wrap_optimizer(inner: optax.GradientTransformation, init: Any, update: Any) 
     return transformation
 
 
-# Losses that are weighted sums: gradients are divided by the weights of all micro-batches.
-#
-# The weights are summed like gradients: a variable that is always 0, times the weight, is added to the
-# loss. So the variable's gradient is the weight, and it is accumulated wherever gradients are, under every
-# schedule and reduction. The user's optimizer sees the other variables only, with their gradients divided.
+# Weighted losses: gradients are divided by the weights of all micro-batches. A variable that is always 0,
+# times the weight, is added to the loss. So the variable's gradient is the weight, and it is accumulated
+# wherever gradients are, under every schedule and reduction.
 
 _SCOPE = "_loss_weight"  # of the variables whose gradients are the weights
 
@@ -185,10 +181,8 @@ def check_not_mapped(trained: Collection[VariableSpec]) -> None:
         )
 
 
-# Rows of a model's stacked layers: an optimizer sees each as a stack of one, with the rank it has there.
-#
-# So masks and labels by rank, as `ndim > 1` for weight decay, are those of the model. Variables
-# and the optimizer's state are without that axis.
+# Rows of a model's stacked layers: an optimizer sees each as a stack of one, so that masks and labels by
+# rank, as `ndim > 1` for weight decay, are those of the model. Variables and state lack that axis.
 
 
 def see_as_stacks(
@@ -215,10 +209,8 @@ def see_as_stacks(
 
         axes: list[int | None] = []
         for single, double in zip(shapes(1), shapes(2), strict=True):
-            differing = [
-                axis for axis, sizes in enumerate(zip(single, double, strict=True)) if sizes == (1, 2)
-            ]
-            axes.append(differing[0] if differing else None)
+            pairs = enumerate(zip(single, double, strict=True))
+            axes.append(next((axis for axis, sizes in pairs if sizes == (1, 2)), None))
         return axes
 
     def along(move: Callable[[Any, int], Any], state: Any, axes: Sequence[int | None]) -> Any:
@@ -238,9 +230,6 @@ def see_as_stacks(
         return squeeze(changes), along(jnp.squeeze, state, axes)
 
     return wrap_optimizer(inner, init, update)
-
-
-# An optimizer that reports metrics of its weight updates: norms, and the learning rate.
 
 
 def with_metrics(
