@@ -1,4 +1,9 @@
-"""Checkpoints on disk: directories that Orbax writes, and a document that makes them complete."""
+"""Checkpoints on disk: directories that Orbax writes, and a document that makes them complete.
+
+The document `checkpoint.json` has everything but the arrays, and the SHA-256 of each file. It is written
+last, under another name, and then renamed. So a checkpoint that has it is complete; one without it was
+being written when the process ended.
+"""
 
 from __future__ import annotations
 
@@ -29,209 +34,12 @@ from ipu_pipeline.ground.tables import between_bars
 from ipu_pipeline.ground.user_warnings import warn_of_untested
 from ipu_pipeline.processes.interrupts import written_whole
 
-# Checks whether files can be written somewhere, before doing the work whose result they are to hold.
-
-
-def check_writable(path: Path, content: str, may_be_full: bool = False) -> None:
-    """Creates an unnamed file in a directory, or where that could be created, and drops it.
-
-    Permissions alone do not tell: root has them all, and a disk may be read-only. Nothing is left behind,
-    and no directory is created.
-    """
-    existing = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"?")
-    except OSError as error:
-        if may_be_full and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return
-        reason = error.strerror or str(error)
-        text = f"{content} cannot be written to {path}: {existing}: {reason}. Give another path."
-        raise OSError(error.errno, text) from error
-
-
-# The arrays of a checkpoint on disk, as each process writes its own.
-#
-# Process 0 writes its arrays with Orbax. The other processes of a run write theirs as NumPy files, because
-# Orbax writes NumPy arrays in process 0 only.
-
-# In a path, Orbax takes some of these for a pattern, and TensorStore a backslash for a slash; it takes no
-# bytes that are not UTF-8, for which Python has surrogates.
-_MISREAD = re.compile(r"[*?\[\]\\\ud800-\udfff]")
-ARRAYS = "default"  # the name of the only item of Orbax's CheckpointManager
-_ORBAX = os.path.join("", "orbax", "checkpoint", "")  # in the paths of its modules
-_OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
-
-
-def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Writes the arrays that this process writes; returns where its data sets stand."""
-    arrays, process = _storable(snapshot), process_index()
-    if arrays and process == 0:
-        with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
-            _save(checkpointer, path / ARRAYS, arrays)
-            metadata = checkpointer.metadata(path / ARRAYS).item_metadata
-            if metadata is None or _names(metadata.tree) != _names(arrays):
-                raise OSError(
-                    f"save: the arrays that were just written to {directory} are not found there."
-                )
-    elif arrays:  # Orbax writes NumPy arrays in process 0 only
-        leaves = list(flatten(arrays))
-        names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
-        numbered = {str(number): leaf for number, (_path, leaf) in enumerate(leaves)}
-        np.savez(directory / f"{_OF_PROCESS}{process}.npz", names=names, **numbered)
-    return snapshot.describe_feeds()
-
-
-def _open_orbax() -> Any:
-    """Returns a checkpointer that writes and reads arrays for this process alone."""
-    import orbax.checkpoint as ocp
-
-    warn_of_untested("orbax-checkpoint", ocp.__version__)
-    process = process_index()
-    options = ocp.options.MultiprocessingOptions()
-    if processes.current() is not None:
-        options = ocp.options.MultiprocessingOptions(
-            primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
-        )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
-
-
-@contextlib.contextmanager
-def _taken_literally(directory: Path) -> Iterator[Path]:
-    """A path to a directory; a link if Orbax took its own for a pattern or TensorStore for another."""
-    if not _MISREAD.search(str(directory)):
-        yield directory
-        return
-    if _MISREAD.search(tempfile.gettempdir()):
-        raise ValueError(
-            f"The path of the checkpoint {str(directory)!r} has one of [ ] * ? \\, or a byte that is not "
-            "UTF-8. It is written and read through a link in the directory for temporary files, whose path "
-            f"has one, too: {tempfile.gettempdir()!r}. Set TMPDIR to another directory."
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder, "checkpoint")
-        link.symlink_to(directory, target_is_directory=True)
-        yield link
-
-
-def _save(checkpointer: Any, path: Path, arrays: dict[str, Any]) -> None:
-    import orbax.checkpoint as ocp
-
-    checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
-
-
-def read_arrays(directory: Path) -> dict[str, Any]:
-    """The arrays of all processes, in nested dicts."""
-    import orbax.checkpoint as ocp
-
-    stored: dict[str, Any] = {}
-    if (directory / ARRAYS).exists():
-        with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
-            stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore())
-    for part in sorted(directory.glob(f"{_OF_PROCESS}*.npz")):
-        with np.load(part, allow_pickle=False) as loaded:
-            for number, path in enumerate(json.loads(loaded["names"].tobytes())):
-                inner = stored
-                for key in path[:-1]:
-                    inner = inner.setdefault(key, {})
-                inner[path[-1]] = loaded[str(number)]
-    return stored
-
-
-def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested dicts, with their paths."""
-    for key, part in tree.items():
-        if isinstance(part, dict):
-            yield from flatten(part, (*path, key))
-        else:
-            yield (*path, key), part
-
-
-def _names(tree: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    return {path for path, _leaf in flatten(tree)}
-
-
-def _storable(snapshot: Snapshot) -> dict[str, Any]:
-    """The arrays of this process as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
-
-    def prune(tree: dict[str, Any]) -> dict[str, Any]:
-        pruned = {}
-        for key, part in tree.items():
-            if isinstance(part, dict):
-                stored: Any = prune(part)
-                is_stored = bool(stored)
-            elif is_stored := is_own(part) and part.size > 0:
-                stored = to_numpy(part)
-            if is_stored:
-                pruned[key] = stored
-        return pruned
-
-    arrays: dict[str, Any] = prune(snapshot.arrays())
-    return arrays
-
-
-def with_empty_ones(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_storable`: arrays that are described as having size 0 are created again."""
-    arrays: dict[str, Any] = {}
-    for key, part in described.items():
-        if isinstance(part, dict):
-            arrays[key] = with_empty_ones(part, stored.get(key, {}))
-        else:
-            arrays[key] = from_numpy(stored.get(key), part)
-    return arrays
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Drops what Orbax logs below warnings during a call, about thirty lines for a checkpoint.
-
-    Orbax logs with absl, whose logger other code uses too, for example users who call Orbax themselves. So
-    no level is changed; only messages of Orbax's own modules are dropped.
-    """
-    _drop_repeated_errors()
-    absl = logging.getLogger("absl")
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or _ORBAX not in record.pathname
-
-    absl.addFilter(is_kept)
-    try:
-        yield
-    finally:
-        absl.removeFilter(is_kept)
-
-
-@functools.cache
-def _drop_repeated_errors() -> None:
-    """Keeps Orbax's threads and coroutines from logging errors that it also raises.
-
-    They may do so after the call, so the filter stays.
-    """
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_thread = "_SignalingThread" in text
-        is_coroutine = "was never retrieved" in text and ("OCDBT" in text or "orbax" in text)
-        return not is_thread and not is_coroutine
-
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_kept)
-
-
-# Checkpoints on disk: directories that Orbax writes, and a document that makes them complete.
-#
-# A checkpoint is a directory with the arrays, which Orbax writes, and the document `checkpoint.json`, which
-# has everything else and the SHA-256 of each file. The document is written last, under another name, and
-# then renamed. So a checkpoint that has it is complete; one without it was being written when the process
-# ended.
-#
-# Orbax is imported when it is first needed.
-
+# Written by us, not as JSON of Orbax: when another item fails, that one's thread waits on for minutes.
 DOCUMENT = "checkpoint.json"
+ARRAYS = "default"  # as Orbax's CheckpointManager names its only item
 # The possible contents of a checkpoint without its document.
 _PARTS = {ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
-_numbers = itertools.count()
+_numbers = itertools.count()  # of directories beside checkpoints
 _MAX_REPLACEMENTS = 10  # before a save gives up because other processes put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
 # Left in a series by processes that ended; the last one is from CheckpointManager, of earlier versions.
@@ -241,7 +49,16 @@ _NONE_READS = (
     "None of the checkpoints in {directory} can be read: {reasons} Training does not begin anew over "
     "them: give another directory, or remove these."
 )
+# In a path, Orbax takes some of these for a pattern, and TensorStore a backslash for a slash; it takes no
+# bytes that are not UTF-8, for which Python has surrogates.
+_MISREAD = re.compile(r"[*?\[\]\\\ud800-\udfff]")
+_ORBAX = os.path.join("", "orbax", "checkpoint", "")  # in the paths of its modules
+_OF_PROCESS = "process"  # then its number: the file of the arrays of a process other than 0
 _logger = logging.getLogger("ipu_pipeline")
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """The checkpoint was still being written when the process ended."""
 
 
 def write_checkpoint(
@@ -344,7 +161,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
     described = document["arrays"]
     try:
         stored = read_arrays(directory)
-        return Snapshot.of(document, with_empty_ones(described, stored))
+        return Snapshot.of(document, with_empty_arrays(described, stored))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
 
@@ -383,10 +200,6 @@ def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = 
 
 def _list(texts: Sequence[str]) -> str:
     return "; ".join(f"process {number}: {text}" for number, text in enumerate(texts))
-
-
-class IncompleteCheckpointError(CheckpointError):
-    """The checkpoint was still being written when the process ended."""
 
 
 class CheckpointSeries:
@@ -463,6 +276,8 @@ class CheckpointSeries:
         An error is logged; training goes on, and what was there stays.
         """
         self.wait()
+        # Orbax's own asynchronous saving takes tens of milliseconds before it returns, until the arrays are
+        # on the host.
         self._thread = threading.Thread(
             target=self._save_or_report,
             args=(step, snapshot),
@@ -492,6 +307,7 @@ class CheckpointSeries:
             return True
 
         if do_first(prepare):
+            # Orbax's CheckpointManager would delete old checkpoints before the new one has its document.
             write_checkpoint(path, snapshot)
             with between_bars():
                 _logger.info("The checkpoint of step %d is saved in %s.", step, path)
@@ -611,3 +427,182 @@ def _digest_of(document: dict[str, Any]) -> str:
 def _digest_of_file(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# Arrays on disk.
+
+
+def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Writes the arrays that this process writes; returns where its data sets stand."""
+    arrays, process = _storable(snapshot), process_index()
+    if arrays and process == 0:
+        with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
+            _save(checkpointer, path / ARRAYS, arrays)
+            metadata = checkpointer.metadata(path / ARRAYS).item_metadata
+            if metadata is None or _names(metadata.tree) != _names(arrays):
+                raise OSError(
+                    f"save: the arrays that were just written to {directory} are not found there."
+                )
+    elif arrays:  # Orbax writes NumPy arrays in process 0 only
+        leaves = list(flatten(arrays))
+        names = np.frombuffer(json.dumps([path for path, _leaf in leaves]).encode(), np.uint8)
+        numbered = {str(number): leaf for number, (_path, leaf) in enumerate(leaves)}
+        np.savez(directory / f"{_OF_PROCESS}{process}.npz", names=names, **numbered)
+    return snapshot.describe_feeds()
+
+
+def _open_orbax() -> Any:
+    """Returns a checkpointer that writes and reads arrays for this process alone."""
+    import orbax.checkpoint as ocp
+
+    warn_of_untested("orbax-checkpoint", ocp.__version__)
+    process = process_index()
+    options = ocp.options.MultiprocessingOptions()
+    if processes.current() is not None:
+        options = ocp.options.MultiprocessingOptions(
+            primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+        )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+@contextlib.contextmanager
+def _taken_literally(directory: Path) -> Iterator[Path]:
+    """A path to a directory; a link if Orbax took its own for a pattern or TensorStore for another."""
+    if not _MISREAD.search(str(directory)):
+        yield directory
+        return
+    if _MISREAD.search(tempfile.gettempdir()):
+        raise ValueError(
+            f"The path of the checkpoint {str(directory)!r} has one of [ ] * ? \\, or a byte that is not "
+            "UTF-8. It is written and read through a link in the directory for temporary files, whose path "
+            f"has one, too: {tempfile.gettempdir()!r}. Set TMPDIR to another directory."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder, "checkpoint")
+        link.symlink_to(directory, target_is_directory=True)
+        yield link
+
+
+def _save(checkpointer: Any, path: Path, arrays: dict[str, Any]) -> None:
+    import orbax.checkpoint as ocp
+
+    checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
+
+
+def read_arrays(directory: Path) -> dict[str, Any]:
+    """The arrays of all processes, in nested dicts."""
+    import orbax.checkpoint as ocp
+
+    stored: dict[str, Any] = {}
+    # Without a target, Orbax returns what was saved as NumPy arrays, unchanged. It starts JAX's backend, so
+    # devices are selected before.
+    if (directory / ARRAYS).exists():
+        with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
+            stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore())
+    for part in sorted(directory.glob(f"{_OF_PROCESS}*.npz")):
+        with np.load(part, allow_pickle=False) as loaded:
+            for number, path in enumerate(json.loads(loaded["names"].tobytes())):
+                inner = stored
+                for key in path[:-1]:
+                    inner = inner.setdefault(key, {})
+                inner[path[-1]] = loaded[str(number)]
+    return stored
+
+
+def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested dicts, with their paths."""
+    for key, part in tree.items():
+        if isinstance(part, dict):
+            yield from flatten(part, (*path, key))
+        else:
+            yield (*path, key), part
+
+
+def _names(tree: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    return {path for path, _leaf in flatten(tree)}
+
+
+def _storable(snapshot: Snapshot) -> dict[str, Any]:
+    """The arrays of this process as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
+
+    def prune(tree: dict[str, Any]) -> dict[str, Any]:
+        pruned = {}
+        for key, part in tree.items():
+            if isinstance(part, dict):
+                stored: Any = prune(part)
+                is_stored = bool(stored)
+            elif is_stored := is_own(part) and part.size > 0:
+                stored = to_numpy(part)
+            if is_stored:
+                pruned[key] = stored
+        return pruned
+
+    arrays: dict[str, Any] = prune(snapshot.arrays())
+    return arrays
+
+
+def with_empty_arrays(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """Adds the arrays of size 0 by their descriptions; the inverse of `_storable`."""
+    arrays: dict[str, Any] = {}
+    for key, part in described.items():
+        if isinstance(part, dict):
+            arrays[key] = with_empty_arrays(part, stored.get(key, {}))
+        else:
+            arrays[key] = from_numpy(stored.get(key), part)
+    return arrays
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Drops what Orbax logs below warnings during a call, about thirty lines for a checkpoint.
+
+    Orbax logs with absl, whose logger other code uses too, for example users who call Orbax themselves. So
+    no level is changed; only messages of Orbax's own modules are dropped.
+    """
+    _drop_repeated_errors()
+    absl = logging.getLogger("absl")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or _ORBAX not in record.pathname
+
+    absl.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        absl.removeFilter(is_kept)
+
+
+@functools.cache
+def _drop_repeated_errors() -> None:
+    """Keeps Orbax's threads and coroutines from logging errors that it also raises.
+
+    They may do so after the call, so the filter stays.
+    """
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_thread = "_SignalingThread" in text
+        is_coroutine = "was never retrieved" in text and ("OCDBT" in text or "orbax" in text)
+        return not is_thread and not is_coroutine
+
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_kept)
+
+
+def check_writable(path: Path, content: str, may_be_full: bool = False) -> None:
+    """Creates an unnamed file in a directory, or where that could be created, and drops it.
+
+    Permissions alone do not tell: root has them all, and a disk may be read-only. Nothing is left behind,
+    and no directory is created.
+    """
+    existing = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"?")
+    except OSError as error:
+        if may_be_full and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return
+        reason = error.strerror or str(error)
+        text = f"{content} cannot be written to {path}: {existing}: {reason}. Give another path."
+        raise OSError(error.errno, text) from error

@@ -1,4 +1,4 @@
-"""Calls functions in the processes that write a checkpoint together, and tells all of them of an error.
+"""Collective calls of the processes that write a checkpoint together; all of them raise if one fails.
 
 All processes call the functions of this module in the same order. In a process that runs alone, these only
 call the function that they are given.
@@ -42,7 +42,10 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def beside(what: str) -> Iterator[None]:
-    """Keeps this thread's exchanges with other processes apart from another saving thread's."""
+    """Gives this thread's exchanges with other processes a name of their own.
+
+    The thread that writes a series may meet the others before or after what the program saves meanwhile.
+    """
     token = _place.set(what)
     try:
         yield

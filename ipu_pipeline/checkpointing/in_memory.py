@@ -82,9 +82,9 @@ def _end_threads() -> None:
 
 
 def parts_of(leaves: Sequence[Any]) -> list[Parts]:
-    """What this process writes of arrays, kept before their memory is given away."""
-    parts_of_leaves = [processes.parts_written_here(leaf) for leaf in leaves]
-    kept_parts = iter(keep([_as_data(part) for parts in parts_of_leaves for _begin, part in parts]))
+    """The parts of arrays that this process writes, kept before their memory is given away."""
+    local_parts = [processes.parts_written_here(leaf) for leaf in leaves]
+    kept_parts = iter(keep([_as_data(part) for parts in local_parts for _begin, part in parts]))
     return [
         Parts(
             tuple(leaf.shape),
@@ -93,29 +93,21 @@ def parts_of(leaves: Sequence[Any]) -> list[Parts]:
             tuple(begin for begin, _part in parts),
             tuple(next(kept_parts) for _part in parts),
         )
-        for leaf, parts in zip(leaves, parts_of_leaves, strict=True)
+        for leaf, parts in zip(leaves, local_parts, strict=True)
     ]
 
 
 def rows_of(leaves: Sequence[Any]) -> list[Parts]:
-    """The same of variables of which each replica has its own values; a row for each."""
-    rows_of_leaves = [processes.rows_written_here(leaf) for leaf in leaves]
-    kept_rows = iter(keep([part for _count, parts in rows_of_leaves for _begin, part in parts]))
+    """The same for variables of which each replica has its own values, with a row per replica."""
+    local_rows = [processes.rows_written_here(leaf) for leaf in leaves]
+    kept_rows = iter(keep([part for _count, parts in local_rows for _begin, part in parts]))
     rows = []
-    for leaf, (count, parts) in zip(leaves, rows_of_leaves, strict=True):
+    for leaf, (count, parts) in zip(leaves, local_rows, strict=True):
         shape = (count, *leaf.shape)
         described = describe_array(jax.ShapeDtypeStruct(shape, leaf.dtype))
         begins = tuple(begin for begin, _part in parts)
-        rows.append(
-            Parts(
-                shape,
-                leaf.dtype,
-                described,
-                begins,
-                tuple(next(kept_rows) for _part in parts),
-                are_rows=True,
-            )
-        )
+        arrays = tuple(next(kept_rows) for _part in parts)
+        rows.append(Parts(shape, leaf.dtype, described, begins, arrays, are_rows=True))
     return rows
 
 
@@ -124,7 +116,7 @@ def _as_data(array: Any) -> Any:
 
 
 class _Key(NamedTuple):
-    """What tells a checkpoint from others of its series."""
+    """The identity of a checkpoint in its series. Files of different starts are never put together."""
 
     number: int
     restart: int  # in which it was taken
@@ -180,16 +172,11 @@ class InMemorySeries:
         self._complete: _Key | None = None  # the last one that all have
         self._is_working = True
         self._thread: threading.Thread | None = None
-        descriptions = do_each(
-            lambda: _describe_memory(directory)
-        )  # an error in one process is raised in all
-        self._machines = [memory for memory, _restart, _every in descriptions]
-        self._restart = _check_same(
-            RESTART_VARIABLE, [restart for _memory, restart, _every in descriptions]
-        )
-        self._every = _check_same(
-            MEMORY_EVERY_VARIABLE, [interval for _memory, _restart, interval in descriptions]
-        )
+        # An error in one process is raised in all.
+        machines, restarts, intervals = zip(*do_each(lambda: _describe_memory(directory)), strict=True)
+        self._machines = list(machines)
+        self._restart = _check_same(RESTART_VARIABLE, restarts)
+        self._every = _check_same(MEMORY_EVERY_VARIABLE, intervals)
         self._count = len(self._machines)
         if len(set(self._machines)) > 1:
             processes.connect_all()
@@ -512,7 +499,7 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
       document: `Snapshot.document`.
@@ -524,7 +511,7 @@ class _Content:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Content:
-        """What is written of a snapshot."""
+        """The contents of the file for a snapshot."""
         parts = {}
         for path, array in flatten(snapshot.arrays()):
             data = [np.asarray(part, order="C") for part in array.parts]
@@ -537,7 +524,7 @@ class _Content:
         return cls(snapshot.document(), parts)
 
     def write(self, stream: BinaryIO) -> None:
-        """Writes it where the stream stands, at its beginning."""
+        """Writes the file, where the stream stands, at its beginning."""
         entries: list[Any] = []
         end = 0
         for path, (shape, parts) in self.parts.items():
@@ -584,11 +571,9 @@ def _aligned(offset: int) -> int:
 
 
 def _join(contents: Sequence[_Content]) -> Snapshot:
-    """The snapshot of which each file has parts."""
-    document = {
-        **contents[0].document,
-        "feeds": furthest([content.document["feeds"] for content in contents]),
-    }
+    """Joins the files of all processes to the snapshot."""
+    feeds = furthest([content.document["feeds"] for content in contents])
+    document = {**contents[0].document, "feeds": feeds}
 
     def assemble(described: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Everything that training has made: as records, and as arrays and a document, for checkpoints."""
+"""Snapshots of a training for checkpoints: records of its state, as arrays by name and a JSON document."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import numpy as np
 
 from ipu_pipeline.ground.pytrees import is_readable
 from ipu_pipeline.queues.feeder import Position
-
-# Everything in a session that runs change, as immutable records.
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +87,9 @@ def _with_arrays(record: Record, arrays: tuple[Any, Any]) -> Record:
     return dataclasses.replace(record, optimizer=optimizer, accumulated=accumulated)
 
 
-# Everything that training has made, as arrays by name and a JSON document: what a checkpoint holds.
-#
-# Nothing in it depends on how a model is cut into stages, on schedules or on devices. Variables go by their
-# full names; optimizer state by the pipeline's name and its path in the Optax state, where parameters are
-# one flat dict by full name.
+# Nothing in a checkpoint depends on how a model is cut into stages, on schedules or on devices. Variables
+# go by their full names; optimizer state by the pipeline's name and its path in the Optax state, where
+# parameters are one flat dict by full name.
 
 _KEY = "key "
 FORMAT = "ipu_pipeline checkpoint"
@@ -110,7 +106,7 @@ class FeedPosition:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a process writes of an array, in its place.
+    """The parts of an array that a process writes, and their places in it.
 
     Attributes:
       shape, dtype: the array's.
