@@ -176,12 +176,12 @@ def check_same_path(path: Path) -> None:
         )
 
 
-def read_same_checkpoint(path: str | os.PathLike[str], known: Snapshot | None = None) -> Snapshot:
+def read_same_checkpoint(path: str | os.PathLike[str], snapshot: Snapshot | None = None) -> Snapshot:
     """Reads a checkpoint in all processes of the run, each by its own path; all of them call it."""
     snapshots: list[Snapshot] = []
 
     def read() -> tuple[str, str, dict[str, int]]:
-        snapshots.append(read_checkpoint(path) if known is None else known)
+        snapshots.append(read_checkpoint(path) if snapshot is None else snapshot)
         records = snapshots[0].state.pipelines.items()
         counts = {name: record.update_count for name, record in records}
         return _digest_of(read_document(path)), str(_find_directory(path)), counts
@@ -429,7 +429,7 @@ def _digest_of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# Arrays on disk.
+# Arrays on disk. Orbax is imported when it is first needed.
 
 
 def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:

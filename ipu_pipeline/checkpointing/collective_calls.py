@@ -41,27 +41,27 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 
 @contextlib.contextmanager
-def beside(what: str) -> Iterator[None]:
+def beside(name: str) -> Iterator[None]:
     """Gives this thread's exchanges with other processes a name of their own.
 
     The thread that writes a series may meet the others before or after what the program saves meanwhile.
     """
-    token = _place.set(what)
+    token = _place.set(name)
     try:
         yield
     finally:
         _place.reset(token)
 
 
-def is_any(value: bool, what: str) -> bool:
+def is_any(value: bool, subject: str) -> bool:
     """Whether `value` is True in any process; waits for all."""
-    return largest(value, what) > 0
+    return largest(value, subject) > 0
 
 
-def largest(value: int, what: str) -> int:
+def largest(value: int, subject: str) -> int:
     """The largest `value` of all processes; waits for all."""
     peers = processes.current()
-    return value if peers is None else max(map(int, peers.exchange(what, str(int(value)))))
+    return value if peers is None else max(map(int, peers.exchange(subject, str(int(value)))))
 
 
 def _do(function: Callable[[], T], takes_part: bool) -> list[T]:

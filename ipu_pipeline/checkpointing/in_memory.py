@@ -248,16 +248,16 @@ class InMemorySeries:
                 self._answer(key, _NOTHING)
                 self._report(error)
 
-    def note_run(self, step: int, what: Hashable = None) -> None:
+    def note_run(self, step: int, program: Hashable = None) -> None:
         """Counts a run that is done, with the global step after it.
 
         The first run of something also compiles it. It counts for as long as the second one takes.
         """
         seconds = time.monotonic() - self._run_begun
-        if what not in self._first:
-            self._first[what] = seconds
+        if program not in self._first:
+            self._first[program] = seconds
         else:
-            first, self._first[what] = self._first[what], None
+            first, self._first[program] = self._first[program], None
             count_useful(seconds + (0.0 if first is None else min(first, seconds)))
         tell_progress(self._name, self.runs, step)
         self.runs += 1
@@ -318,12 +318,12 @@ class InMemorySeries:
 
     def _open(self, file: _File, holders: Mapping[str, int]) -> BinaryIO:
         """Opens a file, which may be on another machine. All processes call it, in the same order."""
-        what, number, teller = "a file in memory", next(_numbers), min(holders.values())
+        subject, number, teller = "a file in memory", next(_numbers), min(holders.values())
         lacking = [process for process, machine in enumerate(self._machines) if machine not in holders]
         if self._index == teller and lacking:
-            processes.offer_bytes(what, number, lacking, self._path(file).read_bytes())
+            processes.offer_bytes(subject, number, lacking, self._path(file).read_bytes())
         if self._index in lacking:
-            return io.BytesIO(processes.fetch_bytes(what, number, teller))
+            return io.BytesIO(processes.fetch_bytes(subject, number, teller))
         return open(self._path(file), "rb")
 
     def leave(self) -> None:

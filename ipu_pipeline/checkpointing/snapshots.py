@@ -258,14 +258,14 @@ def furthest(feeds: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(feeds_by_pipelines.values())
 
 
-def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+def find_differences(saved: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Says, in sentences, how a checkpoint's variables differ from the programs'."""
-    missing = sorted(name for name in wanted if name not in known)
-    surplus = sorted(name for name in known if name not in wanted)
+    missing = sorted(name for name in expected if name not in saved)
+    surplus = sorted(name for name in saved if name not in expected)
     different = [
-        f"{name} is {known[name]}, not {wanted[name]}"
-        for name in sorted(known.keys() & wanted.keys())
-        if known[name] != wanted[name]
+        f"{name} is {saved[name]}, not {expected[name]}"
+        for name in sorted(saved.keys() & expected.keys())
+        if saved[name] != expected[name]
     ]
     lists: Sequence[tuple[str, list[str]]] = (
         ("missing in the checkpoint", missing),

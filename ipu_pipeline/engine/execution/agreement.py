@@ -110,12 +110,10 @@ def agree_on(
     devices: Sequence[Any],
 ) -> None:
     """Compares stages with the other processes' stages, if there are any; all processes call it."""
-    peer_processes = peers.current()
-    if peer_processes is not None:
+    joined = peers.current()
+    if joined is not None:
         where = ", ".join(f"{device.platform} {device.id}" for device in devices)
-        peer_processes.agree(
-            subject, {**descriptions, **describe_programs(traced, updates), "the devices": where}
-        )
+        joined.agree(subject, {**descriptions, **describe_programs(traced, updates), "the devices": where})
 
 
 def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[str, str]:
@@ -192,28 +190,28 @@ def _teller(runner: Runner[Any]) -> int:
 
 
 @contextlib.contextmanager
-def telling_end(runner: Runner[Any], done: Done) -> Iterator[None]:
+def telling_end(runner: Runner[Any], progress: Done) -> Iterator[None]:
     """Wraps a run in a process that has a part in it: tells the others how it ends."""
-    peer_processes = peers.current()
-    if peer_processes is None:
+    joined = peers.current()
+    if joined is None:
         yield
         return
     try:
         yield
     except BaseException as error:
-        report = [done.count, isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
+        report = [progress.count, isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
         with contextlib.suppress(Exception):  # the first error is the one to tell
-            peer_processes.tell(_END_OF_LOOP, _teller(runner), json.dumps(report), is_read=False)
+            joined.tell(_END_OF_LOOP, _teller(runner), json.dumps(report), is_read=False)
         raise
-    peer_processes.tell(_END_OF_LOOP, _teller(runner), json.dumps([done.count, False, None]), is_read=False)
+    joined.tell(_END_OF_LOOP, _teller(runner), json.dumps([progress.count, False, None]), is_read=False)
 
 
-def hear_end(runner: Runner[Any], done: Done) -> None:
+def hear_end(runner: Runner[Any], progress: Done) -> None:
     """Waits for the end of a run in which this process has no part, and takes over what was done."""
-    peer_processes = peers.current()
-    assert peer_processes is not None
+    joined = peers.current()
+    assert joined is not None
     teller = _teller(runner)
-    done.count, is_end, text = json.loads(peer_processes.tell(_END_OF_LOOP, teller))
+    progress.count, is_end, text = json.loads(joined.tell(_END_OF_LOOP, teller))
     if text is not None:
         error = OutOfRangeError if is_end else ProcessError
         raise error(f"In process {teller}, which has a part in the loop: {text}")

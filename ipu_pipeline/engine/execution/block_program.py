@@ -264,6 +264,7 @@ class BlockProgram:
         self, constants: BlockConstants, position: Position, loss_scale: Any, carry: Carry
     ) -> Carry:
         """Runs one micro-batch, or the `num_serialized` of a group."""
+        # Counts and data of the micro-batches, and their stages.
         size = self.num_serialized
         num_updates = (position.accumulated + carry.done) // position.every
         execution, index = position.execution, position.iteration + carry.done
@@ -294,6 +295,7 @@ class BlockProgram:
         def stacked(source: Source) -> Any:
             return jnp.expand_dims(find(source), 0) if size == 1 else find(source)
 
+        # What goes into stacks and sums.
         stacks, sums = carry.stacks, carry.totals.sums
         collected = [stacked(source) for source in self.collecting.sources]
         if self.collecting.is_summed:

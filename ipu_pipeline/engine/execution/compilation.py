@@ -193,9 +193,9 @@ class _Divided(NamedTuple):
 class _Compiler:
     """Compiles programs in threads; equal programs only once."""
 
-    def __init__(self, is_shared: bool, compilation: Compilation, kept: KeptPrograms | None) -> None:
+    def __init__(self, is_shared: bool, compilation: Compilation, earlier: KeptPrograms | None) -> None:
         self._compilation = compilation
-        self._kept = kept
+        self._programs = earlier
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
@@ -214,13 +214,13 @@ class _Compiler:
         program = function.lower(*arguments)
         is_portable_here = self._is_shared and install is not None and is_portable(group.devices)
         key, text = None, ""
-        if is_portable_here or (self._kept is not None and install is not None):
+        if is_portable_here or (self._programs is not None and install is not None):
             text = text_of(program)
-        if self._kept is not None and install is not None:
+        if self._programs is not None and install is not None:
             key = identify(program, text, group.devices, options)
         lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
         equals = [lowered]
-        if self._kept is not None and (compiled := self._kept.find(key)) is not None:
+        if self._programs is not None and (compiled := self._programs.find(key)) is not None:
             future: Future[Any] = Future()
             future.set_result(compiled)
             lowered.install(compiled)
@@ -268,8 +268,8 @@ class _Compiler:
         return CompiledSizes(temporary_bytes, residual_bytes)
 
     def _keep(self, program: _Lowered, compiled: Any) -> None:
-        if self._kept is not None:
-            self._kept.keep(program.key, compiled)
+        if self._programs is not None:
+            self._programs.keep(program.key, compiled)
 
     def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
         """Loads a compiled program for the other programs' devices.
@@ -298,10 +298,10 @@ def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compil
 def compile_ahead(
     plan: Plan,
     layout: Layout,
-    given: Callable[[Value], Any],
+    find_struct: Callable[[Value], Any],
     chunk_size: int,
     is_shared: bool,
-    kept: KeptPrograms | None,
+    earlier: KeptPrograms | None,
     note: str = "",
 ) -> CompiledSizes:
     """Compiles all programs of a plan; returns when all are compiled.
@@ -315,7 +315,7 @@ def compile_ahead(
     new = [program for program in programs if program.group.is_here and not program.is_compiled]
     started: dict[Program, Any] = {}
     with compiling(len(new), note) as compilation:
-        compiler = _Compiler(is_shared, compilation, kept)
+        compiler = _Compiler(is_shared, compilation, earlier)
 
         def launch(program: Program, arguments: Sequence[Any]) -> list[Any]:
             arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
@@ -344,7 +344,7 @@ def compile_ahead(
             return results
 
         try:
-            find_shapes(plan, layout, given, launch)
+            find_shapes(plan, layout, find_struct, launch)
             compiled = compiler.finish(chunk_size)
             for program in started:
                 program.is_compiled = True

@@ -170,10 +170,10 @@ class Runner(abc.ABC, Generic[PendingT]):
         """The number of micro-batches on the devices before their turn; arguments as for `num_fetched`."""
 
     def make_accumulators(
-        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+        self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Makes accumulators for a `RunState`; see `StatePlacement.make_accumulators`."""
-        return self.placement.make_accumulators(dtypes, known)
+        return self.placement.make_accumulators(dtypes, initial)
 
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:

@@ -141,7 +141,7 @@ _MOST_COPIES = 64
 _SHORTEST = 2048  # numbers; on CPUs, XLA runs programs below 1,000 operations where they are started
 _LEAST_CORES = 0.01  # that a program keeps busy: one that only waits
 
-_known: dict[str, ProgramTime] = {}  # by key
+_measured: dict[str, ProgramTime] = {}  # by key
 _alone = threading.Lock()  # held while a program is timed: two at a time would slow each other
 
 
@@ -201,8 +201,8 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
             for _pass in range(_PASSES)
         ]
         for place, *times in zip(new, *passes, strict=True):
-            _known[keys[place]] = _keep(keys[place], min(times), directory)
-    return [_known[key] for key in keys]
+            _measured[keys[place]] = _keep(keys[place], min(times), directory)
+    return [_measured[key] for key in keys]
 
 
 def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) -> float:
@@ -229,8 +229,8 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
 
         with _alone, jax.ensure_compile_time_eval():
             times = min(_repeat(call) for _pass in range(_PASSES))
-        _known[key] = _keep(key, ProgramTime(*times, 0), directory)
-    return _known[key].seconds
+        _measured[key] = _keep(key, ProgramTime(*times, 0), directory)
+    return _measured[key].seconds
 
 
 def time_shortest(group: DeviceGroup) -> float:
@@ -317,11 +317,11 @@ def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
 
 
 def _find(key: str, directory: Path | None) -> ProgramTime | None:
-    measured = _known.get(key)
+    measured = _measured.get(key)
     if measured is None:
         measured = read_measurement(directory, key, _parse)
         if measured is not None:
-            _known[key] = measured
+            _measured[key] = measured
     return measured
 
 

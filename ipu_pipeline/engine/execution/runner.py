@@ -147,6 +147,7 @@ class PlanRunner(Runner[PendingPlan]):
         self._mixes = False  # whether plans are made for the shapes of each step
         self._chunk, self._collecting = ChunkForm(dispatch_plan.chunk_size), collecting
         self.has_identical_keys = has_identical_keys
+        # Plans.
         carried = [] if iterated is None else [traced.outputs.index(source) for source in iterated.carried]
         recipe = Recipe(
             self.programs,
@@ -168,6 +169,7 @@ class PlanRunner(Runner[PendingPlan]):
             None if lead is None else lead.maker,
         )
         self._phases = phases
+        # The feed.
         self.feeds = [
             ReplicaFeed(
                 home,
@@ -181,6 +183,7 @@ class PlanRunner(Runner[PendingPlan]):
         self.dealer = Dealer(placement, self.feeds, self._chunk.size)
         alone = len(homes) == 1
         self._place_element = self.feeds[0].feed.add if alone else self.dealer.place_element
+        # Steps.
         self.linker: Linker = (
             Linker(self.maker.layout, collecting.collect) if other is None else other.linker
         )
@@ -209,9 +212,9 @@ class PlanRunner(Runner[PendingPlan]):
         self._make_timetable = make_timetable
         self._ready.clear()
 
-    def like(self, other: PlanRunner) -> Self:
+    def like(self, source: PlanRunner) -> Self:
         """Takes over what was set in a runner for the same shapes. Returns itself."""
-        self.kept, self.note = other.kept, other.note
+        self.kept, self.note = source.kept, source.note
         return self
 
     def observe_held(self) -> Sequence[list[int]]:
@@ -250,11 +253,11 @@ class PlanRunner(Runner[PendingPlan]):
             return list(elements)  # each is there already
         return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
 
-    def check_other(self, other: PlanRunner) -> None:
+    def check_other(self, runner: PlanRunner) -> None:
         """Checks the runner for other shapes, which this one is to lead."""
-        if self.maker.code.keys() != other.maker.code.keys():
+        if self.maker.code.keys() != runner.maker.code.keys():
             raise ValueError(
-                f"Stages have other programs {other.note} than for the first micro-batch: a stage whose "
+                f"Stages have other programs {runner.note} than for the first micro-batch: a stage whose "
                 "inputs have no gradient has no backward. Let all shapes go the same way."
             )
 
@@ -479,25 +482,25 @@ class PlanRunner(Runner[PendingPlan]):
             return PendingPlan(request, 1, None, [], elements)
         supply = take if isinstance(take, Supply) else Supply(take)
         registers: list[Any] = []
-        done, ready = 0, None
-        while done < request.every:
+        num_done, ready = 0, None
+        while num_done < request.every:
             if self._mixes and self._phases is None:
-                ready, number = self._run_mixed(state, request, supply, registers, done), request.every
+                ready, number = self._run_mixed(state, request, supply, registers, num_done), request.every
             else:
                 runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
                 runner = runner.make_single() if self._mixes else runner
-                ready, number = runner.run_alike(state, request, supply, registers, done)
+                ready, number = runner.run_alike(state, request, supply, registers, num_done)
                 if number < request.every:
-                    changes_within_chunk = number == done and supply.next_shapes() == runner.shapes
-                    self._mixes |= changes_within_chunk or (number > done and self._phases is None)
+                    changes_within_chunk = number == num_done and supply.next_shapes() == runner.shapes
+                    self._mixes |= changes_within_chunk or (number > num_done and self._phases is None)
                     if self._phases is not None:
                         supply.give_back(_take_alike(supply, number, self.num_replicas))
-            done = number
+            num_done = number
         assert ready is not None
         return PendingPlan(request, request.every, ready, registers)
 
     def run_alike(
-        self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
+        self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
     ) -> tuple[ReadyPlan, int]:
         """Runs micro-batches of a step up to the first one with other shapes.
 
@@ -508,8 +511,8 @@ class PlanRunner(Runner[PendingPlan]):
         size, count = self._chunk.size, request.every
         takes = self.dealer.take_everywhere(supply.alike(self.shapes), count)
         nexts = _of_each(ReplicaFeed.feed_from, self.feeds, takes)
-        assert done % size == 0
-        ready, first = self.find(count // size), done // size
+        assert num_done % size == 0
+        ready, first = self.find(count // size), num_done // size
         plan, begin = ready.plan, 0
         cursor = self.begin(ready, state, request, nexts, registers)
         blocks = self.observed_blocks(ready, cursor, registers)
@@ -530,7 +533,7 @@ class PlanRunner(Runner[PendingPlan]):
         return ready, count
 
     def _run_mixed(
-        self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
+        self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
     ) -> ReadyPlan:
         """Runs the micro-batches of a step that are left, whose shapes may differ.
 
@@ -544,7 +547,7 @@ class PlanRunner(Runner[PendingPlan]):
         ready = single.find(request.every)
         cursor, plan = single.begin(ready, state, request, nexts, registers), ready.plan
         blocks = list(single.observed_blocks(ready, cursor, registers))
-        take = watched_take(supply, cursor.step, done)
+        take = watched_take(supply, cursor.step, num_done)
         of_runners: dict[PlanRunner, Mapping[Any, Any]] = {}
         of_micro_batches: dict[int, Mapping[Any, Any]] = {}
 
@@ -564,7 +567,7 @@ class PlanRunner(Runner[PendingPlan]):
 
         for place in range(plan.num_kept):
             chunk, name = plan.micro_batches[place], plan.blocks[place].block.name
-            if place == 0 or 0 <= chunk < done:
+            if place == 0 or 0 <= chunk < num_done:
                 continue  # shapes have each their own first block
             if chunk != ALL:
                 if chunk not in of_micro_batches:
@@ -706,13 +709,13 @@ class PlanRunner(Runner[PendingPlan]):
         return RunState(pipeline, means, state.num_accumulated)
 
     def make_accumulators(
-        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+        self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Makes accumulators, per replica: zeros, or what `settle` left."""
         if self.num_replicas == 1:
-            return super().make_accumulators(dtypes, known)
-        if known:
-            placed = self.placement.make_accumulators(dtypes, known)
+            return super().make_accumulators(dtypes, initial)
+        if initial:
+            placed = self.placement.make_accumulators(dtypes, initial)
             return {key: tuple(self._split(value)) for key, value in placed.items()}
         accumulators = [home.make_accumulators(dtypes) for home in self.homes]
         return {key: tuple(part[key] for part in accumulators) for key in accumulators[0]}

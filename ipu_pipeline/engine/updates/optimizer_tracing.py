@@ -104,6 +104,7 @@ def trace_optimizer(
     may_enqueue: bool = False,
 ) -> TracedOptimizer:
     """Traces an optimizer. Does not start a JAX backend."""
+    # Surroundings and arguments.
     current = frames.find_frame()
     program_names = frames.ProgramNames() if current is None else current.names
     enqueued: list[frames.Enqueued] = []
@@ -145,15 +146,16 @@ def trace_optimizer(
             transform = divide_by_weight(transform)
         return optax.with_extra_args_support(transform), extra
 
+    # The first state.
     state_trees: list[Any] = []
 
     def init(parameters: dict[str, Any], outputs: list[Any]) -> list[Any]:
-        made = transformation(outputs)[0]
+        transform = transformation(outputs)[0]
         with _noting(trained):
-            state = made.init(widen(parameters))
+            state = transform.init(widen(parameters))
         paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
         # The scale is the first field of `LossScaleState`.
-        loss_scale = LossScale(0, made.initial_scale) if isinstance(made, LossScaled) else None
+        loss_scale = LossScale(0, transform.initial_scale) if isinstance(transform, LossScaled) else None
         state_trees[:] = [tree, [path for path, _leaf in paths_and_leaves], loss_scale]
         return [leaf for _path, leaf in paths_and_leaves]
 
@@ -175,6 +177,7 @@ def trace_optimizer(
             shapes = dict(zip(state_trees[1], (aval.shape for aval in longer_avals), strict=True))
             grows = [shapes.get(path) != aval.shape for path, aval in zip(paths, state_avals, strict=True)]
 
+    # The update.
     def update(
         parameters: dict[str, Any],
         accumulators: dict[str, Any],
@@ -206,6 +209,7 @@ def trace_optimizer(
             parameter_avals, accumulator_avals, state_avals, output_avals, count_aval
         )
 
+    # Labels.
     sorted_names = sorted(trained)  # the order in which JAX flattens a dict
     parameters = [UpdateValue(UpdateKind.PARAMETER, name) for name in sorted_names]
     accumulators = [UpdateValue(UpdateKind.GRADIENT, name) for name in sorted_names]
@@ -304,12 +308,12 @@ def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any
     def variables(atoms: Sequence[Any]) -> list[Any]:
         return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
 
-    used, kept_equations = {*variables(outputs)}, []
+    live, kept_equations = {*variables(outputs)}, []
     for equation in reversed(equations):
         has_effects = equation.effects and not frames.is_repeated(equation)
-        if has_effects or any(var in used for var in equation.outvars):
+        if has_effects or any(var in live for var in equation.outvars):
             kept_equations.append(equation)
-            used.update(variables(equation.invars))
+            live.update(variables(equation.invars))
     return kept_equations[::-1]
 
 

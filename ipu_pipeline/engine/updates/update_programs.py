@@ -164,6 +164,7 @@ def find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
     """Partitions an optimizer by home."""
+    # Where state lives.
     stages = sorted({variable_homes[name] for name in traced.trained})
     variables = [find_variable(path, traced.trained) for path in traced.state_paths]
     owners: list[partitioning.Home | None] = [
@@ -204,6 +205,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
             return stages[0]
         return last_stage if home == partitioning.JOINT else home
 
+    # Programs.
     results = [*traced.results, *states]
     inputs = {traced.labels[var]: var for var in traced.update.inputs}
     pieces = partitioning.cut(placed, with_homes(results, placed))
@@ -223,6 +225,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         )
     )
 
+    # Values that go from program to program.
     def source_of(var: Any) -> int:
         label = traced.labels.get(var)
         if label is not None and label.kind == UpdateKind.OUTPUT:
