@@ -119,7 +119,7 @@ def _replace(target: Path, started: Path, old: Path) -> None:
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads what a checkpoint has besides arrays; see `Snapshot.document`. The files are not verified."""
+    """Reads a checkpoint's document, see `Snapshot.document`. The files are not verified."""
     directory = _find_directory(path)
     _recover(directory)
     if not directory.is_dir():
@@ -433,7 +433,7 @@ def _digest_of_file(path: Path) -> str:
 
 
 def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Writes the arrays that this process writes; returns where its data sets stand."""
+    """Writes the arrays of this process. Returns the positions of its data sets."""
     arrays, process = _storable(snapshot), process_index()
     if arrays and process == 0:
         with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
@@ -468,7 +468,7 @@ def _open_orbax() -> Any:
 
 @contextlib.contextmanager
 def _taken_literally(directory: Path) -> Iterator[Path]:
-    """A path to a directory; a link if Orbax took its own for a pattern or TensorStore for another."""
+    """A path to a directory; a link to it where Orbax or TensorStore would misread its own path."""
     if not _MISREAD.search(str(directory)):
         yield directory
         return

@@ -68,7 +68,7 @@ def answer_everywhere(
 def _tell_all(
     placement: StatePlacement, name: str, tellers: Collection[int], hearers: Collection[int], message: Any
 ) -> dict[int, Any]:
-    """Has some processes tell all others something, as JSON. Returns what each tells."""
+    """Exchanges messages, as JSON, from some processes to all. Returns them by process."""
     subject, time = placement.name_agreement(name)
     own_process = links().process
     if own_process in tellers:
@@ -109,7 +109,7 @@ def agree_on(
     descriptions: Mapping[str, str],
     devices: Sequence[Any],
 ) -> None:
-    """Compares stages with the other processes' stages, if there are any; all processes call it."""
+    """Compares stages with those of the other processes, if there are any; all processes call it."""
     joined = peers.current()
     if joined is not None:
         where = ", ".join(f"{device.platform} {device.id}" for device in devices)
@@ -133,7 +133,7 @@ def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[s
 
 
 def identify_operations(equations: Iterable[Any]) -> str:
-    """A short text that differs where operations do, or what they are told: how often a loop runs, say."""
+    """A short text that differs where operations or their parameters do: how often a loop runs, say."""
     return digest(list(_describe_operations(equations, with_numbers=True)))
 
 
@@ -207,7 +207,7 @@ def telling_end(runner: Runner[Any], progress: Done) -> Iterator[None]:
 
 
 def hear_end(runner: Runner[Any], progress: Done) -> None:
-    """Waits for the end of a run in which this process has no part, and takes over what was done."""
+    """Waits for the end of a run in which this process has no part. Sets the number of iterations done."""
     joined = peers.current()
     assert joined is not None
     teller = _teller(runner)

@@ -132,7 +132,7 @@ class BlockProgram:
 
     @property
     def placement(self) -> StatePlacement:
-        """Where state lies."""
+        """The placement of state."""
         return self.code.placement
 
     @functools.cached_property
@@ -440,7 +440,7 @@ def _make_zeros(size: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
 
 
 def _write(stacks: Sequence[Any], values: Sequence[Any], place: Any) -> list[Any]:
-    """Writes values, which are stacked too, into the stacks from a place on."""
+    """Writes stacked values into stacks, from a place on."""
     return [
         jax.lax.dynamic_update_slice_in_dim(stack, value, place, 0)
         for stack, value in zip(stacks, values, strict=True)

@@ -79,7 +79,7 @@ class EarlierParts:
 
 @dataclass(frozen=True, eq=False)
 class PendingBlock:
-    """A block, or the last part of an update that does not fit one, that is ready to run."""
+    """A block that is ready to run, or the last part of an update that does not fit a block."""
 
     request: Request  # the request that it is a part of
     earlier: EarlierParts  # the earlier parts of its update
@@ -180,7 +180,7 @@ class BlockRunner(Runner[PendingBlock]):
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """Plans what the device takes. What stages hold counts among the program's temporaries."""
+        """Plans the device's memory. What stages hold counts among the program's temporaries."""
         del stages
         return super().plan_memory(accumulator_dtypes, (), every)
 
@@ -223,7 +223,7 @@ class BlockRunner(Runner[PendingBlock]):
             self._compile(state, leaves, block, updates=True)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
-        """Gets a block's micro-batches; of an update that fits no block, runs all parts but the last."""
+        """Gets a block's micro-batches. Of an update that fits no block, runs all parts but the last."""
         sizes = self.sizes(request.total, request.every)
         num_wanted = min(request.limit, sizes.capacity)
         if not self.placement.groups[0].is_here:

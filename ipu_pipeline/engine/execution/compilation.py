@@ -118,7 +118,7 @@ _LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU clie
 
 
 def is_portable(devices: Sequence[Any]) -> bool:
-    """Whether what is compiled for such devices can be loaded for others.
+    """Whether programs compiled for such devices can be loaded for others.
 
     It cannot with JAX's persistent compilation cache: XLA does not write out again what came from there.
     Only CPUs have been tried.
@@ -160,7 +160,7 @@ class CompiledSizes(NamedTuple):
 
 
 class _Lowered(NamedTuple):
-    """A program before XLA, where it runs, and a function that puts the compiled one in its place."""
+    """A program before XLA, its devices, and a function that puts the compiled one in its place."""
 
     lowered: Any
     group: DeviceGroup
@@ -288,7 +288,7 @@ class _Compiler:
 
 
 def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compiled: Any) -> None:
-    """Enters by device the most that a compiled program takes besides its arguments and results."""
+    """Notes, by device, the most that a compiled program takes besides arguments and results."""
     analysis = compiled.memory_analysis()  # None on some backends
     if analysis is not None:
         size = temporary_bytes.get(group.ipu, 0)

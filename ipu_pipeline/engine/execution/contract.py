@@ -33,7 +33,7 @@ from ipu_pipeline.ground.pytrees import num_bytes
 
 @dataclass(frozen=True, eq=False)
 class Iterated:
-    """What makes a pipeline the body of a loop.
+    """A pipeline's part as the body of a loop.
 
     Its micro-batches are iterations; their first leaves are carried from one to the next. Accumulators stay
     from run to run.
@@ -46,7 +46,7 @@ class Iterated:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is to be run."""
+    """A request to run micro-batches."""
 
     # the leaves of the inputs that stay the same. Here and in `carried`, a value that differs between
     # replicas is an `OfReplicas`.
@@ -58,7 +58,7 @@ class Request:
     iteration: int = 0  # in a loop, the iterations of the run so far; else the step's micro-batches
 
     def of_replica(self, replica: int) -> Request:
-        """The request as a replica has it."""
+        """The request with the values of one replica."""
         return dataclasses.replace(
             self,
             inputs=[of_replica(value, replica) for value in self.inputs],
@@ -67,11 +67,11 @@ class Request:
 
 
 class Pending(Protocol):
-    """What `Runner.fetch` returns and `Runner.run` takes; each kind of runner has its own."""
+    """The result of `Runner.fetch`, for `Runner.run`; each kind of runner has its own."""
 
     @property
     def count(self) -> int:
-        """How many micro-batches will run, unless a condition ends the loop before."""
+        """The number of micro-batches that will run, unless a condition ends the loop before."""
 
 
 PendingT = TypeVar("PendingT", bound=Pending)
@@ -116,7 +116,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         iterated: Iterated | None,
         homes: Sequence[StatePlacement] | None = None,
     ) -> None:
-        """Takes what all kinds of runners have."""
+        """Sets the attributes that all kinds of runners have."""
         self.placement = placement
         self.homes = (placement,) if homes is None else tuple(homes)
         platform = placement.groups[0].devices[0].platform
@@ -142,7 +142,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @property
     def takes_elements(self) -> bool:
-        """Whether this process gives it micro-batches, which it does if its stages read some."""
+        """Whether this process gives the runner micro-batches, as it does if its stages read some."""
         return True
 
     @abc.abstractmethod
@@ -197,7 +197,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @abc.abstractmethod
     def run(self, state: RunState, pending: PendingT) -> Progress:
-        """Does the rest. Takes the memory of accumulators, and of all the state if that was allowed.
+        """Runs the pending micro-batches. Takes the memory of accumulators, and of all state if allowed.
 
         Args:
           state: as for `fetch`.
@@ -231,7 +231,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_ipus(self) -> dict[Any, int]:
-        """Each device's number in the pipeline; the second replica's follow the first's.
+        """The number of each device in the pipeline; the second replica's follow the first's.
 
         With tensor parallelism, only the first device of each number is listed.
         """
@@ -258,7 +258,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_brought(self, every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by device, in a step of `every` micro-batches per replica."""
+        """The memory that execution phases bring, by device, with `every` micro-batches per replica."""
         del every
         return {}
 

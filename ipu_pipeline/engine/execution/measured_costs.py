@@ -64,7 +64,7 @@ def find_directory() -> Path | None:
 
 
 def describe_device(device: Any) -> str:
-    """What a measurement depends on besides what is measured."""
+    """A text of all that a measurement depends on besides the program."""
     cores = (_cpu_model(), count_cores()) if device.platform == "cpu" else None
     settings = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
     kind = device.platform, device.device_kind, device.client.platform_version
@@ -82,12 +82,12 @@ def _cpu_model() -> str:
 
 
 def digest(*texts: str) -> str:
-    """A name for what the texts say."""
+    """A name that differs where the texts differ."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def read_measurement(directory: Path | None, key: str, parse: Callable[[Any], T | None]) -> T | None:
-    """What the file of a key says; None if there is none, or it says nothing usable."""
+    """Reads the file of a key; None if there is none, or it holds nothing usable."""
     if directory is None:
         return None
     try:
@@ -146,7 +146,7 @@ _alone = threading.Lock()  # held while a program is timed: two at a time would 
 
 
 class ProgramTime(NamedTuple):
-    """What a program takes alone.
+    """The time and memory of a program that runs alone.
 
     Attributes:
       seconds: the time of a call: the median of several, and of two such medians the lesser.
@@ -234,7 +234,7 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
 
 
 def time_shortest(group: DeviceGroup) -> float:
-    """Times a program that does next to nothing, in seconds: what every program takes at least."""
+    """Times a program that does next to nothing, in seconds: the least that any program takes."""
     struct = jax.ShapeDtypeStruct((_SHORTEST,), np.float32, sharding=group.replicated)
     jitted = jax.jit(lambda x: [x + 1])
     (program_time,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
@@ -291,7 +291,7 @@ def _time(program: TimedProgram, compiled: Any, num_copies: int) -> ProgramTime:
 
 
 def _make_zeros(avals: Sequence[Any], shardings: Sequence[Any]) -> list[jax.Array]:
-    """Zeros, even while a function is being traced; by a program for each shape, which are few."""
+    """Makes zeros, even while a function is being traced; by a program for each shape, which are few."""
     with jax.ensure_compile_time_eval():
         pairs = zip(avals, shardings, strict=True)
         arrays = [zeros for aval, sharding in pairs for zeros in jit_zeros([aval], sharding)()]
@@ -333,7 +333,7 @@ def _parse(fields: Any) -> ProgramTime | None:
 
 
 def _keep(key: str, measured: ProgramTime, directory: Path | None) -> ProgramTime:
-    """Keeps what was measured. Returns what counts: what another process wrote meanwhile, if any did."""
+    """Keeps a measurement. Returns the one that counts: another process's, if that wrote meanwhile."""
     return keep_measurement(directory, key, measured._asdict(), _parse) or measured
 
 
@@ -346,7 +346,7 @@ StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind a
 
 
 def why_not_timed(programs: Sequence[StagePrograms]) -> str:
-    """Why stages cannot be run on zeros to time them, in words; empty if they can."""
+    """The reason why stages cannot be run on zeros to time them; empty if they can."""
     all_programs = [program for stage in programs for program in (stage.forward, *stage.backwards)]
     if any(program.reaches_python for program in all_programs):
         return CALLBACKS
@@ -406,7 +406,7 @@ def _timed_program(run: Any, structs: Mapping[Value, Any]) -> TimedProgram:
 
 
 def _is_new(argument: Any, result: Any) -> bool:
-    """Whether a result is what an argument becomes."""
+    """Whether a result is an argument's new value."""
     if isinstance(argument, Binding):
         return argument.kind is BindingKind.ACCUMULATOR and argument in result
     return bool(argument == result)
@@ -415,7 +415,7 @@ def _is_new(argument: Any, result: Any) -> bool:
 def time_transfers(
     plan: Plan, groups: Sequence[DeviceGroup], structs: Mapping[Value, Any], *, with_skips: bool
 ) -> dict[StageEdge, float]:
-    """Times what goes from stage to stage, in seconds, each transfer alone."""
+    """Times the transfers from stage to stage, in seconds, each alone."""
     last = len(groups) - 1
     durations: dict[StageEdge, float] = {}
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
@@ -439,7 +439,7 @@ def time_transfers(
 
 
 class Measured(NamedTuple):
-    """What was measured of a pipeline.
+    """The measurements of a pipeline.
 
     Attributes:
       costs: what a micro-batch and an update take, in seconds.

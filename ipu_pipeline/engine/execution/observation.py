@@ -32,7 +32,7 @@ from ipu_pipeline.engine.watching import Watcher
 
 
 def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
-    """Before the first watched step, waits for earlier steps or, if there are none, runs each program once.
+    """Waits for earlier steps before the first watched one; if there are none, runs each program once.
 
     The programs run on copies of the state and on micro-batches of zeros. What they make or raise is
     dropped. Nothing is run if a program calls Python, which would notice.
@@ -103,7 +103,7 @@ class HeldBytes:
         self._running: list[dict[Any, set[Value]]] = [{} for _stage in range(num_stages)]
 
     def find_held(self, blocks: dict[Key, Block], key: Key) -> set[Value]:
-        """What a stage holds of a micro-batch once one of its programs has run."""
+        """The values that a stage holds of a micro-batch once one of its programs has run."""
         kind, stage = key
 
         def read(later_kind: ActionKind) -> set[Value]:
@@ -141,7 +141,7 @@ class HeldBytes:
 
 
 def _reads(block: Block) -> list[Value]:
-    """A micro-batch's values that programs read, where they lie between programs."""
+    """The values of a micro-batch that programs read, where they lie between programs."""
     return [
         value._replace(is_away=False, copy=0)
         for instruction in block.code

@@ -213,17 +213,17 @@ class PlanRunner(Runner[PendingPlan]):
         self._ready.clear()
 
     def like(self, source: PlanRunner) -> Self:
-        """Takes over what was set in a runner for the same shapes. Returns itself."""
+        """Takes over the settings of a runner for the same shapes. Returns itself."""
         self.kept, self.note = source.kept, source.note
         return self
 
     def observe_held(self) -> Sequence[list[int]]:
-        """Begins to measure what stages hold, per replica and stage."""
+        """Starts measuring what stages hold, per replica and stage."""
         self.held_bytes = [HeldBytes(replica, len(self.programs)) for replica in range(self.num_replicas)]
         return [measurement.peaks for measurement in self.held_bytes]
 
     def keep_outputs(self) -> None:
-        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own."""
+        """Leaves the replicas' outputs in their processes, each of which hands on its own."""
         groups = [home.groups[0] for home in self.homes]
         for replica, group in enumerate(groups):
             if processes := group.processes[1:]:
@@ -254,7 +254,7 @@ class PlanRunner(Runner[PendingPlan]):
         return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
 
     def check_other(self, runner: PlanRunner) -> None:
-        """Checks the runner for other shapes, which this one is to lead."""
+        """Checks a runner for other shapes, before this one leads it."""
         if self.maker.code.keys() != runner.maker.code.keys():
             raise ValueError(
                 f"Stages have other programs {runner.note} than for the first micro-batch: a stage whose "
@@ -327,12 +327,12 @@ class PlanRunner(Runner[PendingPlan]):
         self.linker.forget()  # programs have other functions
 
     def forget_trials(self) -> None:
-        """Lets go of what runners with other sizes of chunks have compiled."""
+        """Drops the programs that runners with other sizes of chunks have compiled."""
         self.maker.programs.keep_stages(self.maker.scope)
         self.linker.forget()
 
     def _find_struct(self, key: Any, value: Value) -> Any:
-        """The shape, dtype and sharding of what is given, or comes from the feed. `key`: a random key."""
+        """The shape, dtype and sharding of a value that is given or fed. `key`: a random key."""
         placement, label, group = self.placement, value.what, value.group
         shape: tuple[int, ...] = ()
         dtype: Any = np.int32
@@ -387,7 +387,7 @@ class PlanRunner(Runner[PendingPlan]):
     # Registers before a step.
 
     def fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
-        """Fills the registers that are given, but for those that are filled already."""
+        """Fills the registers of given values, unless they are filled already."""
         registers += [None] * (len(plan.names) - len(registers))
         if self.placement.has_peers:
             self.placement.begin_step()
@@ -535,7 +535,7 @@ class PlanRunner(Runner[PendingPlan]):
     def _run_mixed(
         self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
     ) -> ReadyPlan:
-        """Runs the micro-batches of a step that are left, whose shapes may differ.
+        """Runs the remaining micro-batches of a step, whose shapes may differ.
 
         The plans of all shapes have the same order, and the same frames for micro-batches. So a micro-batch
         is run by the blocks that the plan of its shapes has for it.
@@ -723,7 +723,7 @@ class PlanRunner(Runner[PendingPlan]):
     # Memory.
 
     def find_brought(self, every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by device, in each replica."""
+        """The memory that execution phases bring, by device, in each replica."""
         if self._phases is None:
             return {}
         count, ahead = every // self.chunk_size, self._phases.num_ahead
@@ -732,7 +732,7 @@ class PlanRunner(Runner[PendingPlan]):
         return find_brought(self._step(count))
 
     def find_host_memory(self, link: LinkSpeed) -> HostMemory | None:
-        """What execution phases bring and take away, for the simulator; None if nothing."""
+        """The transfers of execution phases, for the simulator; None without phases."""
         return None if self._phases is None else find_host_memory(self._step(2), link)
 
     def _step(self, count: int) -> Step:

@@ -46,7 +46,7 @@ _MAX_NAMES = 300  # characters, in an error
 
 
 def describe_other_optimizer(value: object) -> str:
-    """What errors call an object that is not an `optax.GradientTransformation`, and how to get one."""
+    """Names an object that is no `optax.GradientTransformation`, for errors, and how to get one."""
     name = type(value).__name__
     if not callable(getattr(value, "gradient_transformation", None)):
         return name
@@ -303,7 +303,7 @@ def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr,
 
 
 def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations that are needed for outputs, or have effects that are not those of a stage as well."""
+    """Drops equations that outputs do not need, unless they have effects that no stage has, too."""
 
     def variables(atoms: Sequence[Any]) -> list[Any]:
         return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]

@@ -96,7 +96,7 @@ def scale_loss(
 
 
 def wrap_optimizer(inner: optax.GradientTransformation, init: Any, update: Any) -> Any:
-    """A transformation of these functions, which is loss scaled if the one within is."""
+    """Makes a transformation of these functions; it is loss scaled if `inner` is."""
     if not isinstance(inner, LossScaled):
         return optax.GradientTransformationExtraArgs(init, update)
     transformation = LossScaled(init, update)
@@ -117,12 +117,12 @@ def is_loss_weight(name: str) -> bool:
 
 
 def without_weights(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by full name, without those of such variables."""
+    """The values by full name, without those of variables for loss weights."""
     return {name: value for name, value in values.items() if not is_loss_weight(name)}
 
 
 def with_weight(loss: Callable[..., Any], loss_weight: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss whose weight is what another function of the same arguments returns."""
+    """Makes a loss whose weight another function of the same arguments returns."""
 
     def weighted(*args: Any, **kwargs: Any) -> Any:
         check_signature(loss_weight, (args, kwargs), "what the last stage returns", "loss_weight")
