@@ -303,7 +303,7 @@ def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr,
 
 
 def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Drops equations that outputs do not need, unless they have effects that no stage has, too."""
+    """Drops equations that no output needs; of those with effects, only the ones traced again."""
 
     def variables(atoms: Sequence[Any]) -> list[Any]:
         return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
