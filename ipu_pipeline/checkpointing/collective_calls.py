@@ -1,4 +1,4 @@
-"""Calls functions in the processes that write a checkpoint together, and tells all of them of an error.
+"""Collective calls of the processes that write a checkpoint together; all of them raise if one fails.
 
 All processes call the functions of this module in the same order. In a process that runs alone, these only
 call the function that they are given.
@@ -20,8 +20,8 @@ _place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="c
 
 def process_index() -> int:
     """The number of this process."""
-    others = processes.current()
-    return 0 if others is None else others.index
+    peers = processes.current()
+    return 0 if peers is None else peers.index
 
 
 def is_first() -> bool:
@@ -31,8 +31,8 @@ def is_first() -> bool:
 
 def do_first(function: Callable[[], T]) -> T:
     """Calls a function in process 0; the other processes wait for it."""
-    told: list[T] = _do(function, takes_part=is_first())
-    return told[0]
+    values: list[T] = _do(function, takes_part=is_first())
+    return values[0]
 
 
 def do_each(function: Callable[[], T]) -> list[T]:
@@ -41,29 +41,32 @@ def do_each(function: Callable[[], T]) -> list[T]:
 
 
 @contextlib.contextmanager
-def beside(what: str) -> Iterator[None]:
-    """Keeps this thread's exchanges with other processes apart from another saving thread's."""
-    token = _place.set(what)
+def beside(name: str) -> Iterator[None]:
+    """Gives this thread's exchanges with other processes a name of their own.
+
+    The thread that writes a series may meet the others before or after what the program saves meanwhile.
+    """
+    token = _place.set(name)
     try:
         yield
     finally:
         _place.reset(token)
 
 
-def is_any(value: bool, what: str) -> bool:
+def is_any(value: bool, subject: str) -> bool:
     """Whether `value` is True in any process; waits for all."""
-    return largest(value, what) > 0
+    return largest(value, subject) > 0
 
 
-def largest(value: int, what: str) -> int:
+def largest(value: int, subject: str) -> int:
     """The largest `value` of all processes; waits for all."""
-    others = processes.current()
-    return value if others is None else max(map(int, others.exchange(what, str(int(value)))))
+    peers = processes.current()
+    return value if peers is None else max(map(int, peers.exchange(subject, str(int(value)))))
 
 
 def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
-    others = processes.current()
-    if others is None:
+    peers = processes.current()
+    if peers is None:
         return [function()]
     value: Any = None
     error: Exception | None = None
@@ -74,10 +77,10 @@ def _do(function: Callable[[], T], takes_part: bool) -> list[T]:
         except Exception as raised:
             error = raised
     fault = None if error is None else f"{type(error).__name__}: {error}"
-    told = [json.loads(text) for text in others.exchange(_place.get(), json.dumps([fault, value]))]
+    answers = [json.loads(text) for text in peers.exchange(_place.get(), json.dumps([fault, value]))]
     if error is not None:
         raise error
-    for process, (fault, _value) in enumerate(told):
+    for process, (fault, _value) in enumerate(answers):
         if fault is not None:
             raise OSError(f"In process {process}: {fault}")
-    return [value for _fault, value in told]
+    return [value for _fault, value in answers]

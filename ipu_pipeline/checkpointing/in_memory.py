@@ -12,6 +12,10 @@ All processes begin each run together. Before that, each waits until the checkpo
 with the beginning they tell each other so (`tell`, `hear`). Then each takes the next one. So the last one
 that is complete in all processes is always known, and nothing else is needed. If one process cannot write
 any more, all stop, and that one stays.
+
+After a death all processes are started again. That the others stay was tried with jax 0.10.2: gloo keeps
+connections by the devices' numbers as long as a process lives, so that collectives cannot take in a new
+process, and a coordinator's death aborts all. It would save 0.3 s of the 5 s from a death to the next run.
 """
 
 from __future__ import annotations
@@ -82,33 +86,32 @@ def _end_threads() -> None:
 
 
 def parts_of(leaves: Sequence[Any]) -> list[Parts]:
-    """What this process writes of arrays, kept before their memory is given away."""
-    found = [processes.parts_written_here(leaf) for leaf in leaves]
-    kept = iter(keep([_as_data(part) for parts in found for _begin, part in parts]))
+    """The parts of arrays that this process writes, kept before their memory is given away."""
+    local_parts = [processes.parts_written_here(leaf) for leaf in leaves]
+    kept_parts = iter(keep([_as_data(part) for parts in local_parts for _begin, part in parts]))
     return [
         Parts(
             tuple(leaf.shape),
             leaf.dtype,
             describe_array(leaf),
             tuple(begin for begin, _part in parts),
-            tuple(next(kept) for _part in parts),
+            tuple(next(kept_parts) for _part in parts),
         )
-        for leaf, parts in zip(leaves, found, strict=True)
+        for leaf, parts in zip(leaves, local_parts, strict=True)
     ]
 
 
 def rows_of(leaves: Sequence[Any]) -> list[Parts]:
-    """The same of variables of which each replica has its own values; a row for each."""
-    found = [processes.rows_written_here(leaf) for leaf in leaves]
-    kept = iter(keep([part for _count, parts in found for _begin, part in parts]))
+    """The same for variables of which each replica has its own values, with a row per replica."""
+    local_rows = [processes.rows_written_here(leaf) for leaf in leaves]
+    kept_rows = iter(keep([part for _count, parts in local_rows for _begin, part in parts]))
     rows = []
-    for leaf, (count, parts) in zip(leaves, found, strict=True):
+    for leaf, (count, parts) in zip(leaves, local_rows, strict=True):
         shape = (count, *leaf.shape)
         described = describe_array(jax.ShapeDtypeStruct(shape, leaf.dtype))
         begins = tuple(begin for begin, _part in parts)
-        rows.append(
-            Parts(shape, leaf.dtype, described, begins, tuple(next(kept) for _part in parts), are_rows=True)
-        )
+        arrays = tuple(next(kept_rows) for _part in parts)
+        rows.append(Parts(shape, leaf.dtype, described, begins, arrays, are_rows=True))
     return rows
 
 
@@ -117,7 +120,7 @@ def _as_data(array: Any) -> Any:
 
 
 class _Key(NamedTuple):
-    """What tells a checkpoint from others of its series."""
+    """The identity of a checkpoint in its series. Files of different starts are never put together."""
 
     number: int
     restart: int  # in which it was taken
@@ -125,7 +128,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class _File:
-    """A file: its checkpoint, and whose part it has."""
+    """A file: its checkpoint, and the process whose part it has."""
 
     number: int
     restart: int
@@ -173,10 +176,11 @@ class InMemorySeries:
         self._complete: _Key | None = None  # the last one that all have
         self._is_working = True
         self._thread: threading.Thread | None = None
-        told = do_each(lambda: _describe_memory(directory))  # an error in one process is raised in all
-        self._machines = [memory for memory, _restart, _every in told]
-        self._restart = _check_same(RESTART_VARIABLE, [restart for _memory, restart, _every in told])
-        self._every = _check_same(MEMORY_EVERY_VARIABLE, [every for _memory, _restart, every in told])
+        # An error in one process is raised in all.
+        machines, restarts, intervals = zip(*do_each(lambda: _describe_memory(directory)), strict=True)
+        self._machines = list(machines)
+        self._restart = _check_same(RESTART_VARIABLE, restarts)
+        self._every = _check_same(MEMORY_EVERY_VARIABLE, intervals)
         self._count = len(self._machines)
         if len(set(self._machines)) > 1:
             processes.connect_all()
@@ -201,16 +205,16 @@ class InMemorySeries:
             self._thread = None
 
     def meet(self) -> None:
-        """Does all that comes before `take`, where no other exchange of the processes can carry it."""
-        told: Sequence[str] = ()
+        """Waits, tells and hears before `take`, where no other exchange of the processes can carry it."""
+        texts: Sequence[str] = ()
         if self.is_due:
             self.wait()
-            others = processes.current()
-            told = [self.tell()] if others is None else others.exchange(self._what, self.tell())
-        self.hear(told)
+            peers = processes.current()
+            texts = [self.tell()] if peers is None else peers.exchange(self._what, self.tell())
+        self.hear(texts)
 
     def tell(self) -> str:
-        """What the other processes are to know before the next checkpoint is taken, after `wait`."""
+        """The text for the other processes before the next checkpoint is taken, after `wait`."""
         return str(self._written) if self._is_working else ""
 
     @property
@@ -218,12 +222,12 @@ class InMemorySeries:
         """Whether a checkpoint is taken before the next run; the same in all processes."""
         return self._num_asked % self._every == 0
 
-    def hear(self, told: Sequence[str]) -> None:
+    def hear(self, texts: Sequence[str]) -> None:
         """Takes what `tell` returned in all processes, when a run begins; nothing if none is due."""
         self._run_begun = time.monotonic()
-        if "" in told:
+        if "" in texts:
             self._is_working = False
-        elif len(set(told)) == 1:
+        elif len(set(texts)) == 1:
             self._complete = self._written
 
     def take(self, snapshot: Callable[[], Snapshot]) -> None:
@@ -236,11 +240,11 @@ class InMemorySeries:
             key = _Key(self._next, self._restart)
             self._next = _begun[self._name] = self._next + 1
             try:
-                taken = snapshot()
-                extra = {**taken.extra, _RUNS: self.runs, _USEFUL: useful_seconds()}
-                given = (key, dataclasses.replace(taken, extra=extra))
+                new_snapshot = snapshot()
+                extra = {**new_snapshot.extra, _RUNS: self.runs, _USEFUL: useful_seconds()}
+                arguments = (key, dataclasses.replace(new_snapshot, extra=extra))
                 thread = threading.Thread(
-                    target=self._write_or_report, args=given, name=_THREAD, daemon=True
+                    target=self._write_or_report, args=arguments, name=_THREAD, daemon=True
                 )
                 thread.start()
                 self._thread = thread
@@ -248,16 +252,16 @@ class InMemorySeries:
                 self._answer(key, _NOTHING)
                 self._report(error)
 
-    def note_run(self, step: int, what: Hashable = None) -> None:
+    def note_run(self, step: int, program: Hashable = None) -> None:
         """Counts a run that is done, with the global step after it.
 
         The first run of something also compiles it. It counts for as long as the second one takes.
         """
         seconds = time.monotonic() - self._run_begun
-        if what not in self._first:
-            self._first[what] = seconds
+        if program not in self._first:
+            self._first[program] = seconds
         else:
-            first, self._first[what] = self._first[what], None
+            first, self._first[program] = self._first[program], None
             count_useful(seconds + (0.0 if first is None else min(first, seconds)))
         tell_progress(self._name, self.runs, step)
         self.runs += 1
@@ -306,7 +310,7 @@ class InMemorySeries:
         return snapshot
 
     def tell_resumed(self) -> None:
-        """Says how many runs are done again, after training has gone on with what was found."""
+        """Reports how many runs are done again, after training has gone on with what was found."""
         with contextlib.suppress(OSError, ValueError):  # the node is new, or it was being written
             launcher.tell_resumed(max(0, int(self._done(self._index).read_text()) - self.runs))
 
@@ -318,12 +322,12 @@ class InMemorySeries:
 
     def _open(self, file: _File, holders: Mapping[str, int]) -> BinaryIO:
         """Opens a file, which may be on another machine. All processes call it, in the same order."""
-        what, number, teller = "a file in memory", next(_numbers), min(holders.values())
+        subject, number, teller = "a file in memory", next(_numbers), min(holders.values())
         lacking = [process for process, machine in enumerate(self._machines) if machine not in holders]
         if self._index == teller and lacking:
-            processes.offer_bytes(what, number, lacking, self._path(file).read_bytes())
+            processes.offer_bytes(subject, number, lacking, self._path(file).read_bytes())
         if self._index in lacking:
-            return io.BytesIO(processes.fetch_bytes(what, number, teller))
+            return io.BytesIO(processes.fetch_bytes(subject, number, teller))
         return open(self._path(file), "rb")
 
     def leave(self) -> None:
@@ -366,8 +370,8 @@ class InMemorySeries:
         try:
             self._write(key, snapshot)
         except Exception as error:
-            others = processes.current()
-            if isinstance(error, ProcessError) or (others is not None and others.failure is not None):
+            peers = processes.current()
+            if isinstance(error, ProcessError) or (peers is not None and peers.failure is not None):
                 _logger.debug("In-memory checkpoint %d was not written: %s", key.number, error)
             else:
                 self._report(error)
@@ -390,8 +394,8 @@ class InMemorySeries:
         fault, sent = None, memoryview(_NOTHING)
         try:
             content = _Content.of(snapshot)
-            own = _File(*key, self._index, self._count)
-            self._store(own, content.write)
+            file = _File(*key, self._index, self._count)
+            self._store(file, content.write)
             if self._buddy is not None:
                 copy = io.BytesIO()
                 content.write(copy)
@@ -410,7 +414,7 @@ class InMemorySeries:
         self._written = key
         self._num_written += 1
         if self._num_written == 2:  # of a state that a run has made
-            self._say_size(own)
+            self._say_size(file)
 
     def _answer(self, key: _Key, content: bytes | memoryview) -> None:
         """Lets the buddy fetch this process's part, which it waits for."""
@@ -450,43 +454,43 @@ def _write_bytes(content: memoryview, stream: BinaryIO) -> None:
 
 
 def _describe_memory(directory: Path) -> tuple[str, int, int]:
-    """Makes the directory if it is gone, and describes what this process has been given.
+    """Makes the directory if it is gone, and describes it and this process's settings.
 
     Returns:
       A text that is the same in processes that share the directory, and only there; the number of restarts,
       and that of runs between checkpoints.
     """
-    found = os.stat(make_own(directory))
+    status = os.stat(make_own(directory))
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    return f"{boot} {found.st_dev} {found.st_ino}", restart_number(), runs_between_checkpoints()
+    return f"{boot} {status.st_dev} {status.st_ino}", restart_number(), runs_between_checkpoints()
 
 
 def _check_same(variable: str, values: Sequence[T]) -> T:
     """The value of an environment variable, which must be the same in all processes."""
     if len(set(values)) > 1:
-        told = ", ".join(f"{value} in process {process}" for process, value in enumerate(values))
+        texts = ", ".join(f"{value} in process {process}" for process, value in enumerate(values))
         raise ValueError(
-            f"The environment variable {variable} must be the same in all processes of a run: {told}."
+            f"The environment variable {variable} must be the same in all processes of a run: {texts}."
         )
     return values[0]
 
 
 def _find_buddies(machines: Sequence[str]) -> list[int | None]:
-    """For each process, the one that also keeps what it writes: on the next machine, if there is one.
+    """Finds for each process the one that also keeps what it writes: on the next machine, if any.
 
     The buddies of a machine's processes are spread evenly over the processes of the next machine.
     """
-    there: dict[str, list[int]] = {}
+    of_machines: dict[str, list[int]] = {}
     for process, machine in enumerate(machines):
-        there.setdefault(machine, []).append(process)
-    order = list(there)
+        of_machines.setdefault(machine, []).append(process)
+    order = list(of_machines)
     if len(order) == 1:
         return [None] * len(machines)
-    found: list[int | None] = []
+    buddies: list[int | None] = []
     for process, machine in enumerate(machines):
-        beside = there[order[(order.index(machine) + 1) % len(order)]]
-        found.append(beside[there[machine].index(process) % len(beside)])
-    return found
+        beside = of_machines[order[(order.index(machine) + 1) % len(order)]]
+        buddies.append(beside[of_machines[machine].index(process) % len(beside)])
+    return buddies
 
 
 @dataclass(frozen=True, eq=False)
@@ -499,7 +503,7 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
       document: `Snapshot.document`.
@@ -511,20 +515,20 @@ class _Content:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Content:
-        """What is written of a snapshot."""
-        found = {}
-        for path, known in flatten(snapshot.arrays()):
-            data = [np.asarray(part, order="C") for part in known.parts]
-            if known.are_rows:
+        """The contents of the file for a snapshot."""
+        parts = {}
+        for path, array in flatten(snapshot.arrays()):
+            data = [np.asarray(part, order="C") for part in array.parts]
+            if array.are_rows:
                 data = [row[None] for row in data]
             if data:
-                inner = data[0].shape[len(known.shape) :]  # of the data of a random key
-                begins = [(*begin, *[0] * len(inner)) for begin in known.begins]
-                found[path] = ((*known.shape, *inner), list(map(_Part, begins, data)))
-        return cls(snapshot.document(), found)
+                inner = data[0].shape[len(array.shape) :]  # of the data of a random key
+                begins = [(*begin, *[0] * len(inner)) for begin in array.begins]
+                parts[path] = ((*array.shape, *inner), list(map(_Part, begins, data)))
+        return cls(snapshot.document(), parts)
 
     def write(self, stream: BinaryIO) -> None:
-        """Writes it where the stream stands, at its beginning."""
+        """Writes the file, where the stream stands, at its beginning."""
         entries: list[Any] = []
         end = 0
         for path, (shape, parts) in self.parts.items():
@@ -537,7 +541,7 @@ class _Content:
         header = json.dumps([self.document, entries]).encode()
         stream.write(_BEGINNING + f"{len(header)}\n".encode() + header)
         base = _aligned(stream.tell())
-        offsets = (offset for *_known, described in entries for _begin, _shape, offset in described)
+        offsets = (offset for *_entry, described in entries for _begin, _shape, offset in described)
         for part, offset in zip(
             (p for _shape, some in self.parts.values() for p in some), offsets, strict=True
         ):
@@ -552,18 +556,18 @@ class _Content:
                 raise ValueError("This is no in-memory checkpoint of this version of the library.")
             document, entries = json.loads(stream.read(int(stream.readline())))
             base = _aligned(stream.tell())
-            found = {}
+            arrays = {}
             for path, shape, dtype, described in entries:
                 parts = []
                 for begin, part_shape, offset in described:
                     data = np.empty(part_shape, dtype)
                     stream.seek(base + offset)
-                    read = stream.readinto(data.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
-                    if read != data.nbytes:
+                    num_read = stream.readinto(data.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+                    if num_read != data.nbytes:
                         raise ValueError("An in-memory checkpoint is shorter than it was.")
                     parts.append(_Part(tuple(begin), data))
-                found[tuple(path)] = (tuple(shape), parts)
-        return cls(document, found)
+                arrays[tuple(path)] = (tuple(shape), parts)
+        return cls(document, arrays)
 
 
 def _aligned(offset: int) -> int:
@@ -571,8 +575,9 @@ def _aligned(offset: int) -> int:
 
 
 def _join(contents: Sequence[_Content]) -> Snapshot:
-    """The snapshot of which each file has parts."""
-    document = {**contents[0].document, "feeds": furthest([one.document["feeds"] for one in contents])}
+    """Joins the files of all processes to the snapshot."""
+    feeds = furthest([content.document["feeds"] for content in contents])
+    document = {**contents[0].document, "feeds": feeds}
 
     def assemble(described: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
         return {
@@ -581,20 +586,20 @@ def _join(contents: Sequence[_Content]) -> Snapshot:
         }
 
     def join(path: tuple[str, ...], described: str) -> Any:
-        found = [content.parts[path] for content in contents if path in content.parts]
-        if not found:
+        entries = [content.parts[path] for content in contents if path in content.parts]
+        if not entries:
             empty = from_numpy(None, described)
             if empty.size:
                 raise ValueError(f"An in-memory checkpoint lacks {'/'.join(path)}.")
             return empty
-        shape, parts = found[0]
-        whole = np.empty(shape, parts[0].data.dtype)
-        if sum(part.data.size for _shape, some in found for part in some) != whole.size:
+        shape, parts = entries[0]
+        array = np.empty(shape, parts[0].data.dtype)
+        if sum(part.data.size for _shape, some in entries for part in some) != array.size:
             raise ValueError(f"An in-memory checkpoint lacks a part of {'/'.join(path)}.")
-        for _shape, some in found:
+        for _shape, some in entries:
             for part in some:
                 ends = (begin + size for begin, size in zip(part.begin, part.data.shape, strict=True))
-                whole[tuple(map(slice, part.begin, ends))] = part.data
-        return from_numpy(whole, described)
+                array[tuple(map(slice, part.begin, ends))] = part.data
+        return from_numpy(array, described)
 
     return Snapshot.of(document, assemble(document["arrays"]))

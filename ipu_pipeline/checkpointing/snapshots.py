@@ -1,4 +1,4 @@
-"""Everything that training has made: as records, and as arrays and a document, for checkpoints."""
+"""Snapshots of a training for checkpoints: records of its state, as arrays by name and a JSON document."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import numpy as np
 
 from ipu_pipeline.ground.pytrees import is_readable
 from ipu_pipeline.queues.feeder import Position
-
-# Everything in a session that runs change, as immutable records.
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +63,8 @@ class SessionState:
 
     def with_arrays(self, arrays: Any) -> SessionState:
         """A copy with other arrays, in the structure of `arrays`."""
-        variables, kept = arrays
-        records = map(_with_arrays, self.pipelines.values(), kept)
+        variables, new_arrays = arrays
+        records = map(_with_arrays, self.pipelines.values(), new_arrays)
         return SessionState(variables, dict(zip(self.pipelines, records, strict=True)))
 
 
@@ -89,11 +87,9 @@ def _with_arrays(record: Record, arrays: tuple[Any, Any]) -> Record:
     return dataclasses.replace(record, optimizer=optimizer, accumulated=accumulated)
 
 
-# Everything that training has made, as arrays by name and a JSON document: what a checkpoint holds.
-#
-# Nothing in it depends on how a model is cut into stages, on schedules or on devices. Variables go by their
-# full names; optimizer state by the pipeline's name and its path in the Optax state, where parameters are
-# one flat dict by full name.
+# Nothing in a checkpoint depends on how a model is cut into stages, on schedules or on devices. Variables
+# go by their full names; optimizer state by the pipeline's name and its path in the Optax state, where
+# parameters are one flat dict by full name.
 
 _KEY = "key "
 FORMAT = "ipu_pipeline checkpoint"
@@ -110,7 +106,7 @@ class FeedPosition:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a process writes of an array, in its place.
+    """The parts of an array that a process writes, and their places in it.
 
     Attributes:
       shape, dtype: the array's.
@@ -144,9 +140,9 @@ class Snapshot:
         """All arrays, in nested dicts: variables; optimizer and accumulated, both by pipeline."""
         pipelines = self.state.pipelines.items()
         optimizers = {
-            name: dict(zip(kept.shapes, jax.tree.leaves(kept.tree), strict=True))
+            name: dict(zip(optimizer.shapes, jax.tree.leaves(optimizer.tree), strict=True))
             for name, record in pipelines
-            if (kept := record.optimizer) is not None
+            if (optimizer := record.optimizer) is not None
         }
         accumulated = {
             name: dict(record.accumulated.accumulators)
@@ -195,9 +191,9 @@ class Snapshot:
             )
         records = {
             name: _make_record(
-                known, arrays["optimizer"].get(name, {}), arrays["accumulated"].get(name, {})
+                described, arrays["optimizer"].get(name, {}), arrays["accumulated"].get(name, {})
             )
-            for name, known in document["pipelines"].items()
+            for name, described in document["pipelines"].items()
         }
         feeds = [
             FeedPosition(tuple(feed.pop("pipelines")), Position(**feed))
@@ -254,29 +250,29 @@ def from_numpy(stored: Any, described: str) -> Any:
 
 def furthest(feeds: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The furthest position of each data set that any process reports; only processes that read it know."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    feeds_by_pipelines: dict[tuple[str, ...], dict[str, Any]] = {}
     for feed in itertools.chain(*feeds):
-        known = found.setdefault(tuple(feed["pipelines"]), feed)
-        if (feed["count"], feed["has_ended"]) > (known["count"], known["has_ended"]):
-            found[tuple(feed["pipelines"])] = feed
-    return list(found.values())
+        furthest_feed = feeds_by_pipelines.setdefault(tuple(feed["pipelines"]), feed)
+        if (feed["count"], feed["has_ended"]) > (furthest_feed["count"], furthest_feed["has_ended"]):
+            feeds_by_pipelines[tuple(feed["pipelines"])] = feed
+    return list(feeds_by_pipelines.values())
 
 
-def find_differences(known: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+def find_differences(saved: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Says, in sentences, how a checkpoint's variables differ from the programs'."""
-    missing = sorted(name for name in wanted if name not in known)
-    surplus = sorted(name for name in known if name not in wanted)
-    other = [
-        f"{name} is {known[name]}, not {wanted[name]}"
-        for name in sorted(known.keys() & wanted.keys())
-        if known[name] != wanted[name]
+    missing = sorted(name for name in expected if name not in saved)
+    surplus = sorted(name for name in saved if name not in expected)
+    different = [
+        f"{name} is {saved[name]}, not {expected[name]}"
+        for name in sorted(saved.keys() & expected.keys())
+        if saved[name] != expected[name]
     ]
     lists: Sequence[tuple[str, list[str]]] = (
         ("missing in the checkpoint", missing),
         ("extra in the checkpoint", surplus),
-        ("of another shape or dtype", other),
+        ("of another shape or dtype", different),
     )
-    return [f"{what}: {', '.join(names)}." for what, names in lists if names]
+    return [f"{kind}: {', '.join(names)}." for kind, names in lists if names]
 
 
 def _describe_record(record: Record) -> dict[str, Any]:
@@ -292,13 +288,13 @@ def _describe_record(record: Record) -> dict[str, Any]:
 
 
 def _make_record(
-    known: Mapping[str, Any], optimizer: Mapping[str, Any], accumulators: Mapping[str, Any]
+    described: Mapping[str, Any], optimizer: Mapping[str, Any], accumulators: Mapping[str, Any]
 ) -> Record:
-    kept = gradients = None
-    if known["optimizer"] is not None:
-        leaves = {path: optimizer[path] for path in known["optimizer"]}
+    kept_optimizer = gradients = None
+    if described["optimizer"] is not None:
+        leaves = {path: optimizer[path] for path in described["optimizer"]}
         shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-        kept = KeptOptimizer(shapes, list(leaves.values()))
-    if known["accumulated"] is not None:
-        gradients = KeptGradients(**known["accumulated"], accumulators=dict(accumulators))
-    return Record(kept, known["update_count"], known["execution_count"], gradients)
+        kept_optimizer = KeptOptimizer(shapes, list(leaves.values()))
+    if described["accumulated"] is not None:
+        gradients = KeptGradients(**described["accumulated"], accumulators=dict(accumulators))
+    return Record(kept_optimizer, described["update_count"], described["execution_count"], gradients)

@@ -23,11 +23,8 @@ from ipu_pipeline.engine.updates.update_programs import Updates
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
 
-# What the processes of a pipeline or loop agree on: whether there are micro-batches for a step, and more.
-#
-# Only processes with stages that read the feed take micro-batches. If the data of one of them end, it ends
-# the step, and the others would wait for values that never come. So all micro-batches of a step are there
-# before it begins: each process that reads some tells all others, and waits for the others that read.
+# The micro-batches of a step are all there before it begins: if one process's data ended within it, the
+# others would wait for values that never come. So each process that reads the feed tells all others.
 
 
 def agree_on_elements(
@@ -37,11 +34,11 @@ def agree_on_elements(
 
     An error counts before the end of the data, and of these that of the process with the least number.
     """
-    own = None
+    own_fault = None
     if error is not None:
-        own = (isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}")
-    told = _tell_all(placement, "micro-batches", readers, hearers, own)
-    failed = {process: one for process, one in told.items() if one is not None}
+        own_fault = (isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}")
+    faults = _tell_all(placement, "micro-batches", readers, hearers, own_fault)
+    failed = {process: fault for process, fault in faults.items() if fault is not None}
     if not failed:
         return
     first = min(failed, key=lambda process: (failed[process][0], process))
@@ -52,89 +49,91 @@ def agree_on_elements(
     raise kind(f"In process {first}, which reads the micro-batches: {text}") from error
 
 
-def answer_everywhere(placement: StatePlacement, asked: Sequence[Any], homes: Sequence[Any]) -> list[bool]:
+def answer_everywhere(
+    placement: StatePlacement, conditions: Sequence[Any], homes: Sequence[Any]
+) -> list[bool]:
     """Waits for the boolean scalars of a condition, in all processes that have a part in a loop."""
     if not placement.has_peers:
-        return list(map(bool, asked))
-    what = "condition of a loop"
-    here = [number for number, home in enumerate(homes) if is_here(home)]
-    with peers.waiting(f"the {what}"), naming_peers():
-        own = {number: bool(np.asarray(asked[number])) for number in here}
+        return list(map(bool, conditions))
+    subject = "condition of a loop"
+    own_places = [place for place, home in enumerate(homes) if is_here(home)]
+    with peers.waiting(f"the {subject}"), naming_peers():
+        own_answers = [(place, bool(np.asarray(conditions[place]))) for place in own_places]
     processes = {home.process_index for home in homes}
-    told = _tell_all(placement, what, processes, placement.groups[0].processes, list(own.items()))
-    answers = dict(answer for one in told.values() for answer in one)
-    return [answers[number] for number in range(len(homes))]
+    messages = _tell_all(placement, subject, processes, placement.groups[0].processes, own_answers)
+    answers = dict(answer for pairs in messages.values() for answer in pairs)
+    return [answers[place] for place in range(len(homes))]
 
 
 def _tell_all(
-    placement: StatePlacement, what: str, tellers: Collection[int], hearers: Collection[int], own: Any
+    placement: StatePlacement, name: str, tellers: Collection[int], hearers: Collection[int], message: Any
 ) -> dict[int, Any]:
-    """Has some processes tell all others something, as JSON. Returns what each tells."""
-    subject, time = placement.name_agreement(what)
-    here = links().process
-    if here in tellers:
-        text = json.dumps([subject, time, own])
-        with peers.waiting(f"the {what}"):  # until the others have connected, the first time
+    """Exchanges messages, as JSON, from some processes to all. Returns them by process."""
+    subject, time = placement.name_agreement(name)
+    own_process = links().process
+    if own_process in tellers:
+        text = json.dumps([subject, time, message])
+        with peers.waiting(f"the {name}"):  # until the others have connected, the first time
             for process in hearers:
-                if process != here:
+                if process != own_process:
                     links().tell(process, text)
 
-    told = {here: own} if here in tellers else {}
-    with peers.waiting(f"the {what}"):
-        for process in sorted(set(tellers) - {here}):
-            told[process] = _hear(process, subject, time)
-    return told
+    messages = {own_process: message} if own_process in tellers else {}
+    with peers.waiting(f"the {name}"):
+        for process in sorted(set(tellers) - {own_process}):
+            messages[process] = _hear(process, subject, time)
+    return messages
 
 
 def _hear(process: int, subject: str, time: int) -> Any:
     """Waits for what a process tells. Skips texts of agreements that an error here ended."""
-    other, other_time, told = None, -1, None
-    while (other, other_time) != (subject, time):
-        if other is not None and not (other == subject and other_time < time):
+    subject_there, time_there, message = None, -1, None
+    while (subject_there, time_there) != (subject, time):
+        if subject_there is not None and not (subject_there == subject and time_there < time):
             raise ProcessError(
-                f"Process {process} is at another place ({other}, time {other_time}) than this process "
-                f"({subject}, time {time}). All must do the same things in the same order."
+                f"Process {process} is at another place ({subject_there}, time {time_there}) than this "
+                f"process ({subject}, time {time}). All must do the same things in the same order."
             )
-        other, other_time, told = json.loads(links().hear(process))
-    return told
+        subject_there, time_there, message = json.loads(links().hear(process))
+    return message
 
 
-# Checks that several processes have the same programs of a pipeline or loop before they run them.
-#
-# Functions cannot be compared, but their traces can: which operations, in which order, on which shapes.
-# A difference only in numbers that functions hold, such as a learning rate, is not found.
+# The programs are compared before they run, by their traces, since functions cannot be compared. A
+# difference only in numbers that functions hold, such as a learning rate, is not found.
 
 
 def agree_on(
-    what: str,
+    subject: str,
     traced: TracedPipeline,
     updates: Updates | None,
-    told: Mapping[str, str],
+    descriptions: Mapping[str, str],
     devices: Sequence[Any],
 ) -> None:
-    """Compares stages with the other processes' stages, if there are any; all processes call it."""
-    others = peers.current()
-    if others is not None:
+    """Compares stages with those of the other processes, if there are any; all processes call it."""
+    joined = peers.current()
+    if joined is not None:
         where = ", ".join(f"{device.platform} {device.id}" for device in devices)
-        others.agree(what, {**told, **describe_programs(traced, updates), "the devices": where})
+        joined.agree(subject, {**descriptions, **describe_programs(traced, updates), "the devices": where})
 
 
 def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[str, str]:
     """Descriptions of stages and an optimizer, by subject."""
-    found = {}
+    descriptions = {}
     for stage in traced.stages:
-        found[f"the variables of {stage.place}"] = ", ".join(map(repr, stage.variables)) or "none"
+        descriptions[f"the variables of {stage.place}"] = ", ".join(map(repr, stage.variables)) or "none"
         lines = list(_describe_operations(stage.flat.equations))
-        found[f"the program of {stage.place}"] = f"{len(lines)} operations ({digest(lines)})"
+        descriptions[f"the program of {stage.place}"] = f"{len(lines)} operations ({digest(lines)})"
     if updates is not None:
         leaves = [f"{leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in updates.state_leaves]
-        found["the optimizer's state"] = ", ".join(leaves) or "none"
-        found["the programs of the weight update"] = ", ".join(program.name for program in updates.updates)
-    return found
+        descriptions["the optimizer's state"] = ", ".join(leaves) or "none"
+        descriptions["the programs of the weight update"] = ", ".join(
+            program.name for program in updates.updates
+        )
+    return descriptions
 
 
 def identify_operations(equations: Iterable[Any]) -> str:
-    """A short text that differs where operations do, or what they are told: how often a loop runs, say."""
+    """A short text that differs where operations or their parameters do: how often a loop runs, say."""
     return digest(list(_describe_operations(equations, with_numbers=True)))
 
 
@@ -142,8 +141,8 @@ def _describe_operations(equations: Iterable[Any], *, with_numbers: bool = False
     for equation in equations:
         operands = [str(v.val) if isinstance(v, jax_core.Literal) else v.aval for v in equation.invars]
         results = [variable.aval for variable in equation.outvars]
-        told = {key: found for key, found in equation.params.items() if with_numbers and _is_plain(found)}
-        yield f"{equation.primitive} {[*map(_of_aval, operands)]} {[*map(_of_aval, results)]} {told or ''}"
+        plain = {key: value for key, value in equation.params.items() if with_numbers and _is_plain(value)}
+        yield f"{equation.primitive} {[*map(_text_of, operands)]} {[*map(_text_of, results)]} {plain or ''}"
         for body in jax_core.jaxprs_in_params(equation.params):
             yield from _describe_operations(body.eqns, with_numbers=with_numbers)
 
@@ -157,10 +156,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, np.generic))
 
 
-def _of_aval(value: Any) -> str:
-    return (
-        value if isinstance(value, str) else f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}"
-    )
+def _text_of(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}"
 
 
 def digest(lines: Sequence[str]) -> str:
@@ -168,10 +167,8 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
-# Tells processes without any device of a loop how its run ended, and how much was done.
-#
-# They cannot go through the iterations beside the others, because the number of iterations depends on data
-# and conditions that they do not have. So they wait until the process of the first device reports the end.
+# The end of a loop's run, for processes without any device of the loop: the number of its iterations
+# depends on data and conditions that they do not have, so they wait until another process reports the end.
 
 _END_OF_LOOP = "the end of a loop"
 
@@ -193,28 +190,28 @@ def _teller(runner: Runner[Any]) -> int:
 
 
 @contextlib.contextmanager
-def telling_end(runner: Runner[Any], done: Done) -> Iterator[None]:
+def telling_end(runner: Runner[Any], progress: Done) -> Iterator[None]:
     """Wraps a run in a process that has a part in it: tells the others how it ends."""
-    others = peers.current()
-    if others is None:
+    joined = peers.current()
+    if joined is None:
         yield
         return
     try:
         yield
     except BaseException as error:
-        told = [done.count, isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
+        report = [progress.count, isinstance(error, OutOfRangeError), f"{type(error).__name__}: {error}"]
         with contextlib.suppress(Exception):  # the first error is the one to tell
-            others.tell(_END_OF_LOOP, _teller(runner), json.dumps(told), is_read=False)
+            joined.tell(_END_OF_LOOP, _teller(runner), json.dumps(report), is_read=False)
         raise
-    others.tell(_END_OF_LOOP, _teller(runner), json.dumps([done.count, False, None]), is_read=False)
+    joined.tell(_END_OF_LOOP, _teller(runner), json.dumps([progress.count, False, None]), is_read=False)
 
 
-def hear_end(runner: Runner[Any], done: Done) -> None:
-    """Waits for the end of a run in which this process has no part, and takes over what was done."""
-    others = peers.current()
-    assert others is not None
+def hear_end(runner: Runner[Any], progress: Done) -> None:
+    """Waits for the end of a run in which this process has no part. Sets the number of iterations done."""
+    joined = peers.current()
+    assert joined is not None
     teller = _teller(runner)
-    done.count, is_end, text = json.loads(others.tell(_END_OF_LOOP, teller))
+    progress.count, is_end, text = json.loads(joined.tell(_END_OF_LOOP, teller))
     if text is not None:
         error = OutOfRangeError if is_end else ProcessError
         raise error(f"In process {teller}, which has a part in the loop: {text}")

@@ -21,8 +21,6 @@ from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.updates.update_programs import UpdateProgram
 
-# The arguments of a block's single program, the state of its loops, and its results.
-
 
 @dataclass(frozen=True)
 class BlockKind:
@@ -70,8 +68,8 @@ class Totals:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Given:
-    """What stays the same during a block."""
+class BlockConstants:
+    """The values that stay the same during a block."""
 
     variables: dict[str, Any]  # those that the block does not change, by full name
     inputs: list[Any]  # the leaves of the pipeline's inputs
@@ -84,7 +82,7 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Carry:
-    """What a block changes; the state of its loops."""
+    """The values that a block changes: the state of its loops."""
 
     done: Any  # micro-batches that ran
     num_kept: Any  # weight updates with an entry in the stacks
@@ -101,8 +99,8 @@ class Carry:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Left:
-    """What a block leaves: the parts of its `Carry` that are read; or their shardings.
+class BlockResults:
+    """The results of a block: the parts of its `Carry` that are read; or their shardings.
 
     JAX gives the memory of donated arguments to results of the same shape, in order, whatever memory they
     are in. So results that take memory come first, in the order of the arguments.
@@ -117,14 +115,6 @@ class Left:
     enqueued: Any  # what stages enqueued, stacked over micro-batches; may be longer
     updated: Any  # what weight updates enqueued, stacked over them; may be longer
     done: Any  # micro-batches that ran, int32 scalar; fewer than asked for if a loop's condition ended it
-
-
-# What the single program of a block computes: micro-batches, accumulation and weight updates, traced.
-#
-# Loops run until the next weight update, then update, then start over. Where a block may begin or end
-# within an update, the update stands in a loop of one turn or none, which works in place; a conditional
-# would copy whatever it may change. In a block of whole updates, the loop over the micro-batches of one has
-# a fixed number of turns: a GPU asks the host before each turn of a loop that may end.
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +132,7 @@ class BlockProgram:
 
     @property
     def placement(self) -> StatePlacement:
-        """Where state lies."""
+        """The placement of state."""
         return self.code.placement
 
     @functools.cached_property
@@ -154,9 +144,9 @@ class BlockProgram:
     @functools.cached_property
     def read(self) -> dict[int, Source]:
         """The outputs that the update reads, by their number."""
-        wanted = () if self.update is None else self.update.arguments
+        arguments = () if self.update is None else self.update.arguments
         outputs = self.placement.traced.outputs
-        return {value.key: outputs[value.key] for value in wanted if value.kind == UpdateKind.OUTPUT}
+        return {value.key: outputs[value.key] for value in arguments if value.kind == UpdateKind.OUTPUT}
 
     def make_sums(self, axes: tuple[int, ...] = ()) -> list[Any]:
         """Makes zeros for sums, stacked over some axes."""
@@ -171,10 +161,10 @@ class BlockProgram:
         variables: dict[str, Any],
         state_leaves: list[Any],
         carried: list[Any],
-        given: Given,
-    ) -> Left:
+        constants: BlockConstants,
+    ) -> BlockResults:
         """Computes a block."""
-        position = Position.unpack(given.position)
+        position = Position.unpack(constants.position)
         zero = jnp.int32(0)
         first = Carry(
             zero,
@@ -191,13 +181,15 @@ class BlockProgram:
         )
 
         def goes_on(carry: Carry, end: Any) -> Any:
-            is_wanted = True if self.condition is None else self.condition(given.inputs, carry.carried)
+            is_wanted = True if self.condition is None else self.condition(constants.inputs, carry.carried)
             return (carry.done < end) & is_wanted
 
+        # A fixed number of turns: a GPU asks the host before each turn of a loop that may end, which made a
+        # step of 16 micro-batches up to half as long again.
         def whole_update(carry: Carry) -> Carry:
-            scale = self._find_loss_scale(kind, carry, given)
+            scale = self._find_loss_scale(kind, carry, constants)
             turns = kind.every // self.num_serialized
-            run = functools.partial(self._run_micro_batches, given, position, scale)
+            run = functools.partial(self._run_micro_batches, constants, position, scale)
             carry = jax.lax.fori_loop(0, turns, lambda _turn, carry: run(carry), carry)
             if self.update is not None:
                 carry = self._update(position, carry)
@@ -205,13 +197,15 @@ class BlockProgram:
                 carry = _end_update(carry)
             return dataclasses.replace(carry, accumulated=zero)
 
+        # Where a block may begin or end within an update, the update stands in a loop of one turn or none,
+        # which works in place: a conditional would copy whatever it may change.
         def until_update(carry: Carry) -> Carry:
-            left = jnp.minimum(position.count - carry.done, position.every - carry.accumulated)
-            end = carry.done + left
-            loss_scale = self._find_loss_scale(kind, carry, given)
+            num_micro_batches = jnp.minimum(position.count - carry.done, position.every - carry.accumulated)
+            end = carry.done + num_micro_batches
+            loss_scale = self._find_loss_scale(kind, carry, constants)
             carry = jax.lax.while_loop(
                 lambda carry: goes_on(carry, end),
-                functools.partial(self._run_micro_batches, given, position, loss_scale),
+                functools.partial(self._run_micro_batches, constants, position, loss_scale),
                 carry,
             )
             is_full = carry.accumulated == position.every
@@ -232,7 +226,7 @@ class BlockProgram:
             last = body(first)
         else:
             last = jax.lax.while_loop(lambda carry: goes_on(carry, position.count), body, first)
-        return Left(
+        return BlockResults(
             last.totals,
             last.variables,
             last.state_leaves,
@@ -258,16 +252,19 @@ class BlockProgram:
             return self.make_sums((kind.num_updates,)) if kind.num_updates else []
         return _make_zeros(kind.room, self.collecting.avals)
 
-    def _find_loss_scale(self, kind: BlockKind, carry: Carry, given: Given) -> Any:
+    def _find_loss_scale(self, kind: BlockKind, carry: Carry, constants: BlockConstants) -> Any:
         updates = self.placement.updates
-        known = None if updates is None else updates.loss_scale
-        if known is None or not kind.updates:
-            return given.loss_scale
-        scale = carry.state_leaves[known.leaf]
+        loss_scale = None if updates is None else updates.loss_scale
+        if loss_scale is None or not kind.updates:
+            return constants.loss_scale
+        scale = carry.state_leaves[loss_scale.leaf]
         return load(scale, self.placement.groups[0]) if self.placement.offloads_state else scale
 
-    def _run_micro_batches(self, given: Given, position: Position, loss_scale: Any, carry: Carry) -> Carry:
+    def _run_micro_batches(
+        self, constants: BlockConstants, position: Position, loss_scale: Any, carry: Carry
+    ) -> Carry:
         """Runs one micro-batch, or the `num_serialized` of a group."""
+        # Counts and data of the micro-batches, and their stages.
         size = self.num_serialized
         num_updates = (position.accumulated + carry.done) // position.every
         execution, index = position.execution, position.iteration + carry.done
@@ -275,22 +272,22 @@ class BlockProgram:
             execution, index = execution + num_updates, carry.accumulated
         updates = position.updates + (0 if self.update is None else num_updates)
         if size == 1:
-            fed = [jax.lax.dynamic_index_in_dim(leaf, carry.done, 0, False) for leaf in given.feed]
+            fed = [jax.lax.dynamic_index_in_dim(leaf, carry.done, 0, False) for leaf in constants.feed]
         else:
-            fed = [jax.lax.dynamic_slice_in_dim(leaf, carry.done, size) for leaf in given.feed]
-        found = self.code.run(
+            fed = [jax.lax.dynamic_slice_in_dim(leaf, carry.done, size) for leaf in constants.feed]
+        environment = self.code.run(
             self._make_environment(
-                {**given.variables, **carry.variables},
+                {**constants.variables, **carry.variables},
                 carry.totals.accumulators,
-                (given.key, execution, updates, index, carry.accumulated, loss_scale),
-                given.inputs,
+                (constants.key, execution, updates, index, carry.accumulated, loss_scale),
+                constants.inputs,
                 [*carry.carried, *fed],
             ),
             size,
         )
 
         def find(source: Source) -> Any:
-            return self.code.find(found, source, size)
+            return self.code.find(environment, source, size)
 
         def last(source: Source) -> Any:
             return find(source) if size == 1 else find(source)[-1]
@@ -298,6 +295,7 @@ class BlockProgram:
         def stacked(source: Source) -> Any:
             return jnp.expand_dims(find(source), 0) if size == 1 else find(source)
 
+        # What goes into stacks and sums.
         stacks, sums = carry.stacks, carry.totals.sums
         collected = [stacked(source) for source in self.collecting.sources]
         if self.collecting.is_summed:
@@ -307,18 +305,19 @@ class BlockProgram:
             ]
         else:
             stacks = _write(stacks, collected, carry.done)
-        enqueued = [found[Binding(BindingKind.ENQUEUED, leaf)] for leaf in range(len(carry.enqueued))]
+        enqueued = [environment[Binding(BindingKind.ENQUEUED, leaf)] for leaf in range(len(carry.enqueued))]
         if size == 1:
             enqueued = [jnp.expand_dims(value, 0) for value in enqueued]
         keys = carry.totals.accumulators
+        results = environment.items()
         assigned = {
-            binding.key: value for binding, value in found.items() if binding.kind is BindingKind.ASSIGNED
+            binding.key: value for binding, value in results if binding.kind is BindingKind.ASSIGNED
         }
         return dataclasses.replace(
             carry,
             done=carry.done + size,
             accumulated=carry.accumulated + size,
-            totals=Totals({key: found[Binding(BindingKind.ACCUMULATOR, key)] for key in keys}, sums),
+            totals=Totals({key: environment[Binding(BindingKind.ACCUMULATOR, key)] for key in keys}, sums),
             variables={**carry.variables, **assigned},
             carried=[last(source) for source in self.carried or ()],
             latest={number: last(source) for number, source in self.read.items()},
@@ -334,33 +333,33 @@ class BlockProgram:
         inputs: Sequence[Any],
         element: Sequence[Any],
     ) -> Environment:
-        """Makes what `TracedCode.run` takes; `scalars` are in the order of `_SCALARS`."""
-        known = {Binding(BindingKind.VARIABLE, name): value for name, value in variables.items()}
-        known |= {Binding(BindingKind.ACCUMULATOR, key): value for key, value in accumulators.items()}
-        known |= {
+        """Makes the argument of `TracedCode.run`; `scalars` are in the order of `_SCALARS`."""
+        environment = {Binding(BindingKind.VARIABLE, name): value for name, value in variables.items()}
+        environment |= {Binding(BindingKind.ACCUMULATOR, key): value for key, value in accumulators.items()}
+        environment |= {
             Binding(BindingKind.SCALAR, kind): value for kind, value in zip(_SCALARS, scalars, strict=True)
         }
-        known |= {Binding(BindingKind.INPUT, number): value for number, value in enumerate(inputs)}
-        known |= {
+        environment |= {Binding(BindingKind.INPUT, number): value for number, value in enumerate(inputs)}
+        environment |= {
             Binding(BindingKind.VALUE, Source("element", number)): value
             for number, value in enumerate(element)
         }
-        return known
+        return environment
 
     def _update(self, position: Position, carry: Carry) -> Carry:
         accumulators = dict(carry.totals.accumulators)
         variables, state_leaves = dict(carry.variables), list(carry.state_leaves)
         before = position.updates + (position.accumulated + carry.done) // position.every - 1
 
-        def given(what: Any) -> Any:
-            if isinstance(what, Binding):
-                is_gradient = what.kind is BindingKind.ACCUMULATOR
-                return (carry.totals.accumulators if is_gradient else carry.variables)[what.key]
-            if isinstance(what, int):
-                return carry.latest[what]
-            if what.kind == UpdateKind.STATE:
-                return carry.state_leaves[what.key]
-            return position.every if what.kind == UpdateKind.COUNT else before
+        def find_argument(label: Any) -> Any:
+            if isinstance(label, Binding):
+                is_gradient = label.kind is BindingKind.ACCUMULATOR
+                return (carry.totals.accumulators if is_gradient else carry.variables)[label.key]
+            if isinstance(label, int):
+                return carry.latest[label]
+            if label.kind == UpdateKind.STATE:
+                return carry.state_leaves[label.key]
+            return position.every if label.kind == UpdateKind.COUNT else before
 
         enqueued: dict[int, Any] = {}
         of_kinds: dict[str, Any] = {
@@ -369,11 +368,11 @@ class BlockProgram:
             UpdateKind.STATE: state_leaves,
             UpdateKind.ENQUEUED: enqueued,
         }
-        for what, value in self.code.update(accumulators, self.read, given).items():
-            if isinstance(what, str):
-                accumulators[what] = value
+        for label, value in self.code.update(accumulators, self.read, find_argument).items():
+            if isinstance(label, str):
+                accumulators[label] = value
             else:
-                of_kinds[what.kind][what.key] = value
+                of_kinds[label.kind][label.key] = value
         return dataclasses.replace(
             carry,
             totals=dataclasses.replace(carry.totals, accumulators=accumulators),
@@ -386,9 +385,9 @@ class BlockProgram:
             ),
         )
 
-    def peek(self, variables: dict[str, Any], carried: list[Any], given: Given) -> list[Any]:
+    def peek(self, variables: dict[str, Any], carried: list[Any], constants: BlockConstants) -> list[Any]:
         """Computes the last stage's outputs for the first micro-batch of a block, without any effects."""
-        position = Position.unpack(given.position)
+        position = Position.unpack(constants.position)
         index = position.accumulated if self.carried is None else position.iteration
         traced = self.placement.traced
         specs = traced.variables
@@ -396,27 +395,20 @@ class BlockProgram:
         extra = self.placement.accumulator_plan.extra
         keys |= {key: accumulator.variable for key, accumulator in extra.items()}
         accumulators = {key: jnp.zeros(specs[name].shape, specs[name].dtype) for key, name in keys.items()}
-        scalars = (
-            given.key,
-            position.execution,
-            position.updates,
-            index,
-            position.accumulated,
-            jnp.float32(1),
-        )
-        environment = self._make_environment(
-            variables, accumulators, scalars, given.inputs, [*carried, *(leaf[0] for leaf in given.feed)]
-        )
+        counts = position.execution, position.updates, index, position.accumulated
+        scalars = constants.key, *counts, jnp.float32(1)
+        element = [*carried, *(leaf[0] for leaf in constants.feed)]
+        environment = self._make_environment(variables, accumulators, scalars, constants.inputs, element)
         places, values = list(environment), list(environment.values())
 
         def outputs(values: list[Any]) -> list[Any]:
-            found = self.code.run(dict(zip(places, values, strict=True)))
-            return [self.code.find(found, source) for source in traced.outputs]
+            environment = self.code.run(dict(zip(places, values, strict=True)))
+            return [self.code.find(environment, source) for source in traced.outputs]
 
         flat = jaxprs.flatten(jax.make_jaxpr(outputs)(values))
         program = jaxprs.extract(flat, flat.outputs)  # prints and the like run with the block
-        known = dict(zip(flat.inputs, values, strict=True))
-        return program(*(known[var] for var in program.inputs))
+        inputs = dict(zip(flat.inputs, values, strict=True))
+        return program(*(inputs[var] for var in program.inputs))
 
 
 _SCALARS = (
@@ -448,7 +440,7 @@ def _make_zeros(size: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
 
 
 def _write(stacks: Sequence[Any], values: Sequence[Any], place: Any) -> list[Any]:
-    """Writes values, which are stacked too, into the stacks from a place on."""
+    """Writes stacked values into stacks, from a place on."""
     return [
         jax.lax.dynamic_update_slice_in_dim(stack, value, place, 0)
         for stack, value in zip(stacks, values, strict=True)

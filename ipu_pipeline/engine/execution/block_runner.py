@@ -27,10 +27,10 @@ from ipu_pipeline.engine.devices.placement import put, put_host_copies
 from ipu_pipeline.engine.devices.state_placement import NO_LOSS_SCALE, StatePlacement
 from ipu_pipeline.engine.devices.xla_settings import Options
 from ipu_pipeline.engine.execution.block_program import (
+    BlockConstants,
     BlockKind,
     BlockProgram,
-    Given,
-    Left,
+    BlockResults,
     Position,
     Totals,
 )
@@ -65,8 +65,8 @@ class BlockSizes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
-    """What the earlier parts of an update left."""
+class EarlierParts:
+    """The results of the earlier parts of an update."""
 
     totals: Totals  # accumulators and sums; the next part will take their memory
     assigned: Mapping[str, Any]  # values that stages assigned, by full name
@@ -79,10 +79,10 @@ class Begun:
 
 @dataclass(frozen=True, eq=False)
 class PendingBlock:
-    """A block, or the last part of an update that does not fit one, that is ready to run."""
+    """A block that is ready to run, or the last part of an update that does not fit a block."""
 
     request: Request  # the request that it is a part of
-    begun: Begun  # the earlier parts of its update
+    earlier: EarlierParts  # the earlier parts of its update
     position: Position  # where it begins
     room: int  # the size of its stacks
     feed: list[Any]  # its micro-batches, stacked, on the device
@@ -91,7 +91,7 @@ class PendingBlock:
     @property
     def count(self) -> int:
         """The number of micro-batches, including those of earlier parts."""
-        return self.begun.count + self.position.count
+        return self.earlier.count + self.position.count
 
 
 class BlockRunner(Runner[PendingBlock]):
@@ -163,8 +163,8 @@ class BlockRunner(Runner[PendingBlock]):
         """Puts the micro-batches of one update on the device."""
         if not elements or not self._fed or len(set(map(shapes_of, elements))) > 1:
             return list(elements)
-        if (own := self.of_shapes[shapes_of(elements[0])]) is not self:
-            return own.place_ahead(elements)
+        if (runner := self.of_shapes[shapes_of(elements[0])]) is not self:
+            return runner.place_ahead(elements)
         sizes = self.sizes(len(elements), len(elements))
         return self._feed.place_ahead(elements, sizes.capacity, sizes.room)
 
@@ -180,7 +180,7 @@ class BlockRunner(Runner[PendingBlock]):
     def plan_memory(
         self, accumulator_dtypes: Mapping[str, Any], stages: Sequence[StageMemory], every: int
     ) -> tuple[IpuMemory, ...]:
-        """Plans what the device takes. What stages hold counts among the program's temporaries."""
+        """Plans the device's memory. What stages hold counts among the program's temporaries."""
         del stages
         return super().plan_memory(accumulator_dtypes, (), every)
 
@@ -207,14 +207,14 @@ class BlockRunner(Runner[PendingBlock]):
         sizes = self.sizes(request.total, request.every)
         element = jax.tree.leaves(self.placement.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
-        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
+        earlier = EarlierParts(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         if state.pipeline.optimizer_state is None and self.needs_outputs and self.has_callbacks:
             return  # Python would notice that a stage runs, on zeros
-        block = self.make_block(state, request, begun, [self._feed.add(zeros)], sizes.room)
+        block = self.make_block(state, request, earlier, [self._feed.add(zeros)], sizes.room)
         if sizes.unit == request.every:
-            whole = dataclasses.replace(block.position, count=request.every)
-            block = dataclasses.replace(block, position=whole)
-        state = self.with_optimizer(state, [block.begun.first_outputs])
+            position = dataclasses.replace(block.position, count=request.every)
+            block = dataclasses.replace(block, position=position)
+        state = self.with_optimizer(state, [block.earlier.first_outputs])
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         has_parts = sizes.unit != request.every and request.every > sizes.capacity
         with compiling(1 + has_parts, self.note):
@@ -223,70 +223,70 @@ class BlockRunner(Runner[PendingBlock]):
             self._compile(state, leaves, block, updates=True)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
-        """Gets a block's micro-batches; of an update that fits no block, runs all parts but the last."""
+        """Gets a block's micro-batches. Of an update that fits no block, runs all parts but the last."""
         sizes = self.sizes(request.total, request.every)
-        wanted = min(request.limit, sizes.capacity)
+        num_wanted = min(request.limit, sizes.capacity)
         if not self.placement.groups[0].is_here:
             take = take_nothing
-        begun = Begun(Totals(state.accumulators, self._zero_sums()), {}, [], [])
+        earlier = EarlierParts(Totals(state.accumulators, self._zero_sums()), {}, [], [])
         step, first = int(as_int32(state.pipeline.execution_count)), request.iteration
         if self.iterated is not None:
-            elements = watched_take(take, step, first)(wanted)
-            return self.make_block(state, request, begun, elements, sizes.room)
+            elements = watched_take(take, step, first)(num_wanted)
+            return self.make_block(state, request, earlier, elements, sizes.room)
         supply = take if isinstance(take, Supply) else Supply(take)
         # The feed has so many ready, whatever fits the blocks of other shapes.
         most = sizes.capacity
         with supply.through(lambda inner: watched_take(_at_most(most, inner), step, first)):
-            return self._fetch_updates(state, request, begun, supply, sizes, wanted)
+            return self._fetch_updates(state, request, earlier, supply, sizes, num_wanted)
 
     def _fetch_updates(
         self,
         state: RunState,
         request: Request,
-        begun: Begun,
+        earlier: EarlierParts,
         supply: Supply,
         sizes: BlockSizes,
-        wanted: int,
+        most: int,
     ) -> PendingBlock:
         """The block of whole updates that comes next, or the last part of an update that is cut."""
         every = request.every
         if sizes.unit == every:
-            elements = gather(supply, wanted, every)
+            elements = gather(supply, most, every)
             shapes = shapes_of(elements[0])
-            own = self.of_shapes[shapes]
-            own_sizes = own.sizes(request.total, every)
-            alike = list(itertools.takewhile(lambda one: shapes_of(one) == shapes, elements))
-            whole = min(len(alike), own_sizes.capacity) // every * every
-            supply.give_back(elements[whole:])  # of other shapes, or of an incomplete update
-            if whole:
-                return own.make_block(state, request, begun, elements[:whole], own_sizes.room)
+            runner = self.of_shapes[shapes]
+            own_sizes = runner.sizes(request.total, every)
+            alike = list(itertools.takewhile(lambda element: shapes_of(element) == shapes, elements))
+            num_whole = min(len(alike), own_sizes.capacity) // every * every
+            supply.give_back(elements[num_whole:])  # of other shapes, or of an incomplete update
+            if num_whole:
+                return runner.make_block(state, request, earlier, elements[:num_whole], own_sizes.room)
         while True:
-            own = self.of_shapes[supply.next_shapes()]
-            sizes = own.sizes(request.total, every)
-            elements = supply.in_a_row(min(sizes.capacity, every - begun.count))
-            own.check_groups(elements, begun.count)
-            part = own.make_block(state, request, begun, elements, sizes.room)
+            runner = self.of_shapes[supply.next_shapes()]
+            sizes = runner.sizes(request.total, every)
+            elements = supply.in_a_row(min(sizes.capacity, every - earlier.count))
+            runner.check_groups(elements, earlier.count)
+            part = runner.make_block(state, request, earlier, elements, sizes.room)
             if part.count == every:
                 return part
-            result = own.call(state, [], part, updates=False)
+            result = runner.call(state, [], part, updates=False)
             assigned = {name: result.variables[name] for name in self.assigned}
             collected = [] if self._collecting.is_summed else self._collect(result, len(elements))
-            begun = dataclasses.replace(
-                part.begun,
+            earlier = dataclasses.replace(
+                part.earlier,
                 totals=result.totals,
-                assigned={**begun.assigned, **assigned},
-                collected=[*begun.collected, *collected],
-                enqueued=[*begun.enqueued, *_hand(result.enqueued, len(elements))],
+                assigned={**earlier.assigned, **assigned},
+                collected=[*earlier.collected, *collected],
+                enqueued=[*earlier.enqueued, *_hand(result.enqueued, len(elements))],
                 count=part.count,
             )
 
     def make_block(
-        self, state: RunState, request: Request, begun: Begun, elements: Sequence[Any], room: int
+        self, state: RunState, request: Request, earlier: EarlierParts, elements: Sequence[Any], room: int
     ) -> PendingBlock:
         """Makes a block of micro-batches from `place_element` with the shapes of this runner."""
         pipeline = state.pipeline
         position = Position(
-            accumulated=state.num_accumulated + begun.count,
+            accumulated=state.num_accumulated + earlier.count,
             execution=int(as_int32(pipeline.execution_count)),
             updates=int(as_int32(pipeline.update_count)),
             iteration=request.iteration,
@@ -298,13 +298,16 @@ class BlockRunner(Runner[PendingBlock]):
             feed = self._feed.place(elements, room) if self._fed else []
         else:
             feed = [absent((room, *leaf.shape), leaf.dtype, group.replicated) for leaf in self._fed]
-        block = PendingBlock(request, begun, position, room, feed, self)
-        if begun.count or pipeline.optimizer_state is not None or not self.needs_outputs:
+        block = PendingBlock(request, earlier, position, room, feed, self)
+        if earlier.count or pipeline.optimizer_state is not None or not self.needs_outputs:
             return block
-        carried, given = self._place_carried(request), self._make_given(state, {}, block, NO_LOSS_SCALE)
-        outputs: list[Any] = self._peek(dict(pipeline.variables), carried, given)
+        carried, constants = (
+            self._place_carried(request),
+            self._make_constants(state, {}, block, NO_LOSS_SCALE),
+        )
+        outputs: list[Any] = self._peek(dict(pipeline.variables), carried, constants)
         return dataclasses.replace(
-            block, begun=dataclasses.replace(begun, first_outputs=dict(enumerate(outputs)))
+            block, earlier=dataclasses.replace(earlier, first_outputs=dict(enumerate(outputs)))
         )
 
     def check_groups(self, elements: Sequence[Any], number: int) -> None:
@@ -319,17 +322,17 @@ class BlockRunner(Runner[PendingBlock]):
 
     def run(self, state: RunState, pending: PendingBlock) -> Progress:
         """Runs what `fetch` returned."""
-        begun, every = pending.begun, pending.request.every
-        state = self.with_optimizer(state, [begun.first_outputs])
+        earlier, every = pending.earlier, pending.request.every
+        state = self.with_optimizer(state, [earlier.first_outputs])
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         result = pending.runner.call(state, leaves, pending, updates=True)
         count = pending.count
         if self.iterated is not None and self.iterated.condition is not None:
             count = int(result.done)
-        num_own, num_updates = count - begun.count, (state.num_accumulated + count) // every
+        num_own, num_updates = count - earlier.count, (state.num_accumulated + count) // every
         after = self.advance(
             state,
-            {**begun.assigned, **result.variables},
+            {**earlier.assigned, **result.variables},
             result.state_leaves,
             result.totals.accumulators,
             count,
@@ -339,32 +342,34 @@ class BlockRunner(Runner[PendingBlock]):
         return Progress(
             after,
             result.carried,
-            [*begun.collected, *collected],
+            [*earlier.collected, *collected],
             count,
-            [*begun.enqueued, *_hand(result.enqueued, num_own)],
+            [*earlier.enqueued, *_hand(result.enqueued, num_own)],
             _hand(result.updated, num_updates),
         )
 
-    def _collect(self, result: Left, size: int) -> list[Collected]:
+    def _collect(self, result: BlockResults, size: int) -> list[Collected]:
         return [self._collecting.collect(result.stacks, size)]
 
     def _zero_sums(self) -> list[Any]:
         zeros: list[Any] = self._make_sums() if self._collecting.is_summed else []
         return zeros
 
-    def call(self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool) -> Left:
+    def call(
+        self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
+    ) -> BlockResults:
         """Runs a block. Takes the memory of accumulators and sums, and possibly of all state."""
         function, arguments = self._compile(state, state_leaves, block, updates)
         watcher = watching.current()
         if watcher is None:
-            made: Left = function(*arguments)
+            results: BlockResults = function(*arguments)
         else:
-            made = watcher.run(self._make_launch(block, updates), function, arguments)
-        self.in_flight.append(made.done)
+            results = watcher.run(self._make_launch(block, updates), function, arguments)
+        self.in_flight.append(results.done)
         limit = 0 if self.has_callbacks else _max_in_flight(num_bytes(block.feed))
         while len(self.in_flight) > limit:
             jax.block_until_ready(self.in_flight.popleft())
-        return made
+        return results
 
     def _make_launch(self, block: PendingBlock, updates: bool) -> Launch:
         position = block.position
@@ -394,16 +399,16 @@ class BlockRunner(Runner[PendingBlock]):
         kind = BlockKind(block.room, num_updates, updates, self._find_every(block, updates))
         donate = self._donate and updates
         changed = self._changed(kind)
-        variables = {**state.pipeline.variables, **block.begun.assigned}
-        kept = {name: value for name, value in variables.items() if name not in changed}
+        variables = {**state.pipeline.variables, **block.earlier.assigned}
+        unchanged = {name: value for name, value in variables.items() if name not in changed}
         # With updates, the scale is in the optimizer's state, and changes with it.
         loss_scale = NO_LOSS_SCALE if updates else self.placement.loss_scale(state.pipeline.optimizer_state)
         arguments = (
-            block.begun.totals,
+            block.earlier.totals,
             {name: variables[name] for name in changed},
             state_leaves,
             self._place_carried(block.request),
-            self._make_given(state, kept, block, loss_scale),
+            self._make_constants(state, unchanged, block, loss_scale),
         )
         function = self._functions.get((kind, donate))
         group = self.placement.groups[0]
@@ -415,12 +420,12 @@ class BlockRunner(Runner[PendingBlock]):
             if self.kept is not None:
                 key = identify(lowered, text_of(lowered), group.devices, self._options)
                 compiled = self.kept.find(key)
-            with compiling(1, self.note) as told:
+            with compiling(1, self.note) as compilation:
                 if compiled is not None:
                     function = compiled
-                    told.note_kept()
+                    compilation.note_kept()
                 else:
-                    with told.program():
+                    with compilation.program():
                         compiled = _compile(lowered)  # the call below finds it
             if self.kept is not None:
                 self.kept.keep(key, compiled)
@@ -439,22 +444,23 @@ class BlockRunner(Runner[PendingBlock]):
         """Full names of the variables that a block changes."""
         return {*self.assigned, *(self._trained if kind.updates else ())}
 
-    def _make_given(
+    def _make_constants(
         self, state: RunState, variables: dict[str, Any], block: PendingBlock, loss_scale: Any
-    ) -> Given:
+    ) -> BlockConstants:
         group = self.placement.groups[0]
         *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], group)
         key = self.placement.constants.key(state.pipeline.key, group)
-        return Given(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
+        return BlockConstants(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
 
     def _place_carried(self, request: Request) -> list[Any]:
         return put_host_copies(list(request.carried), self.placement.groups[0])
 
     def _jit(self, kind: BlockKind, donate: bool) -> Any:
-        def block(*arguments: Any) -> Left:
+        def block(*arguments: Any) -> BlockResults:
             return self.program.run(kind, *arguments)
 
-        # The carried values are not donated, because the first ones are the caller's.
+        # An error raised in Python must find the state unchanged. Carried values are not donated, since the
+        # first ones are the caller's.
         donated = () if self.has_callbacks else (0, 1, 2) if donate else (0,)
         return jax.jit(
             block,
@@ -473,7 +479,7 @@ class BlockRunner(Runner[PendingBlock]):
         def sharding(is_offloaded: bool) -> Any:
             return group.host if is_offloaded else group.replicated
 
-        return Left(
+        return BlockResults(
             done=group.replicated,
             totals=Totals(sharding(placement.offloads_accumulators), group.replicated),
             variables={name: sharding(name in placement.offloaded) for name in self._changed(kind)},
@@ -493,7 +499,7 @@ def block_sizes(
     group: int = 1,
     is_fixed: bool = False,
 ) -> BlockSizes:
-    """Cuts micro-batches into blocks of about equal size."""
+    """The size of blocks for micro-batches: the same for all, so that each run compiles one program."""
     limit = min(_MAX_FIXED if is_fixed else _MAX_MICRO_BATCHES, block_bytes // max(1, bytes_each))
     limit = max(1, limit // group) * group
     if unit > limit:
@@ -510,14 +516,14 @@ def _compile(lowered: Any) -> Any:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if (told := jax_compat.explain_compilation(error)) is None:
+        if (explanation := jax_compat.explain_compilation(error)) is None:
             raise
-        raise ValueError(told) from error
+        raise ValueError(explanation) from error
 
 
 def _at_most(most: int, take: Take) -> Take:
     """A take that asks for no more than `most` micro-batches at once."""
-    return lambda wanted: take(min(wanted, most))
+    return lambda number: take(min(number, most))
 
 
 def _hand(stacks: list[Any], size: int) -> list[Handed]:

@@ -24,11 +24,9 @@ from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Compiled programs that outlive their pipeline, for the next one that has the same.
-#
 # Code that builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
-# functions may have closed over other values. So it is traced again, and the comparison is between what XLA
-# would compile: the program's text, constants included, its devices and its options.
+# functions may have closed over other values. So it is traced again, and compared by what XLA would
+# compile: the program's text, constants included, its devices and its options.
 
 Key: TypeAlias = "tuple[Any, ...]"
 
@@ -58,10 +56,10 @@ class KeptPrograms:
         """The program, ready to be called; None if there is none."""
         if key is None:
             return None
-        found = self._used.get(key, self._earlier.get(key))
-        if found is not None:
-            self._used[key] = found
-        return found
+        compiled = self._used.get(key, self._earlier.get(key))
+        if compiled is not None:
+            self._used[key] = compiled
+        return compiled
 
     def keep(self, key: Key | None, compiled: Any) -> None:
         """Keeps a compiled program. Without a key it does nothing."""
@@ -84,15 +82,19 @@ def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) 
     """The key of a program: equal programs have equal keys."""
     if "callback" in text:
         return None
-    read = jax_compat.kept_arguments(lowered)
-    if read is None:
+    numbers = jax_compat.kept_arguments(lowered)
+    if numbers is None:
         begin = text.find("@main(")
-        read = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
-        if len(read) != len(jax.tree.leaves(lowered.in_avals)):
+        numbers = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
+        if len(numbers) != len(jax.tree.leaves(lowered.in_avals)):
             return None
-    digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
     place = tuple((device.platform, device.id) for device in devices)
-    return digest, read, place, tuple(sorted(options.items())), lowered.in_tree, lowered.out_tree
+    trees = lowered.in_tree, lowered.out_tree
+    return _digest(text), numbers, place, tuple(sorted(options.items())), *trees
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
 
 
 def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
@@ -108,19 +110,18 @@ def _jit_zeros(avals: tuple[tuple[tuple[int, ...], Any], ...], sharding: Any) ->
     return jax.jit(make_zeros, out_shardings=sharding)
 
 
-# Compiled programs, loaded for other devices than they were compiled for.
-#
 # XLA compiles a program anew for each device, even where stages compute the same, as the blocks of a
-# transformer do. This module writes out what XLA made for one device and reads it in for another, in about
-# a tenth of the time or less.
+# transformer do. To write out what it made for one device and read it in for another takes about a tenth of
+# the time or less. XLA's profiles then show the name of the stage that it was compiled for.
 
 _LEAST_OPERATIONS = 1000  # XLA's own bound: `cheap_computation` of its CPU client
 
 
 def is_portable(devices: Sequence[Any]) -> bool:
-    """Whether what is compiled for such devices can be loaded for others.
+    """Whether programs compiled for such devices can be loaded for others.
 
-    It cannot with JAX's persistent compilation cache, which saves as much. Only CPUs have been tried.
+    It cannot with JAX's persistent compilation cache: XLA does not write out again what came from there.
+    Only CPUs have been tried.
     """
     if len(devices) > 1:
         return False
@@ -143,16 +144,13 @@ class Executable:
         return jax_compat.read_executable(self._written, device)
 
 
-# Compiles the programs of a step before its first run, several at a time.
-#
-# A jitted function compiles at its first call, one after another as the step goes along. Here each is
-# lowered with the shapes that it will be called with, and XLA compiles them in threads; the calls find them
-# compiled (JAX keeps an executable with what was lowered). Programs that differ only in their device are
-# compiled once; on the other devices, a loaded executable takes the place of the jitted function.
+# Jitted functions would compile at their first calls, one after another as the step goes along. Here each
+# is lowered with the shapes that it will be called with, and XLA compiles them in threads; the calls find
+# them compiled (JAX keeps an executable with what was lowered).
 
 
-class Compiled(NamedTuple):
-    """What is known of programs once they have been compiled. All sizes are in bytes."""
+class CompiledSizes(NamedTuple):
+    """The sizes of compiled programs, in bytes."""
 
     # by device, the most that a program takes besides its arguments and results
     temporary_bytes: dict[int, int]
@@ -162,7 +160,7 @@ class Compiled(NamedTuple):
 
 
 class _Lowered(NamedTuple):
-    """A program before XLA, where it runs, and a function that puts the compiled one in its place."""
+    """A program before XLA, its devices, and a function that puts the compiled one in its place."""
 
     lowered: Any
     group: DeviceGroup
@@ -171,7 +169,10 @@ class _Lowered(NamedTuple):
 
 
 class _Divided(NamedTuple):
-    """A result whose sharding XLA's partitioner may choose, while its program is being compiled."""
+    """A result whose sharding XLA's partitioner may choose, while its program is being compiled.
+
+    What a forward leaves for its backward is such a result, so backwards are lowered after all forwards.
+    """
 
     struct: jax.ShapeDtypeStruct
     compiled: Future[Any]
@@ -185,20 +186,20 @@ class _Divided(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of a device's part of it."""
-        known = self.wait()
-        return num_bytes([jax.ShapeDtypeStruct(known.sharding.shard_shape(known.shape), known.dtype)])
+        struct = self.wait()
+        return num_bytes([jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype)])
 
 
 class _Compiler:
     """Compiles programs in threads; equal programs only once."""
 
-    def __init__(self, is_shared: bool, told: Compilation, kept: KeptPrograms | None) -> None:
-        self._told = told
-        self._kept = kept
+    def __init__(self, is_shared: bool, compilation: Compilation, earlier: KeptPrograms | None) -> None:
+        self._compilation = compilation
+        self._programs = earlier
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
         self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
-        self._known: dict[Any, list[_Lowered]] = {}
+        self._by_text: dict[Any, list[_Lowered]] = {}
         self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
 
     def start(
@@ -213,47 +214,48 @@ class _Compiler:
         program = function.lower(*arguments)
         is_portable_here = self._is_shared and install is not None and is_portable(group.devices)
         key, text = None, ""
-        if is_portable_here or (self._kept is not None and install is not None):
+        if is_portable_here or (self._programs is not None and install is not None):
             text = text_of(program)
-        if self._kept is not None and install is not None:
+        if self._programs is not None and install is not None:
             key = identify(program, text, group.devices, options)
         lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
-        same = [lowered]
-        if self._kept is not None and (known := self._kept.find(key)) is not None:
+        equals = [lowered]
+        if self._programs is not None and (compiled := self._programs.find(key)) is not None:
             future: Future[Any] = Future()
-            future.set_result(known)
-            lowered.install(known)
-            self._told.note_kept()
-            self._started.append((future, same))
+            future.set_result(compiled)
+            lowered.install(compiled)
+            self._compilation.note_kept()
+            self._started.append((future, equals))
             return future
         if is_portable_here:
-            digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
-            read = jax_compat.kept_arguments(program)  # the text does not say which these are
-            same = self._known.setdefault((digest, read, tuple(sorted(options.items()))), same)
-            if same[0] is not lowered:
-                same.append(lowered)
+            numbers = jax_compat.kept_arguments(program)  # the text does not say which these are
+            equals = self._by_text.setdefault(
+                (_digest(text), numbers, tuple(sorted(options.items()))), equals
+            )
+            if equals[0] is not lowered:
+                equals.append(lowered)
                 return None
         future = self.threads.submit(self._compile, lowered)
-        self._started.append((future, same))
+        self._started.append((future, equals))
         return future
 
     def _compile(self, program: _Lowered) -> Any:
-        with self._told.program():
+        with self._compilation.program():
             return program.lowered.compile()
 
-    def finish(self, chunk_size: int) -> Compiled:
+    def finish(self, chunk_size: int) -> CompiledSizes:
         """Waits for what was started, and loads equal programs for other devices."""
         temporary_bytes: dict[int, int] = {}
-        compiled = [(future.result(), same) for future, same in self._started]
+        compiled = [(future.result(), equals) for future, equals in self._started]
         waiting = [
-            (same[1:], self.threads.submit(self._load, one, same[1:]))
-            for one, same in compiled
-            if len(same) > 1
+            (equals[1:], self.threads.submit(self._load, executable, equals[1:]))
+            for executable, equals in compiled
+            if len(equals) > 1
         ]
-        for one, same in compiled:
-            for lowered in same:
-                note_temporaries(temporary_bytes, lowered.group, one)
-            self._keep(same[0], one)
+        for executable, equals in compiled:
+            for lowered in equals:
+                note_temporaries(temporary_bytes, lowered.group, executable)
+            self._keep(equals[0], executable)
         loaded = [(programs, future.result()) for programs, future in waiting]
         for programs, functions in loaded:  # only when all is there: until here it can be repeated
             for program, function in zip(programs, functions, strict=False):
@@ -261,13 +263,13 @@ class _Compiler:
                 self._keep(program, function)
         residual_bytes: dict[int, int] = {}
         for (stage, _kind), divided in self.divided.items():
-            size = sum(one.num_bytes for one in divided) // chunk_size
+            size = sum(residual.num_bytes for residual in divided) // chunk_size
             residual_bytes[stage] = residual_bytes.get(stage, 0) + size
-        return Compiled(temporary_bytes, residual_bytes)
+        return CompiledSizes(temporary_bytes, residual_bytes)
 
     def _keep(self, program: _Lowered, compiled: Any) -> None:
-        if self._kept is not None:
-            self._kept.keep(program.key, compiled)
+        if self._programs is not None:
+            self._programs.keep(program.key, compiled)
 
     def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
         """Loads a compiled program for the other programs' devices.
@@ -281,38 +283,39 @@ class _Compiler:
             for program in programs:
                 self._compile(program)
             return []
-        self._told.note_loaded(len(loaded))
+        self._compilation.note_loaded(len(loaded))
         return loaded
 
 
 def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compiled: Any) -> None:
-    """Enters by device the most that a compiled program takes besides its arguments and results."""
+    """Notes, by device, the most that a compiled program takes besides arguments and results."""
     analysis = compiled.memory_analysis()  # None on some backends
     if analysis is not None:
-        known = temporary_bytes.get(group.ipu, 0)
-        temporary_bytes[group.ipu] = max(known, int(analysis.temp_size_in_bytes))
+        size = temporary_bytes.get(group.ipu, 0)
+        temporary_bytes[group.ipu] = max(size, int(analysis.temp_size_in_bytes))
 
 
 def compile_ahead(
     plan: Plan,
     layout: Layout,
-    given: Callable[[Value], Any],
+    find_struct: Callable[[Value], Any],
     chunk_size: int,
     is_shared: bool,
-    kept: KeptPrograms | None,
+    earlier: KeptPrograms | None,
     note: str = "",
-) -> Compiled:
+) -> CompiledSizes:
     """Compiles all programs of a plan; returns when all are compiled.
 
     Returns:
-      What is known of the programs then.
+      The sizes of the compiled programs.
     """
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
-    programs = dict.fromkeys(one.program for block in blocks for one in block.code if one.program)
+    code = [instruction for block in blocks for instruction in block.code]
+    programs = dict.fromkeys(instruction.program for instruction in code if instruction.program)
     new = [program for program in programs if program.group.is_here and not program.is_compiled]
     started: dict[Program, Any] = {}
-    with compiling(len(new), note) as told:
-        compiler = _Compiler(is_shared, told, kept)
+    with compiling(len(new), note) as compilation:
+        compiler = _Compiler(is_shared, compilation, earlier)
 
         def launch(program: Program, arguments: Sequence[Any]) -> list[Any]:
             arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
@@ -341,7 +344,7 @@ def compile_ahead(
             return results
 
         try:
-            find_shapes(plan, layout, given, launch)
+            find_shapes(plan, layout, find_struct, launch)
             compiled = compiler.finish(chunk_size)
             for program in started:
                 program.is_compiled = True

@@ -33,7 +33,7 @@ from ipu_pipeline.ground.pytrees import num_bytes
 
 @dataclass(frozen=True, eq=False)
 class Iterated:
-    """What makes a pipeline the body of a loop.
+    """A pipeline's part as the body of a loop.
 
     Its micro-batches are iterations; their first leaves are carried from one to the next. Accumulators stay
     from run to run.
@@ -46,7 +46,7 @@ class Iterated:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is to be run."""
+    """A request to run micro-batches."""
 
     # the leaves of the inputs that stay the same. Here and in `carried`, a value that differs between
     # replicas is an `OfReplicas`.
@@ -58,7 +58,7 @@ class Request:
     iteration: int = 0  # in a loop, the iterations of the run so far; else the step's micro-batches
 
     def of_replica(self, replica: int) -> Request:
-        """The request as a replica has it."""
+        """The request with the values of one replica."""
         return dataclasses.replace(
             self,
             inputs=[of_replica(value, replica) for value in self.inputs],
@@ -67,11 +67,11 @@ class Request:
 
 
 class Pending(Protocol):
-    """What `Runner.fetch` returns and `Runner.run` takes; each kind of runner has its own."""
+    """The result of `Runner.fetch`, for `Runner.run`; each kind of runner has its own."""
 
     @property
     def count(self) -> int:
-        """How many micro-batches will run, unless a condition ends the loop before."""
+        """The number of micro-batches that will run, unless a condition ends the loop before."""
 
 
 PendingT = TypeVar("PendingT", bound=Pending)
@@ -116,11 +116,11 @@ class Runner(abc.ABC, Generic[PendingT]):
         iterated: Iterated | None,
         homes: Sequence[StatePlacement] | None = None,
     ) -> None:
-        """Takes what all kinds of runners have."""
+        """Sets the attributes that all kinds of runners have."""
         self.placement = placement
         self.homes = (placement,) if homes is None else tuple(homes)
         platform = placement.groups[0].devices[0].platform
-        self.programs = tuple(own.on(platform) for own in programs)
+        self.programs = tuple(stage_programs.on(platform) for stage_programs in programs)
         self.iterated = iterated
         self.temporary_bytes: dict[int, int] = {}
         self.residual_bytes: dict[int, int] = {}
@@ -142,7 +142,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @property
     def takes_elements(self) -> bool:
-        """Whether this process gives it micro-batches, which it does if its stages read some."""
+        """Whether this process gives the runner micro-batches, as it does if its stages read some."""
         return True
 
     @abc.abstractmethod
@@ -170,10 +170,10 @@ class Runner(abc.ABC, Generic[PendingT]):
         """The number of micro-batches on the devices before their turn; arguments as for `num_fetched`."""
 
     def make_accumulators(
-        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+        self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Makes accumulators for a `RunState`; see `StatePlacement.make_accumulators`."""
-        return self.placement.make_accumulators(dtypes, known)
+        return self.placement.make_accumulators(dtypes, initial)
 
     @abc.abstractmethod
     def compile(self, state: RunState, request: Request) -> None:
@@ -197,7 +197,7 @@ class Runner(abc.ABC, Generic[PendingT]):
 
     @abc.abstractmethod
     def run(self, state: RunState, pending: PendingT) -> Progress:
-        """Does the rest. Takes the memory of accumulators, and of all the state if that was allowed.
+        """Runs the pending micro-batches. Takes the memory of accumulators, and of all state if allowed.
 
         Args:
           state: as for `fetch`.
@@ -231,7 +231,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_ipus(self) -> dict[Any, int]:
-        """Each device's number in the pipeline; the second replica's follow the first's.
+        """The number of each device in the pipeline; the second replica's follow the first's.
 
         With tensor parallelism, only the first device of each number is listed.
         """
@@ -258,7 +258,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         )
 
     def find_brought(self, every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by device, in a step of `every` micro-batches per replica."""
+        """The memory that execution phases bring, by device, with `every` micro-batches per replica."""
         del every
         return {}
 
@@ -278,8 +278,8 @@ class Runner(abc.ABC, Generic[PendingT]):
           num_accumulated: the number of micro-batches that they hold.
         """
         is_trained = self.placement.updates is not None
-        made = self.make_accumulators(dtypes, accumulators) if is_trained else {}
-        return RunState(self.place_state(state), made, num_accumulated)
+        placed = self.make_accumulators(dtypes, accumulators) if is_trained else {}
+        return RunState(self.place_state(state), placed, num_accumulated)
 
     def place_state(self, state: PipelineState) -> PipelineState:
         """Puts variables and optimizer state on the devices of their stages."""
@@ -317,8 +317,8 @@ class Runner(abc.ABC, Generic[PendingT]):
         pipeline, updates = state.pipeline, self.placement.updates
         if updates is None or pipeline.optimizer_state is not None:
             return state
-        made = self.init_optimizer_state(pipeline.variables, outputs)
-        pipeline = dataclasses.replace(pipeline, optimizer_state=made)
+        optimizer_state = self.init_optimizer_state(pipeline.variables, outputs)
+        pipeline = dataclasses.replace(pipeline, optimizer_state=optimizer_state)
         return dataclasses.replace(state, pipeline=pipeline)
 
     def advance(

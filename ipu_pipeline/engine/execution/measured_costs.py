@@ -37,12 +37,10 @@ from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.pytrees import num_bytes
 
-# Files that keep what was measured on a kind of device for later processes.
-#
+T = TypeVar("T")
+
 # Each measurement has a file of its own, in JSON. The first process to measure writes it, and others keep
 # to that: no lock is needed.
-
-T = TypeVar("T")
 
 _FOLDER = "program_times"
 
@@ -53,9 +51,9 @@ def find_directory() -> Path | None:
     Returns:
       The directory, which need not exist; None if there is no place for it.
     """
-    given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # not in JAX's annotations
-    if given and "://" not in given:
-        return Path(given) / _FOLDER
+    cache_directory = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # not in JAX's annotations
+    if cache_directory and "://" not in cache_directory:
+        return Path(cache_directory) / _FOLDER
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         try:
@@ -66,7 +64,7 @@ def find_directory() -> Path | None:
 
 
 def describe_device(device: Any) -> str:
-    """What a measurement depends on besides what is measured."""
+    """A text of all that a measurement depends on besides the program."""
     cores = (_cpu_model(), count_cores()) if device.platform == "cpu" else None
     settings = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
     kind = device.platform, device.device_kind, device.client.platform_version
@@ -84,12 +82,12 @@ def _cpu_model() -> str:
 
 
 def digest(*texts: str) -> str:
-    """A name for what the texts say."""
+    """A name that differs where the texts differ."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def read_measurement(directory: Path | None, key: str, parse: Callable[[Any], T | None]) -> T | None:
-    """What the file of a key says; None if there is none, or it says nothing usable."""
+    """Reads the file of a key; None if there is none, or it holds nothing usable."""
     if directory is None:
         return None
     try:
@@ -101,7 +99,7 @@ def read_measurement(directory: Path | None, key: str, parse: Callable[[Any], T 
 def keep_measurement(
     directory: Path | None, key: str, fields: Mapping[str, Any], parse: Callable[[Any], T | None]
 ) -> T | None:
-    """Writes the file of a key, unless another process did; arguments as in `read`.
+    """Writes the file of a key, unless another process did; arguments as in `read_measurement`.
 
     A directory that cannot be written is not used: what was measured is then known in this process only.
 
@@ -118,8 +116,8 @@ def keep_measurement(
             written.write_text(json.dumps(fields))
             os.link(written, path)
         except FileExistsError:
-            if (other := read_measurement(directory, key, parse)) is not None:
-                return other
+            if (measured := read_measurement(directory, key, parse)) is not None:
+                return measured
             os.replace(written, path)  # it says nothing usable
         except OSError:  # a file system without links
             os.replace(written, path)
@@ -128,17 +126,10 @@ def keep_measurement(
     return None
 
 
-# What programs take, each alone: measured once on a kind of device, and kept for later processes.
-#
-# Programs are told apart by what XLA would compile, the versions, the kind of device, on a CPU the number
-# of cores, and by how much their pipelines read: equal programs of one pipeline are measured once, and so
-# are those of others that read as much. What was measured stays (`kept_measurements`), and what is chosen
-# by it is chosen again in the next run.
-#
 # In a step the programs of a pipeline take turns, and what one of them reads has left the caches when it
 # runs again, if the others read much. So where all that are timed together read more than a small cache
 # holds, a program is run on several copies of its arguments in turn, which together have about as many
-# bytes as those of all, up to some times what a large cache holds.
+# bytes as those of all. How much a pipeline reads is therefore part of a measurement's key.
 
 _PASSES = 2  # over all programs: what disturbs one measurement of a program has ended by the other
 _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 25, 0.05  # of each
@@ -147,17 +138,15 @@ _IN_A_ROW = 8
 _CACHED = 1 << 20  # bytes that stay in a cache close to a core
 _MOST_READ = 64 << 20  # bytes of all copies: few caches have more
 _MOST_COPIES = 64
-_SHORTEST = (
-    2048  # numbers; XLA runs programs of fewer than 1,000 operations where they are started, on CPUs
-)
+_SHORTEST = 2048  # numbers; on CPUs, XLA runs programs below 1,000 operations where they are started
 _LEAST_CORES = 0.01  # that a program keeps busy: one that only waits
 
-_known: dict[str, ProgramTime] = {}  # by key
+_measured: dict[str, ProgramTime] = {}  # by key
 _alone = threading.Lock()  # held while a program is timed: two at a time would slow each other
 
 
 class ProgramTime(NamedTuple):
-    """What a program takes alone.
+    """The time and memory of a program that runs alone.
 
     Attributes:
       seconds: the time of a call: the median of several, and of two such medians the lesser.
@@ -206,11 +195,14 @@ def time_programs(programs: Sequence[TimedProgram]) -> list[ProgramTime]:
     new = [place for place in new if _find(keys[place], directory) is None]
     if new:
         compiled = _compile([lowered[place] for place in new])
-        timed = [(programs[place], own, copies[place]) for place, own in zip(new, compiled, strict=True)]
-        passes = [[_time(*own) for own in timed] for _pass in range(_PASSES)]
-        for place, *found in zip(new, *passes, strict=True):
-            _known[keys[place]] = _keep(keys[place], min(found), directory)
-    return [_known[key] for key in keys]
+        pairs = list(zip(new, compiled, strict=True))
+        passes = [
+            [_time(programs[place], executable, copies[place]) for place, executable in pairs]
+            for _pass in range(_PASSES)
+        ]
+        for place, *times in zip(new, *passes, strict=True):
+            _measured[keys[place]] = _keep(keys[place], min(times), directory)
+    return [_measured[key] for key in keys]
 
 
 def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) -> float:
@@ -236,17 +228,17 @@ def time_copy(avals: Sequence[Any], source: DeviceGroup, target: DeviceGroup) ->
             jax.block_until_ready(copies)
 
         with _alone, jax.ensure_compile_time_eval():
-            found = min(_repeat(call) for _pass in range(_PASSES))
-        _known[key] = _keep(key, ProgramTime(*found, 0), directory)
-    return _known[key].seconds
+            times = min(_repeat(call) for _pass in range(_PASSES))
+        _measured[key] = _keep(key, ProgramTime(*times, 0), directory)
+    return _measured[key].seconds
 
 
 def time_shortest(group: DeviceGroup) -> float:
-    """Times a program that does next to nothing, in seconds: what every program takes at least."""
+    """Times a program that does next to nothing, in seconds: the least that any program takes."""
     struct = jax.ShapeDtypeStruct((_SHORTEST,), np.float32, sharding=group.replicated)
     jitted = jax.jit(lambda x: [x + 1])
-    (found,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
-    return found.seconds
+    (program_time,) = time_programs([TimedProgram(jitted, [struct], {}, group.devices[0], {})])
+    return program_time.seconds
 
 
 def _count_copies(size: int, total: int) -> int:
@@ -269,11 +261,11 @@ def _identify(program: TimedProgram, lowered: Any, num_copies: int) -> str:
 
 
 def _compile(lowered: Sequence[Any]) -> list[Any]:
-    def compile_one(own: Any) -> Any:
-        with told.program():
-            return own.compile()
+    def compile_one(program: Any) -> Any:
+        with compilation.program():
+            return program.compile()
 
-    with compiling(len(lowered)) as told:
+    with compiling(len(lowered)) as compilation:
         threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         try:
             return list(threads.map(compile_one, lowered))
@@ -286,10 +278,10 @@ def _time(program: TimedProgram, compiled: Any, num_copies: int) -> ProgramTime:
     copies = itertools.cycle([_make_zeros(program.arguments, shardings) for _copy in range(num_copies)])
 
     def call(number: int) -> None:
-        for given in itertools.islice(copies, number):
-            results = compiled(*given)
+        for arguments in itertools.islice(copies, number):
+            results = compiled(*arguments)
             for place, result in program.carried.items():
-                given[place] = results[result]
+                arguments[place] = results[result]
         jax.block_until_ready(results)
 
     with _alone, jax.debug_nans(False), jax.debug_infs(False):  # which zeros may well make
@@ -299,12 +291,12 @@ def _time(program: TimedProgram, compiled: Any, num_copies: int) -> ProgramTime:
 
 
 def _make_zeros(avals: Sequence[Any], shardings: Sequence[Any]) -> list[jax.Array]:
-    """Zeros, even while a function is being traced; by a program for each shape, which are few."""
+    """Makes zeros, even while a function is being traced; by a program for each shape, which are few."""
     with jax.ensure_compile_time_eval():
         pairs = zip(avals, shardings, strict=True)
-        made = [zeros for aval, sharding in pairs for zeros in jit_zeros([aval], sharding)()]
-        jax.block_until_ready(made)
-    return made
+        arrays = [zeros for aval, sharding in pairs for zeros in jit_zeros([aval], sharding)()]
+        jax.block_until_ready(arrays)
+    return arrays
 
 
 def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
@@ -313,52 +305,52 @@ def _repeat(call: Callable[[int], None]) -> tuple[float, float]:
     begin, worked = time.perf_counter(), time.process_time()
     call(1)
     first = time.perf_counter() - begin
-    number, taken = (1, [first]) if first > _SHORT else (_IN_A_ROW, [])
-    while len(taken) < _LEAST_ROUNDS or (
-        len(taken) < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
+    number, durations = (1, [first]) if first > _SHORT else (_IN_A_ROW, [])
+    while len(durations) < _LEAST_ROUNDS or (
+        len(durations) < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
     ):
         before = time.perf_counter()
         call(number)
-        taken.append((time.perf_counter() - before) / number)
+        durations.append((time.perf_counter() - before) / number)
     cores = (time.process_time() - worked) / (time.perf_counter() - begin)
-    return statistics.median(taken), min(max(cores, _LEAST_CORES), float(count_cores()))
+    return statistics.median(durations), min(max(cores, _LEAST_CORES), float(count_cores()))
 
 
 def _find(key: str, directory: Path | None) -> ProgramTime | None:
-    found = _known.get(key)
-    if found is None:
-        found = read_measurement(directory, key, _parse)
-        if found is not None:
-            _known[key] = found
-    return found
+    measured = _measured.get(key)
+    if measured is None:
+        measured = read_measurement(directory, key, _parse)
+        if measured is not None:
+            _measured[key] = measured
+    return measured
 
 
 def _parse(fields: Any) -> ProgramTime | None:
-    """A time from the fields of a file; None if they say nothing that can be."""
-    found = ProgramTime(**fields)
-    is_usable = all(math.isfinite(value) and value >= 0 for value in found) and found.cores > 0
-    return found._replace(num_temporary_bytes=int(found.num_temporary_bytes)) if is_usable else None
+    """The time that a file's fields hold; None if they hold none that is possible."""
+    measured = ProgramTime(**fields)
+    is_usable = all(math.isfinite(value) and value >= 0 for value in measured) and measured.cores > 0
+    return measured._replace(num_temporary_bytes=int(measured.num_temporary_bytes)) if is_usable else None
 
 
-def _keep(key: str, found: ProgramTime, directory: Path | None) -> ProgramTime:
-    """Keeps what was measured. Returns what counts: what another process wrote meanwhile, if any did."""
-    return keep_measurement(directory, key, found._asdict(), _parse) or found
+def _keep(key: str, measured: ProgramTime, directory: Path | None) -> ProgramTime:
+    """Keeps a measurement. Returns the one that counts: another process's, if that wrote meanwhile."""
+    return keep_measurement(directory, key, measured._asdict(), _parse) or measured
 
 
-# What the stages of a pipeline take: their programs, and transfers between them, timed one at a time.
+# Programs of stages, and transfers between them.
 
 CALLBACKS = "functions that print or call back into Python would notice"
-_NOTHING = ProgramTime(0.0, 1.0, 0)  # of what is no program
+_NO_PROGRAM = ProgramTime(0.0, 1.0, 0)
 
 StageTimes: TypeAlias = "dict[tuple[ActionKind, int], ProgramTime]"  # by kind and stage
 
 
 def why_not_timed(programs: Sequence[StagePrograms]) -> str:
-    """Why stages cannot be run on zeros to time them, in words; empty if they can."""
-    everything = [program for own in programs for program in (own.forward, *own.backwards)]
-    if any(program.reaches_python for program in everything):
+    """The reason why stages cannot be run on zeros to time them; empty if they can."""
+    all_programs = [program for stage in programs for program in (stage.forward, *stage.backwards)]
+    if any(program.reaches_python for program in all_programs):
         return CALLBACKS
-    endless = next((program.name for program in everything if program.loops_by_data), None)
+    endless = next((program.name for program in all_programs if program.loops_by_data), None)
     if endless is not None:
         return (
             "a loop that ends when its data says so may not end on them, and "
@@ -369,12 +361,12 @@ def why_not_timed(programs: Sequence[StagePrograms]) -> str:
 
 def time_stages(plan: Plan, structs: Mapping[Value, Any]) -> StageTimes:
     """Times the programs of the first replica's stages, each alone, on zeros; `structs`: of all values."""
-    found = {
-        (one.program.kind, one.program.stage): _timed(one, structs)
-        for one in _runs(plan)
-        if one.program.kind is not None and one.replica in (0, ALL)
+    timed = {
+        (run.program.kind, run.program.stage): _timed_program(run, structs)
+        for run in _run_instructions(plan)
+        if run.program.kind is not None and run.replica in (0, ALL)
     }
-    return dict(zip(found, time_programs(list(found.values())), strict=True))
+    return dict(zip(timed, time_programs(list(timed.values())), strict=True))
 
 
 def time_updates(
@@ -383,27 +375,27 @@ def time_updates(
     """Times the programs of a weight update, each alone, on zeros.
 
     Returns:
-      What those of each stage's place take together, by stage; nothing if they call back into Python, or
-      have a loop that may not end on zeros.
+      The time of each stage's update programs together; nothing if they call back into Python, or have a
+      loop that may not end on zeros.
     """
-    if updates is None or updates.has_callbacks or any(own.loops_by_data for own in updates.updates):
+    if updates is None or updates.has_callbacks or any(update.loops_by_data for update in updates.updates):
         return {}
-    timed = [one for one in _runs(plan) if one.program.kind is None and one.program.binds]
-    found: dict[int, ProgramTime] = {}
-    times = time_programs([_timed(one, structs) for one in timed])
-    for stage, own in zip((one.program.stage for one in timed), times, strict=True):
-        found[stage] = join_times([found[stage], own] if stage in found else [own])
-    return found
+    timed = [run for run in _run_instructions(plan) if run.program.kind is None and run.program.binds]
+    times: dict[int, ProgramTime] = {}
+    parts = time_programs([_timed_program(run, structs) for run in timed])
+    for stage, part in zip((run.program.stage for run in timed), parts, strict=True):
+        times[stage] = join_times([times[stage], part] if stage in times else [part])
+    return times
 
 
-def _runs(plan: Plan) -> list[Any]:
+def _run_instructions(plan: Plan) -> list[Any]:
     """The instructions that start programs, over values."""
     blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
-    return [one for block in blocks for one in block.code if one.op is Op.RUN]
+    return [instruction for block in blocks for instruction in block.code if instruction.op is Op.RUN]
 
 
-def _timed(one: Any, structs: Mapping[Value, Any]) -> TimedProgram:
-    program, arguments = one.program, [structs[value] for value in one.reads]
+def _timed_program(run: Any, structs: Mapping[Value, Any]) -> TimedProgram:
+    program, arguments = run.program, [structs[value] for value in run.reads]
     carried = {
         place: result
         for place, bind in enumerate(program.binds)
@@ -414,7 +406,7 @@ def _timed(one: Any, structs: Mapping[Value, Any]) -> TimedProgram:
 
 
 def _is_new(argument: Any, result: Any) -> bool:
-    """Whether a result is what an argument becomes."""
+    """Whether a result is an argument's new value."""
     if isinstance(argument, Binding):
         return argument.kind is BindingKind.ACCUMULATOR and argument in result
     return bool(argument == result)
@@ -423,32 +415,31 @@ def _is_new(argument: Any, result: Any) -> bool:
 def time_transfers(
     plan: Plan, groups: Sequence[DeviceGroup], structs: Mapping[Value, Any], *, with_skips: bool
 ) -> dict[StageEdge, float]:
-    """Times what goes from stage to stage, in seconds, each transfer alone."""
+    """Times the transfers from stage to stage, in seconds, each alone."""
     last = len(groups) - 1
-    found: dict[StageEdge, float] = {}
-    blocks = [
-        block for block in dict.fromkeys(own.block for own in plan.blocks) if isinstance(block.name, tuple)
-    ]
-    sends = [(block.name, one) for block in blocks for one in block.code if one.op is Op.SEND]
-    for (kind, stage), one in sends:
-        if one.replica != 0:
+    durations: dict[StageEdge, float] = {}
+    blocks = dict.fromkeys(numbered.block for numbered in plan.blocks)
+    of_stages = [block for block in blocks if isinstance(block.name, tuple)]
+    sends = [(block.name, send) for block in of_stages for send in block.code if send.op is Op.SEND]
+    for (kind, stage), send in sends:
+        if send.replica != 0:
             continue
         goes_back = kind is not ActionKind.FORWARD or stage == last
         way = range(stage - 1, -1, -1) if goes_back else range(stage + 1, last + 1)
-        reader = next((other for other in way if groups[other] is one.group), None)
+        reader = next((later for later in way if groups[later] is send.group), None)
         if reader is None or (abs(reader - stage) > 1 and not with_skips):
             continue
         # Stages of one device stand for stages of others where layers are measured on two devices.
-        own = groups[stage]
-        away = (group for group in groups if group.devices != own.devices)
-        target = one.group if one.group.devices != own.devices else next(away, one.group)
-        taken = time_copy([structs[value] for value in one.reads], own, target)
-        found[stage, reader] = found.get((stage, reader), 0.0) + taken
-    return found
+        source = groups[stage]
+        away = (group for group in groups if group.devices != source.devices)
+        target = send.group if send.group.devices != source.devices else next(away, send.group)
+        seconds = time_copy([structs[value] for value in send.reads], source, target)
+        durations[stage, reader] = durations.get((stage, reader), 0.0) + seconds
+    return durations
 
 
 class Measured(NamedTuple):
-    """What was measured of a pipeline.
+    """The measurements of a pipeline.
 
     Attributes:
       costs: what a micro-batch and an update take, in seconds.
@@ -473,49 +464,51 @@ def make_measured(
     """
 
     def of(kind: ActionKind) -> list[ProgramTime]:
-        return [times.get((kind, stage), _NOTHING) for stage in range(num_stages)]
+        return [times.get((kind, stage), _NO_PROGRAM) for stage in range(num_stages)]
 
     forward, weights = of(ActionKind.FORWARD), of(ActionKind.WEIGHT_GRADIENTS)
     halves = zip(of(ActionKind.BACKWARD), of(ActionKind.INPUT_GRADIENTS), weights, strict=True)
     backward = [join_times(parts) for parts in halves]
-    update = [updates.get(stage, _NOTHING) for stage in range(num_stages)]
+    update = [updates.get(stage, _NO_PROGRAM) for stage in range(num_stages)]
     costs = Costs.of(
         num_stages,
-        forward=[own.seconds / chunk_size for own in forward],
-        backward=[own.seconds / chunk_size for own in backward],
-        update=[own.seconds for own in update],
+        forward=[part.seconds / chunk_size for part in forward],
+        backward=[part.seconds / chunk_size for part in backward],
+        update=[part.seconds for part in update],
         weight_gradients=[
-            (own.seconds + whole.seconds / 2) / chunk_size
-            for own, whole in zip(weights, of(ActionKind.BACKWARD), strict=True)
+            (halved.seconds + joint.seconds / 2) / chunk_size
+            for halved, joint in zip(weights, of(ActionKind.BACKWARD), strict=True)
         ],
-        transfer={edge: taken / chunk_size for edge, taken in transfers.items()},
+        transfer={edge: seconds / chunk_size for edge, seconds in transfers.items()},
         host=host,
-        forward_cores=[own.cores for own in forward],
-        backward_cores=[own.cores for own in backward],
+        forward_cores=[part.cores for part in forward],
+        backward_cores=[part.cores for part in backward],
     )
     together = zip(forward, backward, update, strict=True)
-    return Measured(costs, tuple(max(own.num_temporary_bytes for own in parts) for parts in together))
+    return Measured(costs, tuple(max(part.num_temporary_bytes for part in parts) for parts in together))
 
 
 def divide_last(costs: Costs, forward: float, backward: float, *, is_halved: bool) -> Costs:
     """Divides what the last stage's program takes into its forward and its backward or first half."""
-    both, weights = costs.forward[-1], costs.weight_gradients[-1]
-    own = both * forward / (forward + backward)
-    rest = both - own
-    busy = rest * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
+    joint_seconds, weights = costs.forward[-1], costs.weight_gradients[-1]
+    forward_seconds = joint_seconds * forward / (forward + backward)
+    first_half = joint_seconds - forward_seconds
+    backward_seconds = first_half + weights
+    busy = first_half * costs.forward_cores[-1] + weights * costs.backward_cores[-1]
+    cores = busy / backward_seconds if backward_seconds else 1.0
     return dataclasses.replace(
         costs,
-        forward=(*costs.forward[:-1], own),
-        backward=(*costs.backward[:-1], rest + weights),
-        backward_cores=(*costs.backward_cores[:-1], busy / (rest + weights) if rest + weights else 1.0),
-        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else rest / 2),
+        forward=(*costs.forward[:-1], forward_seconds),
+        backward=(*costs.backward[:-1], backward_seconds),
+        backward_cores=(*costs.backward_cores[:-1], cores),
+        weight_gradients=(*costs.weight_gradients[:-1], weights if is_halved else first_half / 2),
     )
 
 
 def join_times(parts: Sequence[ProgramTime]) -> ProgramTime:
-    """What programs take that run one after another."""
-    seconds = sum(own.seconds for own in parts)
-    busy = sum(own.seconds * own.cores for own in parts)
+    """The time of programs that run one after another."""
+    seconds = sum(part.seconds for part in parts)
+    busy = sum(part.seconds * part.cores for part in parts)
     return ProgramTime(
-        seconds, busy / seconds if seconds else 1.0, max(own.num_temporary_bytes for own in parts)
+        seconds, busy / seconds if seconds else 1.0, max(part.num_temporary_bytes for part in parts)
     )

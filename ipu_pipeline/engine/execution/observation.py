@@ -30,11 +30,9 @@ from ipu_pipeline.engine.tracing.faults import find_line_of
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.watching import Watcher
 
-# What runners tell a watcher; see `engine.watching`.
-
 
 def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
-    """Before the first watched step, waits for earlier steps or, if there are none, runs each program once.
+    """Waits for earlier steps before the first watched one; if there are none, runs each program once.
 
     The programs run on copies of the state and on micro-batches of zeros. What they make or raise is
     dropped. Nothing is run if a program calls Python, which would notice.
@@ -49,8 +47,8 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
         fed = jax.tree.leaves(runner.placement.traced.element)[num_carried:]
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in fed]  # random keys have one, too
 
-        def take(wanted: int) -> list[Any]:
-            return [runner.place_element(zeros) if zeros else () for _number in range(wanted)]
+        def take(number: int) -> list[Any]:
+            return [runner.place_element(zeros) if zeros else () for _number in range(number)]
 
         with contextlib.suppress(Exception):  # such as jax_debug_nans, or too little memory
             copied = copy_state(state)
@@ -77,20 +75,20 @@ def watched_take(take: Take, step: int, first: int) -> Take:
     if watcher is None:
         return take
 
-    def watched(wanted: int) -> Sequence[Any]:
+    def watched(number: int) -> Sequence[Any]:
         nonlocal first
-        with watcher.waiting(step, first, wanted):
-            elements = take(wanted)
+        with watcher.waiting(step, first, number):
+            elements = take(number)
         first += len(elements)
         return elements
 
     return watched
 
 
-# Measures what stages hold of micro-batches in flight, from their buffers.
+# The bytes that stages hold of micro-batches in flight, measured from their buffers.
 
 
-class Held:
+class HeldBytes:
     """Finds the most that each stage of a replica holds between forwards and backwards.
 
     Attributes:
@@ -105,11 +103,11 @@ class Held:
         self._running: list[dict[Any, set[Value]]] = [{} for _stage in range(num_stages)]
 
     def find_held(self, blocks: dict[Key, Block], key: Key) -> set[Value]:
-        """What a stage holds of a micro-batch once one of its programs has run."""
+        """The values that a stage holds of a micro-batch once one of its programs has run."""
         kind, stage = key
 
-        def read(other: ActionKind) -> set[Value]:
-            block = blocks.get((other, stage))
+        def read(later_kind: ActionKind) -> set[Value]:
+            block = blocks.get((later_kind, stage))
             return set() if block is None else {v for v in _reads(block) if v.replica == self._replica}
 
         later = read(ActionKind.WEIGHT_GRADIENTS)
@@ -124,17 +122,18 @@ class Held:
         return {value for value in next_read | later if value.what.kind is not BindingKind.COTANGENT}
 
     def look(
-        self, key: Key, frame: Any, held: set[Value], find: Registers, registers: Sequence[Any]
+        self, key: Key, frame: Any, held_values: set[Value], find: Registers, registers: Sequence[Any]
     ) -> None:
         """Measures after a program and what follows it."""
-        self._running[key[1]][frame] = held
+        self._running[key[1]][frame] = held_values
         for stage, running in enumerate(self._running):
             unique: dict[int, int] = {}
-            for own, values in running.items():
+            for running_frame, values in running.items():
                 for value in values:
-                    places = [find.find(value._replace(is_away=is_away), own) for is_away in (True, False)]
-                    there = [registers[p] for p in places if p < len(registers)]
-                    array = next((array for array in there if array is not None), None)
+                    variants = [value._replace(is_away=is_away) for is_away in (True, False)]
+                    places = [find.find(variant, running_frame) for variant in variants]
+                    arrays = [registers[place] for place in places if place < len(registers)]
+                    array = next((array for array in arrays if array is not None), None)
                     if array is not None and array.addressable_shards:
                         # With tensor parallelism, one device's part.
                         unique[id(array)] = array.addressable_shards[0].data.nbytes
@@ -142,24 +141,24 @@ class Held:
 
 
 def _reads(block: Block) -> list[Value]:
-    """A micro-batch's values that programs read, where they lie between programs."""
+    """The values of a micro-batch that programs read, where they lie between programs."""
     return [
         value._replace(is_away=False, copy=0)
-        for one in block.code
-        if one.op in (Op.RUN, Op.JOIN, Op.LOAD)
-        for value in one.reads
+        for instruction in block.code
+        if instruction.op in (Op.RUN, Op.JOIN, Op.LOAD)
+        for value in instruction.reads
         if isinstance(value.what, Binding) and value.what.is_of_micro_batch
     ]
 
 
-def observed(
+def with_measurements(
     plan: Plan,
     linked: Sequence[list[Linked]],
-    held: Sequence[Held],
+    memories: Sequence[HeldBytes],
     numbers: Registers,
     registers: Sequence[Any],
 ) -> list[list[Linked]]:
-    """The same blocks, behind each of which it is measured what is held."""
+    """The blocks, each followed by a measurement of what stages hold."""
     of_scopes: dict[Any, dict[Key, Block]] = {}
     for block in dict.fromkeys(numbered.block for numbered in plan.blocks):
         if isinstance(block.name, tuple):
@@ -168,11 +167,11 @@ def observed(
     def look(numbered: Numbered) -> list[Linked]:
         block = numbered.block
         blocks = of_scopes[block.scope]
-        found = [(one, one.find_held(blocks, block.name)) for one in held]
+        values_of_replicas = [(memory, memory.find_held(blocks, block.name)) for memory in memories]
 
         def measure() -> tuple[()]:
-            for one, values in found:
-                one.look(block.name, numbered.frame, values, numbers, registers)
+            for memory, values in values_of_replicas:
+                memory.look(block.name, numbered.frame, values, numbers, registers)
             return ()
 
         return [(measure, (), (), ())]
@@ -182,7 +181,7 @@ def observed(
         for numbered in dict.fromkeys(plan.blocks)
         if isinstance(numbered.block.name, tuple)
     }
-    return [[*own, *looks.get(numbered, ())] for numbered, own in zip(plan.blocks, linked, strict=True)]
+    return [[*code, *looks.get(numbered, ())] for numbered, code in zip(plan.blocks, linked, strict=True)]
 
 
 class LiveBytes:
@@ -210,35 +209,33 @@ class LiveBytes:
         return [max(peaks) for peaks in zip(*self.by_replica, strict=True)]
 
 
-# Says of a step that has not ended for a minute which stage waits for what.
-#
-# A thread looks at the steps on their way a few times a minute. It starts with a step, and ends when it
-# finds none, so none stays behind. A step is known by its results, which are not kept alive.
+# A step that has not ended for a minute is reported, with what it waits for. The thread that looks at the
+# steps starts with one and ends when there are none, so that none stays behind.
 
 _logger = logging.getLogger("ipu_pipeline")
-_SECONDS = 60.0  # after which a step is told
+_SECONDS = 60.0  # after which a step is reported
 _MOST = 256  # steps that are watched at once
 
 
 class StepOnItsWay:
-    """A step that has begun.
+    """A step that was dispatched and may not be complete. Its results are not kept alive.
 
     Attributes:
-      begun: when it began, by `time.monotonic`; later, when the one before had ended.
-      is_told: whether it has been told of.
+      begun: when it began, by `time.monotonic`; later, when the step before had ended.
+      is_told: whether it has been reported.
     """
 
     def __init__(
         self, describe_start: Callable[[Sequence[str]], str], traced: TracedPipeline, supply: Supply
     ) -> None:
-        """Begins it."""
+        """Starts the step's time."""
         self.begun, self.is_told = time.monotonic(), False
         self._describe_start, self._traced, self._supply = describe_start, traced, supply
         self._made: tuple[weakref.ref[PipelineState], weakref.ref[StepOutputs]] | None = None
         self._has_failed = False
 
     def failed(self) -> None:
-        """Notes that it has ended in an error."""
+        """Notes that the step has ended in an error."""
         self._has_failed = True
 
     def started(self, state: PipelineState, outputs: StepOutputs) -> None:
@@ -253,7 +250,7 @@ class StepOnItsWay:
         return state is None or all(map(_is_ready, state.variables.values()))
 
     def describe(self) -> str:
-        """What it waits for, a line each."""
+        """Describes what the step waits for, in one text of several lines."""
         lines = [f"A step of a pipeline has not ended after {_SECONDS:.0f} s."]
         places = [stage.place for stage in self._traced.stages]
         state, outputs = (None, None) if self._made is None else (self._made[0](), self._made[1]())
@@ -270,9 +267,9 @@ class StepOnItsWay:
             late = [name for name, value in state.variables.items() if not _is_ready(value)]
             waiting = ", ".join(places[n] for n in sorted({self._traced.owners[name] for name in late}))
             lines.append(f"All is started. Variables that have not come are of: {waiting or 'no stage'}.")
-        others = peers.current()
-        if others is not None and others.waits_at is not None:
-            lines.append(f"This process waits for others: {others.waits_at}.")
+        peer_processes = peers.current()
+        if peer_processes is not None and peer_processes.waits_at is not None:
+            lines.append(f"This process waits for others: {peer_processes.waits_at}.")
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():  # noqa: SLF001  # documented, in spite of its name
             if ident != threading.get_ident() and (line := find_line_of(frame)):

@@ -12,7 +12,7 @@ from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.feeds import shapes_of
 from ipu_pipeline.engine.devices.placement import put
 from ipu_pipeline.engine.execution.contract import Request, Runner
-from ipu_pipeline.engine.execution.runner import PendingPlan, PlanRunner, Ready, check_alike
+from ipu_pipeline.engine.execution.runner import PendingPlan, PlanRunner, ReadyPlan, check_alike
 from ipu_pipeline.engine.plan.lowering import assigned
 from ipu_pipeline.engine.plan.op_by_op import OpByOp, Visit
 from ipu_pipeline.engine.schedules.timetables import Action
@@ -24,8 +24,6 @@ from ipu_pipeline.engine.tracing.stage_markers import as_int32, micro_batch_key
 from ipu_pipeline.engine.tracing.stage_meshes import in_mesh
 from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments, concatenate, name_places
 
-# Computes a step op by op, as a runner by plans runs it, but in the order of the data.
-
 
 def compute(
     runner: Runner[Any],
@@ -35,16 +33,17 @@ def compute(
     reader: OpByOp,
     visit: Callable[[Visit], None] | None = None,
 ) -> Progress:
-    """Computes a step."""
+    """Computes a step op by op, with the instructions of a runner's plan, in the order of the data."""
     lead: PlanRunner = runner.make_single()
     number, maker, registers = lead.num_replicas, lead.maker, list[Any]()
     groups = [elements[first : first + number] for first in range(0, len(elements), number)]
     for place, group in enumerate(groups):
         check_alike(list(map(shapes_of, group)), place)
-    runners: list[PlanRunner] = [runner.of_shapes[shapes_of(own[0])].make_single() for own in groups]
+    runners: list[PlanRunner] = [runner.of_shapes[shapes_of(group[0])].make_single() for group in groups]
     order = [Action(*key, place) for place in range(request.every) for key in maker.code]
-    plan = maker.make(order, request.every, makers=[own.maker for own in runners])
-    ready = Ready(plan, reader.link(plan, lead.linker.link(plan)), lead.linker.version, is_watched=False)
+    plan = maker.make(order, request.every, makers=[shape_runner.maker for shape_runner in runners])
+    blocks = reader.link(plan, lead.linker.link(plan))
+    ready = ReadyPlan(plan, blocks, lead.linker.version, is_watched=False)
     changing = [
         {name: maker.registers.find(assigned(maker.layout, name, replica)) for name in maker.assigned_names}
         for replica in range(number)
@@ -57,9 +56,9 @@ def compute(
     def feed() -> Iterator[Sequence[Any]]:
         count = jnp.int32(as_int32(state.pipeline.execution_count))
         keys = lead.fold(state.pipeline.key)
-        for place, (own, group) in enumerate(zip(runners, groups, strict=True)):
-            some = [one.leaves if one else () for one in group]
-            placed = own.dealer.place_alone(list(map(own.place_element, some)))
+        for place, (shape_runner, group) in enumerate(zip(runners, groups, strict=True)):
+            some = [element.leaves if element else () for element in group]
+            placed = shape_runner.dealer.place_alone(list(map(shape_runner.place_element, some)))
             for replica, (leaves, values) in enumerate(zip(some, placed, strict=True)):
                 if visit is not None:
                     key = micro_batch_key(keys[replica], count, jnp.int32(place))
@@ -72,10 +71,8 @@ def compute(
     return lead.run(state, PendingPlan(request, request.every, ready, registers))
 
 
-# Calls stage functions as plain Python, on arrays, so that a debugger can stop in them.
-#
-# What stages ask for (variables, random keys, the number of the update) has values then, and what they hand
-# out (metrics, assignments) is dropped: a step takes it from the programs.
+# Stage functions as plain Python, on arrays, so that a debugger can stop in them. What they hand out
+# (metrics, assignments) is dropped: a step takes it from the programs.
 
 
 class StageCaller:
@@ -103,8 +100,8 @@ class StageCaller:
             self._surroundings.run(self._call, visit, self._surroundings.names.copy())
 
     def _call(self, visit: Visit, names: frames.ProgramNames) -> None:
-        given = (list(visit.leaves), dict(visit.variables), visit.key, self._inputs)
-        flat, tree = jax.tree.flatten(given)
+        call_values = (list(visit.leaves), dict(visit.variables), visit.key, self._inputs)
+        flat, tree = jax.tree.flatten(call_values)
         leaves, variables, key, inputs = jax.tree.unflatten(tree, put(flat, self._group))
         values = frames.Values(variables, key, self._update_count)
         element = jax.tree.unflatten(self._element_tree, leaves)

@@ -22,11 +22,9 @@ from ipu_pipeline.engine.execution.contract import Request
 from ipu_pipeline.engine.programs.stage_programs import ChunkForm
 from ipu_pipeline.engine.state import Collected, Handed
 
-# Deals micro-batches out to replicas, and puts them on the devices that read them.
-
 
 class FeedSlot(NamedTuple):
-    """A leaf of a micro-batch, and a group that it is put on."""
+    """A leaf of a micro-batch, and a group of devices that reads it."""
 
     leaf: int
     group: DeviceGroup
@@ -122,10 +120,10 @@ class ReplicaFeed:
         feed_slots = [feed_slot for feed_slot in self._slots if feed_slot.leaf in places]
         placed: list[Any] = [None] * len(feed_slots)
         for group in dict.fromkeys(self.placement.groups):
-            wanted = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.group is group]
-            if wanted:
-                arrays = [leaves[feed_slots[p].leaf - first] for p in wanted]
-                for p, array in zip(wanted, put(arrays, group), strict=True):
+            positions = [p for p, feed_slot in enumerate(feed_slots) if feed_slot.group is group]
+            if positions:
+                arrays = [leaves[feed_slots[p].leaf - first] for p in positions]
+                for p, array in zip(positions, put(arrays, group), strict=True):
                     placed[p] = array
         return placed
 
@@ -150,7 +148,7 @@ class ReplicaFeed:
 
 
 @dataclass(frozen=True, eq=False)
-class Dealt:
+class DealtMicroBatch:
     """A micro-batch that was placed for a replica."""
 
     replica: int  # the replica's number
@@ -183,7 +181,7 @@ class Dealer:
         with self._lock:
             replica, generation = self._num_dealt % len(self._feeds), self._generation
             self._num_dealt += 1
-        return Dealt(replica, generation, self._feeds[replica].feed.add(leaves))
+        return DealtMicroBatch(replica, generation, self._feeds[replica].feed.add(leaves))
 
     def place_ahead(self, elements: Sequence[Any]) -> list[Any]:
         """Puts the micro-batches of one update, of all replicas, on the devices that read them."""
@@ -192,14 +190,14 @@ class Dealer:
             return self._feeds[0].place_ahead(elements)
         placed: list[Any] = [None] * len(elements)
         for replica, feed in enumerate(self._feeds):
-            own = [self._of_replica(element, replica) for element in elements[replica::number]]
-            for place, element in enumerate(feed.place_ahead(own)):
-                placed[replica + place * number] = Dealt(replica, self._generation, element)
+            dealt = [self._of_replica(element, replica) for element in elements[replica::number]]
+            for place, element in enumerate(feed.place_ahead(dealt)):
+                placed[replica + place * number] = DealtMicroBatch(replica, self._generation, element)
         return placed
 
     def _of_replica(self, dealt: Any, replica: int) -> Any:
         """A micro-batch for a replica; placed again if it was placed for another one."""
-        if not isinstance(dealt, Dealt):
+        if not isinstance(dealt, DealtMicroBatch):
             return dealt  # there is no feed
         if dealt.replica == replica:
             return dealt.element
@@ -211,8 +209,8 @@ class Dealer:
 
     def place_alone(self, elements: Sequence[Any]) -> list[Sequence[Any]]:
         """Puts a micro-batch for each replica on its devices, where programs handle one."""
-        own = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
-        return [feed.place_alone(one) for feed, one in zip(self._feeds, own, strict=True)]
+        dealt = [self._of_replica(element, replica) for replica, element in enumerate(elements)]
+        return [feed.place_alone(element) for feed, element in zip(self._feeds, dealt, strict=True)]
 
     def take_everywhere(self, take: Take, count: int, *, tells_outsiders: bool = True) -> list[Take]:
         """Takes `count` micro-batches per replica, in each process those that it reads; or raises in all.
@@ -225,22 +223,22 @@ class Dealer:
         takes = [take] if len(feeds) == 1 else self._deal(take)
         groups = [group for feed in feeds for group in feed.fed_groups]
         readers = {device.process_index for group in groups for device in group.devices}
-        others = peers.current()
-        hearers = range(others.count) if others is not None and tells_outsiders else processes
+        joined = peers.current()
+        hearers = range(joined.count) if joined is not None and tells_outsiders else processes
         if len(processes) < 2 or not readers or jax.process_index() not in hearers:
             return takes
         error: Exception | None = None
-        taken: list[list[Any]] = []
-        for feed, own in zip(feeds, takes, strict=True):
+        elements_by_feed: list[list[Any]] = []
+        for feed, feed_take in zip(feeds, takes, strict=True):
             elements: list[Any] = []
             if feed.is_fed_here:
                 try:
-                    elements = gather(own, count, count)
+                    elements = gather(feed_take, count, count)
                 except Exception as raised:
                     error = error or raised
-            taken.append(elements)
+            elements_by_feed.append(elements)
         agree_on_elements(placement, readers, hearers, error)
-        return list(map(take_from, taken))
+        return list(map(take_from, elements_by_feed))
 
     def _deal(self, take: Take) -> list[Take]:
         """A take per replica, of its micro-batches, dealt out in turn."""
@@ -248,35 +246,35 @@ class Dealer:
         waiting: list[collections.deque[Any]] = [collections.deque() for _feed in self._feeds]
 
         def take_of(replica: int) -> Take:
-            def take_some(wanted: int) -> list[Any]:
+            def take_some(limit: int) -> list[Any]:
                 if not waiting[replica]:
                     for place, element in enumerate(gather(take, number * size, number * size)):
                         if self._feeds[place % number].takes_elements:
                             waiting[place % number].append(self._of_replica(element, place % number))
-                return [waiting[replica].popleft() for _number in range(min(wanted, len(waiting[replica])))]
+                return [waiting[replica].popleft() for _number in range(min(limit, len(waiting[replica])))]
 
             return take_some
 
         return [take_of(replica) for replica in range(number)]
 
 
-# What a step leaves: brought together from the replicas, and from processes.
+# The outputs of a step.
 
 
-class Left(NamedTuple):
-    """What a replica collected and enqueued, per micro-batch or chunk."""
+class ReplicaOutputs(NamedTuple):
+    """The values that a replica collected and enqueued, per micro-batch or chunk."""
 
     collected: list[Collected]
     enqueued: list[Handed]
 
 
-def gather_outputs(placement: StatePlacement, parts: Sequence[Left]) -> list[Left]:
+def gather_outputs(placement: StatePlacement, parts: Sequence[ReplicaOutputs]) -> list[ReplicaOutputs]:
     """Brings what replicas collected and enqueued to the process that has the first replica's leaf.
 
     Leaves whose replicas are in one process stay where they are.
     """
     first, tree = _flatten(parts[0])
-    found = [parts[0]]
+    gathered = [parts[0]]
     for replica, part in enumerate(parts[1:], 1):
         leaves, _tree = _flatten(part)
         by_transfer: dict[Any, list[int]] = {}  # (source, target) -> numbers
@@ -289,8 +287,8 @@ def gather_outputs(placement: StatePlacement, parts: Sequence[Left]) -> list[Lef
             moved = move([leaves[place] for place in places], source, target, tag, is_kept=True)
             for place, leaf in zip(places, moved, strict=True):
                 leaves[place] = leaf
-        found.append(_unflatten(part, tree, leaves))
-    return found
+        gathered.append(_unflatten(part, tree, leaves))
+    return gathered
 
 
 def _process(sharding: Any) -> int:
@@ -298,19 +296,19 @@ def _process(sharding: Any) -> int:
     return int(next(iter(sharding.device_set)).process_index)
 
 
-def _flatten(part: Left) -> tuple[list[Any], Any]:
-    handed = [(one.outputs, one.loss) for one in part.collected], [one.leaves for one in part.enqueued]
-    return jax.tree.flatten(handed)
+def _flatten(part: ReplicaOutputs) -> tuple[list[Any], Any]:
+    collected = [(entry.outputs, entry.loss) for entry in part.collected]
+    return jax.tree.flatten((collected, [entry.leaves for entry in part.enqueued]))
 
 
-def _unflatten(part: Left, tree: Any, leaves: list[Any]) -> Left:
+def _unflatten(part: ReplicaOutputs, tree: Any, leaves: list[Any]) -> ReplicaOutputs:
     collected, enqueued = jax.tree.unflatten(tree, leaves)
-    return Left(
+    return ReplicaOutputs(
         [
-            dataclasses.replace(one, outputs=outputs, loss=loss)
-            for one, (outputs, loss) in zip(part.collected, collected, strict=True)
+            dataclasses.replace(old, outputs=outputs, loss=loss)
+            for old, (outputs, loss) in zip(part.collected, collected, strict=True)
         ],
-        [dataclasses.replace(one, leaves=own) for one, own in zip(part.enqueued, enqueued, strict=True)],
+        [dataclasses.replace(old, leaves=new) for old, new in zip(part.enqueued, enqueued, strict=True)],
     )
 
 

@@ -2,6 +2,8 @@
 
 Micro-batch k of replica r is element k * R + r of the data. Dispatch is asynchronous: the host runs ahead
 of the devices, which wait only for data. A weight update ends the step, on the groups of all replicas.
+Before it each replica has programs of its own: joint ones would make the replicas wait for each other at
+every action, and XLA's client for CPUs runs such programs one at a time.
 
 A loop runs one iteration at a time. Each replica has its own carried values; what it accumulates, and the
 variables that its stages assign, stay its own until the next weight update, or the end of the run.
@@ -39,12 +41,12 @@ from ipu_pipeline.engine.execution.measured_costs import (
     time_transfers,
     time_updates,
 )
-from ipu_pipeline.engine.execution.observation import Held, observed, watched_take
+from ipu_pipeline.engine.execution.observation import HeldBytes, watched_take, with_measurements
 from ipu_pipeline.engine.execution.replica_data import (
     Dealer,
     FeedSlot,
-    Left,
     ReplicaFeed,
+    ReplicaOutputs,
     gather_outputs,
     join_collected,
     join_handed,
@@ -76,13 +78,13 @@ _MAX_PLANS = 8  # that are kept, where the number of micro-batches is only known
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
-    """A plan, ready to be run."""
+class ReadyPlan:
+    """A plan with its blocks linked, ready to be run."""
 
     plan: Plan
     blocks: list[list[Linked]]
     version: int  # of the functions in the blocks, see `Linker`
-    is_watched: bool = True  # whether a watcher hears of it
+    is_watched: bool = True  # whether a watcher is told of it
 
 
 @dataclass(eq=False)
@@ -91,7 +93,7 @@ class PendingPlan:
 
     request: Request
     count: int  # micro-batches per replica
-    ready: Ready | None  # whose weight update is left; None in a loop
+    ready: ReadyPlan | None  # whose weight update is left; None in a loop
     registers: list[Any]
     elements: Sequence[Sequence[Any]] = ()  # in a loop, what each replica takes from the feed
 
@@ -105,7 +107,7 @@ class PlanRunner(Runner[PendingPlan]):
       dealer: deals out micro-batches to the replicas.
       linker: finds the functions of plans.
       cursor: where the last step is that was begun; None before the first one.
-      held: by replica, what measures the bytes that stages hold; empty unless `observe_held` was called.
+      held_bytes: by replica, what measures the stages' memory; empty unless `observe_held` was called.
       has_identical_keys: whether all replicas draw the same random numbers as a single one would.
     """
 
@@ -141,11 +143,12 @@ class PlanRunner(Runner[PendingPlan]):
         self.make_single: Callable[[], PlanRunner] = lambda: self
         self.shapes, self._lead, self._make_timetable = shapes, lead or self, make_timetable
         self.cursor: Cursor | None = None
-        self.held: list[Held] = []
+        self.held_bytes: list[HeldBytes] = []
         self._mixes = False  # whether plans are made for the shapes of each step
         self._chunk, self._collecting = ChunkForm(dispatch_plan.chunk_size), collecting
         self.has_identical_keys = has_identical_keys
-        carried = [] if iterated is None else [traced.outputs.index(one) for one in iterated.carried]
+        # Plans.
+        carried = [] if iterated is None else [traced.outputs.index(source) for source in iterated.carried]
         recipe = Recipe(
             self.programs,
             collecting,
@@ -166,6 +169,7 @@ class PlanRunner(Runner[PendingPlan]):
             None if lead is None else lead.maker,
         )
         self._phases = phases
+        # The feed.
         self.feeds = [
             ReplicaFeed(
                 home,
@@ -179,14 +183,15 @@ class PlanRunner(Runner[PendingPlan]):
         self.dealer = Dealer(placement, self.feeds, self._chunk.size)
         alone = len(homes) == 1
         self._place_element = self.feeds[0].feed.add if alone else self.dealer.place_element
+        # Steps.
         self.linker: Linker = (
             Linker(self.maker.layout, collecting.collect) if other is None else other.linker
         )
         last = [home.groups[-1] for home in homes if collecting.is_summed]
         self._make_sums = [group.program(jit_zeros(collecting.avals, group.replicated)) for group in last]
-        self._ready: dict[Any, Ready] = {}
+        self._ready: dict[Any, ReadyPlan] = {}
         self._compiled_for: Any = None  # the kind of random key; None before
-        self._told = list(range(len(homes)))  # the replicas whose outputs this process hands on
+        self._output_replicas = list(range(len(homes)))  # the replicas whose outputs this process hands on
         self._gathers_outputs = True
         self._key: tuple[Any, list[Any]] | None = None  # the last random key, and the replicas' keys
         if len(homes) > 1:
@@ -207,18 +212,18 @@ class PlanRunner(Runner[PendingPlan]):
         self._make_timetable = make_timetable
         self._ready.clear()
 
-    def like(self, other: PlanRunner) -> Self:
-        """Takes over what was set in a runner for the same shapes. Returns itself."""
-        self.kept, self.note = other.kept, other.note
+    def like(self, source: PlanRunner) -> Self:
+        """Takes over the settings of a runner for the same shapes. Returns itself."""
+        self.kept, self.note = source.kept, source.note
         return self
 
     def observe_held(self) -> Sequence[list[int]]:
-        """Begins to measure what stages hold, per replica and stage."""
-        self.held = [Held(replica, len(self.programs)) for replica in range(self.num_replicas)]
-        return [one.peaks for one in self.held]
+        """Starts measuring what stages hold, per replica and stage."""
+        self.held_bytes = [HeldBytes(replica, len(self.programs)) for replica in range(self.num_replicas)]
+        return [measurement.peaks for measurement in self.held_bytes]
 
     def keep_outputs(self) -> None:
-        """Leaves what replicas collect and enqueue in their processes, each of which hands on its own."""
+        """Leaves the replicas' outputs in their processes, each of which hands on its own."""
         groups = [home.groups[0] for home in self.homes]
         for replica, group in enumerate(groups):
             if processes := group.processes[1:]:
@@ -226,7 +231,8 @@ class PlanRunner(Runner[PendingPlan]):
                     f"gathers_outputs=False needs each replica in one process; replica {replica} is in "
                     f"{1 + len(processes)}. Give each process the devices of whole replicas."
                 )
-        self._told = [replica for replica, group in enumerate(groups) if group.is_here] or self._told
+        replicas = [replica for replica, group in enumerate(groups) if group.is_here]
+        self._output_replicas = replicas or self._output_replicas
         self._gathers_outputs = False
 
     # Micro-batches.
@@ -247,11 +253,11 @@ class PlanRunner(Runner[PendingPlan]):
             return list(elements)  # each is there already
         return self.of_shapes[min(shapes, default=0)].dealer.place_ahead(elements)
 
-    def check_other(self, other: PlanRunner) -> None:
-        """Checks the runner for other shapes, which this one is to lead."""
-        if self.maker.code.keys() != other.maker.code.keys():
+    def check_other(self, runner: PlanRunner) -> None:
+        """Checks a runner for other shapes, before this one leads it."""
+        if self.maker.code.keys() != runner.maker.code.keys():
             raise ValueError(
-                f"Stages have other programs {other.note} than for the first micro-batch: a stage whose "
+                f"Stages have other programs {runner.note} than for the first micro-batch: a stage whose "
                 "inputs have no gradient has no backward. Let all shapes go the same way."
             )
 
@@ -259,7 +265,7 @@ class PlanRunner(Runner[PendingPlan]):
         """Four chunks, as the host takes several before devices are busy, or one iteration of a loop.
 
         Where a replica is in several processes, it is all of a step's, which are there before it begins
-        (`agreeing`).
+        (`agree_on_elements`).
         """
         del total
         if self.iterated is not None:
@@ -280,7 +286,7 @@ class PlanRunner(Runner[PendingPlan]):
         """The plan of one micro-batch or chunk, in the order of its programs, and of an update."""
         return self.maker.make([Action(kind, stage, 0) for kind, stage in self.maker.code], 1)
 
-    def find(self, num_chunks: int, is_full: bool = True) -> Ready:
+    def find(self, num_chunks: int, is_full: bool = True) -> ReadyPlan:
         """The plan of `find_plan`, ready to be run; the last ones are kept."""
         key = num_chunks, is_full
         ready = self._ready.get(key)
@@ -293,9 +299,9 @@ class PlanRunner(Runner[PendingPlan]):
             ready = self._ready[key] = self._link(plan)
         return ready
 
-    def _link(self, plan: Plan) -> Ready:
+    def _link(self, plan: Plan) -> ReadyPlan:
         version = self.linker.version  # before the functions, which another thread may let be forgotten
-        return Ready(plan, self.linker.link(plan), version)
+        return ReadyPlan(plan, self.linker.link(plan), version)
 
     def compile(self, state: RunState, request: Request) -> None:
         """Compiles the programs of a step, and of its weight update."""
@@ -321,43 +327,43 @@ class PlanRunner(Runner[PendingPlan]):
         self.linker.forget()  # programs have other functions
 
     def forget_trials(self) -> None:
-        """Lets go of what runners with other sizes of chunks have compiled."""
+        """Drops the programs that runners with other sizes of chunks have compiled."""
         self.maker.programs.keep_stages(self.maker.scope)
         self.linker.forget()
 
     def _find_struct(self, key: Any, value: Value) -> Any:
-        """The shape, dtype and sharding of what is given, or comes from the feed. `key`: a random key."""
-        placement, what, group = self.placement, value.what, value.group
+        """The shape, dtype and sharding of a value that is given or fed. `key`: a random key."""
+        placement, label, group = self.placement, value.what, value.group
         shape: tuple[int, ...] = ()
         dtype: Any = np.int32
         sharding = group.replicated
-        if isinstance(what, UpdateValue):
-            if what.kind == UpdateKind.STATE:
+        if isinstance(label, UpdateValue):
+            if label.kind == UpdateKind.STATE:
                 assert placement.updates is not None
-                aval = placement.updates.state_leaves[what.key].aval
-                shape, dtype, sharding = aval.shape, aval.dtype, placement.sharding_of_leaf(what.key)
-        elif type(what) is tuple:
-            aval = self._collecting.avals[what[1]]  # a sum
+                aval = placement.updates.state_leaves[label.key].aval
+                shape, dtype, sharding = aval.shape, aval.dtype, placement.sharding_of_leaf(label.key)
+        elif type(label) is tuple:
+            aval = self._collecting.avals[label[1]]  # a sum
             shape, dtype = aval.shape, aval.dtype
-        elif what.kind is BindingKind.VARIABLE:
-            spec = placement.traced.variables[what.key]
-            shape, dtype, sharding = spec.shape, spec.dtype, placement.sharding_of_variable(what.key)
-        elif what.kind is BindingKind.ACCUMULATOR:
-            name = self.maker.layout.variable_of(what.key)
+        elif label.kind is BindingKind.VARIABLE:
+            spec = placement.traced.variables[label.key]
+            shape, dtype, sharding = spec.shape, spec.dtype, placement.sharding_of_variable(label.key)
+        elif label.kind is BindingKind.ACCUMULATOR:
+            name = self.maker.layout.variable_of(label.key)
             shape, dtype = placement.traced.variables[name].shape, self.maker.dtypes[name]
             sharding = placement.sharding_in_program(name, group)
-        elif what.kind is BindingKind.INPUT:
-            aval = placement.traced.aval(Source("input", what.key))
+        elif label.kind is BindingKind.INPUT:
+            aval = placement.traced.aval(Source("input", label.key))
             shape, dtype = aval.shape, aval.dtype
-        elif what.kind is BindingKind.KEY_NUMBER:
+        elif label.kind is BindingKind.KEY_NUMBER:
             dtype = np.uint32
-        elif what.kind is BindingKind.SCALAR:
-            if what.key is ValueKind.KEY:
+        elif label.kind is BindingKind.SCALAR:
+            if label.key is ValueKind.KEY:
                 shape, dtype = key.shape, key.dtype
-            elif what.key is ValueKind.LOSS_SCALE:
+            elif label.key is ValueKind.LOSS_SCALE:
                 dtype = np.float32
         else:
-            aval = placement.traced.aval(what.key)
+            aval = placement.traced.aval(label.key)
             shape, dtype = (*self._chunk.axes, *aval.shape), aval.dtype
         if value.is_away:
             sharding = sharding.with_memory_kind(group.host.memory_kind)
@@ -378,10 +384,10 @@ class PlanRunner(Runner[PendingPlan]):
             host,
         )
 
-    # What registers hold before a step.
+    # Registers before a step.
 
     def fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
-        """Fills the registers that are given, but for those that are filled already."""
+        """Fills the registers of given values, unless they are filled already."""
         registers += [None] * (len(plan.names) - len(registers))
         if self.placement.has_peers:
             self.placement.begin_step()
@@ -389,34 +395,34 @@ class PlanRunner(Runner[PendingPlan]):
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         sums: dict[int, list[Any]] = {}
         for register, value in plan.given.items():
-            what = value.what
+            label = value.what
             if registers[register] is not None:
                 continue
-            if isinstance(what, Binding):
+            if isinstance(label, Binding):
                 registers[register] = self._find_given(value, state, request, keys)
-            elif isinstance(what, UpdateValue):
-                if what.kind == UpdateKind.STATE:
-                    registers[register] = leaves[what.key] if leaves else None
+            elif isinstance(label, UpdateValue):
+                if label.kind == UpdateKind.STATE:
+                    registers[register] = leaves[label.key] if leaves else None
                 else:
-                    is_every = what.kind == UpdateKind.COUNT
-                    count = request.every if is_every else int(as_int32(state.pipeline.update_count))
+                    is_count = label.kind == UpdateKind.COUNT
+                    count = request.every if is_count else int(as_int32(state.pipeline.update_count))
                     registers[register] = self.placement.constants.scalar(count, value.group)
-            elif what[0] == "sum":
+            elif label[0] == "sum":
                 if value.replica not in sums:
                     sums[value.replica] = self._make_sums[value.replica]()
-                registers[register] = sums[value.replica][what[1]]
+                registers[register] = sums[value.replica][label[1]]
             elif value == UNDERWAY:
                 assert self._phases is not None
                 registers[register] = Underway(self._phases.num_ahead)
-            elif what == ("collected",):
+            elif label == ("collected",):
                 registers[register] = []
-            elif what == NUMBERS:
+            elif label == NUMBERS:
                 registers[register] = Numbers(request.iteration, state.num_accumulated)
-            elif what != FEED and what[0] != "first output":
+            elif label != FEED and label[0] != "first output":
                 raise AssertionError(f"Nothing has written {value}.")
 
     def _find_given(self, value: Value, state: RunState, request: Request, keys: Sequence[Any]) -> Any:
-        """What is there before a step."""
+        """The value of a binding before a step."""
         (kind, key), group, replica = value.what, value.group, value.replica
         pipeline, placement = state.pipeline, self.placement
         if kind is BindingKind.VARIABLE:
@@ -433,8 +439,8 @@ class PlanRunner(Runner[PendingPlan]):
             return constants.key_number(key, group)
         if kind is BindingKind.INPUT:
             tag = placement.tag(f"input {key} to {group.ipu} of replica {replica}")
-            given = request.of_replica(replica).inputs[key]
-            return put_host_copies([given], group, tag=tag)[0]
+            input_value = request.of_replica(replica).inputs[key]
+            return put_host_copies([input_value], group, tag=tag)[0]
         if key is ValueKind.KEY:
             return constants.key(keys[replica], group)
         if key is ValueKind.LOSS_SCALE:
@@ -463,7 +469,7 @@ class PlanRunner(Runner[PendingPlan]):
     # Running.
 
     def describe_start(self, places: Sequence[str]) -> str:
-        """The program that the host starts, or started last, in words; `places` are those of the stages."""
+        """The program that the host starts, or started last, in words; `places` name the stages."""
         return "" if self.cursor is None else self.cursor.describe(places)
 
     def fetch(self, state: RunState, request: Request, take: Take) -> PendingPlan:
@@ -472,30 +478,30 @@ class PlanRunner(Runner[PendingPlan]):
         if self.iterated is not None:
             # Processes without a device of the loop hear how it ends.
             takes = self.dealer.take_everywhere(take, 1, tells_outsiders=False)
-            taken = _of_each(ReplicaFeed.take_iteration, self.feeds, takes)
-            return PendingPlan(request, 1, None, [], taken)
+            elements = _of_each(ReplicaFeed.take_iteration, self.feeds, takes)
+            return PendingPlan(request, 1, None, [], elements)
         supply = take if isinstance(take, Supply) else Supply(take)
         registers: list[Any] = []
-        done, ready = 0, None
-        while done < request.every:
+        num_done, ready = 0, None
+        while num_done < request.every:
             if self._mixes and self._phases is None:
-                ready, number = self._run_mixed(state, request, supply, registers, done), request.every
+                ready, number = self._run_mixed(state, request, supply, registers, num_done), request.every
             else:
                 runner = self.of_shapes[supply.next_shapes()] if self.of_shapes[1:] else self
                 runner = runner.make_single() if self._mixes else runner
-                ready, number = runner.run_alike(state, request, supply, registers, done)
+                ready, number = runner.run_alike(state, request, supply, registers, num_done)
                 if number < request.every:
-                    changes_within_chunk = number == done and supply.next_shapes() == runner.shapes
-                    self._mixes |= changes_within_chunk or (number > done and self._phases is None)
+                    changes_within_chunk = number == num_done and supply.next_shapes() == runner.shapes
+                    self._mixes |= changes_within_chunk or (number > num_done and self._phases is None)
                     if self._phases is not None:
                         supply.give_back(_take_alike(supply, number, self.num_replicas))
-            done = number
+            num_done = number
         assert ready is not None
         return PendingPlan(request, request.every, ready, registers)
 
     def run_alike(
-        self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
-    ) -> tuple[Ready, int]:
+        self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
+    ) -> tuple[ReadyPlan, int]:
         """Runs micro-batches of a step up to the first one with other shapes.
 
         Returns:
@@ -505,14 +511,14 @@ class PlanRunner(Runner[PendingPlan]):
         size, count = self._chunk.size, request.every
         takes = self.dealer.take_everywhere(supply.alike(self.shapes), count)
         nexts = _of_each(ReplicaFeed.feed_from, self.feeds, takes)
-        assert done % size == 0
-        ready, first = self.find(count // size), done // size
+        assert num_done % size == 0
+        ready, first = self.find(count // size), num_done // size
         plan, begin = ready.plan, 0
         cursor = self.begin(ready, state, request, nexts, registers)
-        blocks = self.seen(ready, cursor, registers)
+        blocks = self.observed_blocks(ready, cursor, registers)
         if first:
             pairs = zip(blocks, plan.micro_batches, strict=True)
-            blocks = [own if number == ALL or number >= first else [] for own, number in pairs]
+            blocks = [code if number == ALL or number >= first else [] for code, number in pairs]
             begin = _run_before(plan, blocks, registers)
         try:
             run(cursor.over(blocks, begin, plan.num_kept), registers)
@@ -527,41 +533,41 @@ class PlanRunner(Runner[PendingPlan]):
         return ready, count
 
     def _run_mixed(
-        self, state: RunState, request: Request, supply: Supply, registers: list[Any], done: int
-    ) -> Ready:
-        """Runs the micro-batches of a step that are left, whose shapes may differ.
+        self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
+    ) -> ReadyPlan:
+        """Runs the remaining micro-batches of a step, whose shapes may differ.
 
         The plans of all shapes have the same order, and the same frames for micro-batches. So a micro-batch
         is run by the blocks that the plan of its shapes has for it.
         """
-        own: PlanRunner = self.make_single()
+        single: PlanRunner = self.make_single()
         number = self.num_replicas
         placed: list[Sequence[Any]] = [()] * number
         nexts = [functools.partial(placed.__getitem__, replica) for replica in range(number)]
-        ready = own.find(request.every)
-        cursor, plan = own.begin(ready, state, request, nexts, registers), ready.plan
-        blocks = list(own.seen(ready, cursor, registers))
-        take = watched_take(supply, cursor.step, done)
+        ready = single.find(request.every)
+        cursor, plan = single.begin(ready, state, request, nexts, registers), ready.plan
+        blocks = list(single.observed_blocks(ready, cursor, registers))
+        take = watched_take(supply, cursor.step, num_done)
         of_runners: dict[PlanRunner, Mapping[Any, Any]] = {}
         of_micro_batches: dict[int, Mapping[Any, Any]] = {}
 
         def begin(runner: PlanRunner) -> Mapping[Any, Any]:
             """Begins what runs micro-batches of some shapes. Returns its blocks by name and number."""
             runner.compile(state, request)
-            found = runner.find(request.every)
-            runner.fill(found.plan, registers, state, request)
-            seen = runner.seen(found, cursor, registers)
-            _run_before(found.plan, seen, registers)
+            ready_plan = runner.find(request.every)
+            runner.fill(ready_plan.plan, registers, state, request)
+            watched_blocks = runner.observed_blocks(ready_plan, cursor, registers)
+            _run_before(ready_plan.plan, watched_blocks, registers)
             # The watcher has heard of the wait for the feed when a micro-batch's shapes are known.
-            parts = found.plan.blocks, found.plan.micro_batches, seen, found.blocks
+            parts = ready_plan.plan.blocks, ready_plan.plan.micro_batches, watched_blocks, ready_plan.blocks
             return {
-                (own.block.name, n): unseen if own.block.name == "feed" else block
-                for own, n, block, unseen in zip(*parts, strict=True)
+                (numbered.block.name, n): unseen if numbered.block.name == "feed" else block
+                for numbered, n, block, unseen in zip(*parts, strict=True)
             }
 
         for place in range(plan.num_kept):
             chunk, name = plan.micro_batches[place], plan.blocks[place].block.name
-            if place == 0 or 0 <= chunk < done:
+            if place == 0 or 0 <= chunk < num_done:
                 continue  # shapes have each their own first block
             if chunk != ALL:
                 if chunk not in of_micro_batches:
@@ -577,7 +583,7 @@ class PlanRunner(Runner[PendingPlan]):
 
     def begin(
         self,
-        ready: Ready,
+        ready: ReadyPlan,
         state: RunState,
         request: Request,
         nexts: Sequence[Callable[[], Sequence[Any]]],
@@ -593,20 +599,21 @@ class PlanRunner(Runner[PendingPlan]):
         self._lead.cursor = self.linker.cursor = cursor
         return cursor
 
-    def run_kept(self, ready: Ready, registers: list[Any], cursor: Cursor) -> None:
-        """Runs what leaves the state as it is."""
-        blocks = self.seen(ready, cursor, registers)
+    def run_kept(self, ready: ReadyPlan, registers: list[Any], cursor: Cursor) -> None:
+        """Runs the blocks that leave the state as it is."""
+        blocks = self.observed_blocks(ready, cursor, registers)
         run(cursor.over(blocks, 0, ready.plan.num_kept), registers)
 
-    def seen(self, ready: Ready, cursor: Cursor, registers: list[Any]) -> list[list[Linked]]:
-        """The blocks of a plan, of which a watcher hears, and behind which is measured what is held."""
-        blocks = self._watched(ready, cursor)
-        if self._lead.held:
-            blocks = observed(ready.plan, blocks, self._lead.held, self.maker.registers, registers)
+    def observed_blocks(self, ready: ReadyPlan, cursor: Cursor, registers: list[Any]) -> list[list[Linked]]:
+        """The blocks of a plan, with what tells a watcher and what measures held bytes."""
+        blocks = self._watched_blocks(ready, cursor)
+        if self._lead.held_bytes:
+            numbers = self.maker.registers
+            blocks = with_measurements(ready.plan, blocks, self._lead.held_bytes, numbers, registers)
         return blocks
 
-    def _watched(self, ready: Ready, cursor: Cursor) -> list[list[Linked]]:
-        """The blocks of a plan, of which a watcher hears, if there is one."""
+    def _watched_blocks(self, ready: ReadyPlan, cursor: Cursor) -> list[list[Linked]]:
+        """The blocks of a plan, with what tells a watcher, if there is one."""
         watcher = watching.current()
         if watcher is None or not ready.is_watched:
             return ready.blocks
@@ -630,49 +637,50 @@ class PlanRunner(Runner[PendingPlan]):
         step = int(as_int32(state.pipeline.execution_count))
         cursor = Cursor(plan, step, request.iteration, size)
         self.linker.cursor = cursor
-        run(cursor.over(self._watched(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
+        run(cursor.over(self._watched_blocks(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
         results, get = plan.results, registers.__getitem__
-        parts = {key: tuple(map(get, own)) for key, own in results.accumulators.items()}
-        left = [self._left(plan, replica, registers) for replica in range(self.num_replicas)]
+        accumulators = {key: tuple(map(get, numbers)) for key, numbers in results.accumulators.items()}
+        if self.num_replicas == 1:
+            accumulators = {key: parts[0] for key, parts in accumulators.items()}
+        outputs = [self._outputs_of(plan, replica, registers) for replica in range(self.num_replicas)]
         if self.placement.has_peers and self.num_replicas > 1 and self._gathers_outputs:
-            left = gather_outputs(self.placement, left)
-        told = [left[replica] for replica in self._told]
-        carried = [list(map(get, own)) for own in results.carried]
+            outputs = gather_outputs(self.placement, outputs)
+        handed_on = [outputs[replica] for replica in self._output_replicas]
+        carried = [list(map(get, numbers)) for numbers in results.carried]
         return Progress(
             self.advance(
                 state,
                 {name: get(register) for name, register in results.variables.items()},
                 list(map(get, results.leaves)),
-                parts if self.num_replicas > 1 else {key: own[0] for key, own in parts.items()},
+                accumulators,
                 pending.count,
                 request.every,
             ),
-            carried[0] if len(carried) == 1 else [OfReplicas(own) for own in zip(*carried, strict=True)],
-            [join_collected(some) for some in zip(*(one.collected for one in told), strict=True)],
+            carried[0] if len(carried) == 1 else list(map(OfReplicas, zip(*carried, strict=True))),
+            [join_collected(parts) for parts in zip(*(part.collected for part in handed_on), strict=True)],
             pending.count * (1 if self.iterated is not None else self.num_replicas),
-            [join_handed(some) for some in zip(*(one.enqueued for one in told), strict=True)],
+            [join_handed(parts) for parts in zip(*(part.enqueued for part in handed_on), strict=True)],
             [Handed(list(map(get, results.updated)), None)] if results.updated else [],
         )
 
-    def _left(self, plan: Plan, replica: int, registers: Sequence[Any]) -> Left:
-        """What a replica has collected and enqueued."""
-        kept = [registers[register] for register in plan.results.collected[replica]]
-        collected = kept[0] if kept and not self._collecting.is_summed else []
+    def _outputs_of(self, plan: Plan, replica: int, registers: Sequence[Any]) -> ReplicaOutputs:
+        """The values that a replica has collected and enqueued."""
+        values = [registers[register] for register in plan.results.collected[replica]]
+        collected = values[0] if values and not self._collecting.is_summed else []
         if self._collecting.is_summed:
-            collected = [self._collecting.collect(kept, None)]
+            collected = [self._collecting.collect(values, None)]
         lists = [registers[register] for register in plan.results.enqueued[replica]]
         enqueued = [
-            Handed([one.value for one in leaves], leaves[0].size) for leaves in zip(*lists, strict=True)
+            Handed([entry.value for entry in leaves], leaves[0].size) for leaves in zip(*lists, strict=True)
         ]
-        return Left(collected, enqueued)
+        return ReplicaOutputs(collected, enqueued)
 
     def _with_first_state(self, state: RunState, plan: Plan, registers: list[Any]) -> RunState:
         """Makes the optimizer's state, if there is none, from the first micro-batch's outputs."""
         if self.placement.updates is None or state.pipeline.optimizer_state is not None:
             return state
-        firsts = [
-            {place: registers[register] for place, register in one.items()} for one in plan.results.first
-        ]
+        get = registers.__getitem__
+        firsts = [{place: get(number) for place, number in leaf.items()} for leaf in plan.results.first]
         state = self.with_optimizer(state, firsts)
         leaves = jax.tree.leaves(state.pipeline.optimizer_state)
         for register, value in plan.given.items():
@@ -701,21 +709,21 @@ class PlanRunner(Runner[PendingPlan]):
         return RunState(pipeline, means, state.num_accumulated)
 
     def make_accumulators(
-        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+        self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Makes accumulators, per replica: zeros, or what `settle` left."""
         if self.num_replicas == 1:
-            return super().make_accumulators(dtypes, known)
-        if known:
-            placed = self.placement.make_accumulators(dtypes, known)
+            return super().make_accumulators(dtypes, initial)
+        if initial:
+            placed = self.placement.make_accumulators(dtypes, initial)
             return {key: tuple(self._split(value)) for key, value in placed.items()}
-        made = [home.make_accumulators(dtypes) for home in self.homes]
-        return {key: tuple(own[key] for own in made) for key in made[0]}
+        accumulators = [home.make_accumulators(dtypes) for home in self.homes]
+        return {key: tuple(part[key] for part in accumulators) for key in accumulators[0]}
 
     # Memory.
 
     def find_brought(self, every: int) -> Mapping[int, Brought]:
-        """What execution phases bring, by device, in each replica."""
+        """The memory that execution phases bring, by device, in each replica."""
         if self._phases is None:
             return {}
         count, ahead = every // self.chunk_size, self._phases.num_ahead
@@ -724,7 +732,7 @@ class PlanRunner(Runner[PendingPlan]):
         return find_brought(self._step(count))
 
     def find_host_memory(self, link: LinkSpeed) -> HostMemory | None:
-        """What execution phases bring and take away, for the simulator; None if nothing."""
+        """The transfers of execution phases, for the simulator; None without phases."""
         return None if self._phases is None else find_host_memory(self._step(2), link)
 
     def _step(self, count: int) -> Step:
@@ -735,11 +743,11 @@ class PlanRunner(Runner[PendingPlan]):
 
 
 def _run_before(plan: Plan, blocks: Sequence[Sequence[Linked]], registers: list[Any]) -> int:
-    """Runs what comes first, unless it is there, or was made for other shapes. Returns its end."""
+    """Runs the first blocks, without instructions whose results are there. Returns the next block."""
     place = 0
     while plan.micro_batches[place] == ALL:
-        left = [one for one in blocks[place] if any(registers[number] is None for number in one[2])]
-        run(iter([left]), registers)
+        code = [linked for linked in blocks[place] if any(registers[n] is None for n in linked[2])]
+        run(iter([code]), registers)
         place += 1
     return place
 
@@ -770,12 +778,12 @@ def _of_each(
 
     Raises the first error once all were tried, since other processes wait for each of them.
     """
-    found, errors = [], []
+    results, errors = [], []
     for feed, take in zip(feeds, takes, strict=True):
         try:
-            found.append(function(feed, take))
+            results.append(function(feed, take))
         except Exception as error:
             errors.append(error)
     if errors:
         raise errors[0]
-    return found
+    return results

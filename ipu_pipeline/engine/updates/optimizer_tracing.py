@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,7 +46,7 @@ _MAX_NAMES = 300  # characters, in an error
 
 
 def describe_other_optimizer(value: object) -> str:
-    """What errors call an object that is not an `optax.GradientTransformation`, and how to get one."""
+    """Names an object that is no `optax.GradientTransformation`, for errors, and how to get one."""
     name = type(value).__name__
     if not callable(getattr(value, "gradient_transformation", None)):
         return name
@@ -61,7 +62,8 @@ class UpdateKind:
     PARAMETER = "parameter"  # key: full name
     GRADIENT = "gradient"  # full name: the accumulator as an argument, zeros of its shape as a result
     STATE = "state"  # position among the leaves of the optimizer's state
-    OUTPUT = "output"  # position among the last stage's outputs
+    # position among the last stage's outputs: of the first micro-batch for `init`, of the last for `update`
+    OUTPUT = "output"
     COUNT = "count"  # number of micro-batches, int32
     UPDATE_COUNT = "update_count"  # number of weight updates before, int32
     ENQUEUED = "enqueued"  # a leaf of what the update enqueues, counted
@@ -102,14 +104,15 @@ def trace_optimizer(
     may_enqueue: bool = False,
 ) -> TracedOptimizer:
     """Traces an optimizer. Does not start a JAX backend."""
+    # Surroundings and arguments.
     current = frames.find_frame()
     program_names = frames.ProgramNames() if current is None else current.names
     enqueued: list[frames.Enqueued] = []
 
     def in_frame(enqueued: list[frames.Enqueued] | None) -> AbstractContextManager[frames.Frame]:
         place = _PLACE if may_enqueue else "the weight update of a loop"
-        own = frames.Frame(program_names, True, place, is_stage=False, enqueued=enqueued)
-        return frames.frame(own)
+        update_frame = frames.Frame(program_names, True, place, is_stage=False, enqueued=enqueued)
+        return frames.frame(update_frame)
 
     parameter_avals = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in trained.items()}
     accumulator_avals = {
@@ -124,34 +127,35 @@ def trace_optimizer(
         }
 
     def transformation(outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        made: Any = optimizer
+        transform: Any = optimizer
         extra: dict[str, Any] = {}
-        if not isinstance(made, optax.GradientTransformation) and callable(made):
+        if not isinstance(transform, optax.GradientTransformation) and callable(transform):
             args, kwargs = as_arguments(jax.tree.unflatten(output_tree, outputs))
-            made = made(*args, **kwargs)
-        if isinstance(made, tuple) and len(made) == 2 and not hasattr(made, "update"):
-            made, extra = made
-        if not isinstance(made, optax.GradientTransformation):
+            transform = transform(*args, **kwargs)
+        if isinstance(transform, tuple) and len(transform) == 2 and not hasattr(transform, "update"):
+            transform, extra = transform
+        if not isinstance(transform, optax.GradientTransformation):
             raise TypeError(
                 "The optimizer must be an optax.GradientTransformation; got "
-                f"{describe_other_optimizer(made)}."
+                f"{describe_other_optimizer(transform)}."
             )
         rows = {name for name, spec in trained.items() if spec.is_row}
         if rows:
-            made = see_as_stacks(made, rows)
+            transform = see_as_stacks(transform, rows)
         if any(map(is_loss_weight, trained)):
-            made = divide_by_weight(made)
-        return optax.with_extra_args_support(made), extra
+            transform = divide_by_weight(transform)
+        return optax.with_extra_args_support(transform), extra
 
+    # The first state.
     state_trees: list[Any] = []
 
     def init(parameters: dict[str, Any], outputs: list[Any]) -> list[Any]:
-        made = transformation(outputs)[0]
+        transform = transformation(outputs)[0]
         with _noting(trained):
-            state = made.init(widen(parameters))
+            state = transform.init(widen(parameters))
         paths_and_leaves, tree = jax.tree_util.tree_flatten_with_path(state)
         # The scale is the first field of `LossScaleState`.
-        loss_scale = LossScale(0, made.initial_scale) if isinstance(made, LossScaled) else None
+        loss_scale = LossScale(0, transform.initial_scale) if isinstance(transform, LossScaled) else None
         state_trees[:] = [tree, [path for path, _leaf in paths_and_leaves], loss_scale]
         return [leaf for _path, leaf in paths_and_leaves]
 
@@ -161,17 +165,19 @@ def trace_optimizer(
     state_tree, paths, loss_scale = state_trees
     state_avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_jaxpr.out_avals]
     grows = [bool(aval.shape) for aval in state_avals]
-    if any(own and find_variable(path, trained) is None for own, path in zip(grows, paths, strict=True)):
+    shaped_paths = itertools.compress(paths, grows)
+    if any(find_variable(path, trained) is None for path in shaped_paths):
         longer = {
             name: jax.ShapeDtypeStruct(tuple(size + 1 for size in spec.shape) or (2,), spec.dtype)
             for name, spec in trained.items()
         }
         # An optimizer may refuse these shapes.
         with contextlib.suppress(Exception), jax.numpy_dtype_promotion("standard"):
-            others = jax.eval_shape(init, longer, output_avals)
-            shapes = dict(zip(state_trees[1], (other.shape for other in others), strict=True))
+            longer_avals = jax.eval_shape(init, longer, output_avals)
+            shapes = dict(zip(state_trees[1], (aval.shape for aval in longer_avals), strict=True))
             grows = [shapes.get(path) != aval.shape for path, aval in zip(paths, state_avals, strict=True)]
 
+    # The update.
     def update(
         parameters: dict[str, Any],
         accumulators: dict[str, Any],
@@ -179,14 +185,14 @@ def trace_optimizer(
         outputs: list[Any],
         count: Any,
     ) -> list[Any]:
-        made, extra = transformation(outputs)
+        transform, extra = transformation(outputs)
         gradients = dict(accumulators)
         if reduction is Reduction.MEAN:
             gradients = {name: _divide(acc, count) for name, acc in gradients.items()}
         parameters, gradients = widen(parameters), widen(gradients)
         state = jax.tree.unflatten(state_tree, state_leaves)
         with in_frame(enqueued if may_enqueue else None), _noting(trained):
-            changes, new_state = made.update(gradients, state, parameters, **extra)
+            changes, new_state = transform.update(gradients, state, parameters, **extra)
         new_leaves, new_tree = jax.tree.flatten(new_state)
         if new_tree != state_tree:
             raise TypeError(
@@ -203,6 +209,7 @@ def trace_optimizer(
             parameter_avals, accumulator_avals, state_avals, output_avals, count_aval
         )
 
+    # Labels.
     sorted_names = sorted(trained)  # the order in which JAX flattens a dict
     parameters = [UpdateValue(UpdateKind.PARAMETER, name) for name in sorted_names]
     accumulators = [UpdateValue(UpdateKind.GRADIENT, name) for name in sorted_names]
@@ -264,18 +271,18 @@ def find_variable(path: Sequence[Any], trained: Mapping[str, VariableSpec]) -> s
 
 def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr, list[Any]]:
     """Flattens an `init` or `update`, without markers."""
-    found: dict[int, list[Any]] = {}
+    enqueued: dict[int, list[Any]] = {}
     counts: list[Any] = []
 
     def rule(equation: Any, atoms: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:
         del inline
         if equation.primitive is enqueue_p:
-            if equation.params["index"] in found:
+            if equation.params["index"] in enqueued:
                 raise ValueError(
                     f"{_PLACE}: metric or enqueue is called in a function that JAX has traced once and "
                     "used twice, as it does with jax.jit. Call it outside of that function."
                 )
-            found[equation.params["index"]] = atoms
+            enqueued[equation.params["index"]] = atoms
             return list(equation.outvars)
         if equation.primitive is update_count_p:
             counts[:] = counts or [jax_core.Var(count_aval())]
@@ -289,25 +296,25 @@ def _flatten(closed_jaxpr: Any, num_results: int = 0) -> tuple[jaxprs.FlatJaxpr,
         return None
 
     flat = jaxprs.flatten(closed_jaxpr, rule)
-    leaves = [atom for _number, atoms in sorted(found.items()) for atom in atoms]
+    leaves = [atom for _number, atoms in sorted(enqueued.items()) for atom in atoms]
     outputs = [*flat.outputs[:num_results], *leaves, *flat.outputs[num_results:]]
-    kept, inputs = _drop_repeated(flat.equations, outputs), list(flat.inputs)
-    return dataclasses.replace(flat, inputs=inputs, equations=kept, outputs=outputs), counts
+    equations, inputs = _drop_repeated(flat.equations, outputs), list(flat.inputs)
+    return dataclasses.replace(flat, inputs=inputs, equations=equations, outputs=outputs), counts
 
 
 def _drop_repeated(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The equations that are needed for outputs, or have effects that are not those of a stage as well."""
+    """Drops equations that no output needs; of those with effects, only the ones traced again."""
 
     def variables(atoms: Sequence[Any]) -> list[Any]:
         return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
 
-    needed, kept = {*variables(outputs)}, []
+    live, kept_equations = {*variables(outputs)}, []
     for equation in reversed(equations):
         has_effects = equation.effects and not frames.is_repeated(equation)
-        if has_effects or any(var in needed for var in equation.outvars):
-            kept.append(equation)
-            needed.update(variables(equation.invars))
-    return kept[::-1]
+        if has_effects or any(var in live for var in equation.outvars):
+            kept_equations.append(equation)
+            live.update(variables(equation.invars))
+    return kept_equations[::-1]
 
 
 def _divide(accumulator: jax.Array, count: jax.Array) -> jax.Array:

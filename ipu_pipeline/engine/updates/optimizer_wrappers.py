@@ -20,9 +20,7 @@ from ipu_pipeline.engine.tracing.variables import get_variable
 from ipu_pipeline.ground.pytrees import as_loss
 
 # Loss scaling: the backward starts from a scale in place of 1, so that small float16 gradients are kept.
-#
-# The scale is a leaf of the optimizer's state. The gradients that an update gets are too large by this
-# factor. The update divides them, and leaves everything as it was if one of them is not finite.
+# The update divides the gradients by it, and leaves everything as it was if one of them is not finite.
 # Source: Micikevicius et al., Mixed Precision Training, section 3.2 (arXiv:1710.03740).
 
 
@@ -92,25 +90,23 @@ def scale_loss(
             num_good = jnp.where(finite & ~grows, num_good, 0)
         return changes, LossScaleState(scale, num_good, after)
 
-    made = LossScaled(init, update)
-    made.initial_scale = initial_scale
-    return made
+    scaled = LossScaled(init, update)
+    scaled.initial_scale = initial_scale
+    return scaled
 
 
 def wrap_optimizer(inner: optax.GradientTransformation, init: Any, update: Any) -> Any:
-    """A transformation of these functions, which is loss scaled if the one within is."""
+    """Makes a transformation of these functions; it is loss scaled if `inner` is."""
     if not isinstance(inner, LossScaled):
         return optax.GradientTransformationExtraArgs(init, update)
-    made = LossScaled(init, update)
-    made.initial_scale = inner.initial_scale
-    return made
+    transformation = LossScaled(init, update)
+    transformation.initial_scale = inner.initial_scale
+    return transformation
 
 
-# Losses that are weighted sums: gradients are divided by the weights of all micro-batches.
-#
-# The weights are summed like gradients: a variable that is always 0, times the weight, is added to the
-# loss. So the variable's gradient is the weight, and it is accumulated wherever gradients are, under every
-# schedule and reduction. The user's optimizer sees the other variables only, with their gradients divided.
+# Weighted losses: gradients are divided by the weights of all micro-batches. A variable that is always 0,
+# times the weight, is added to the loss. So the variable's gradient is the weight, and it is accumulated
+# wherever gradients are, under every schedule and reduction.
 
 _SCOPE = "_loss_weight"  # of the variables whose gradients are the weights
 
@@ -121,12 +117,12 @@ def is_loss_weight(name: str) -> bool:
 
 
 def without_weights(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by full name, without those of such variables."""
+    """The values by full name, without those of variables for loss weights."""
     return {name: value for name, value in values.items() if not is_loss_weight(name)}
 
 
 def with_weight(loss: Callable[..., Any], loss_weight: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss whose weight is what another function of the same arguments returns."""
+    """Makes a loss whose weight another function of the same arguments returns."""
 
     def weighted(*args: Any, **kwargs: Any) -> Any:
         check_signature(loss_weight, (args, kwargs), "what the last stage returns", "loss_weight")
@@ -135,14 +131,14 @@ def with_weight(loss: Callable[..., Any], loss_weight: Callable[..., Any]) -> Ca
     return weighted
 
 
-def weigh(loss: Any, weight: Any, what: str) -> jax.Array:
+def weigh(loss: Any, weight: Any, argument: str) -> jax.Array:
     """Adds to the loss a term whose gradient is the loss's weight."""
     loss, weight = as_loss(loss, "The loss"), jnp.asarray(weight)
     if weight.shape != () or not (
         jnp.issubdtype(weight.dtype, jnp.floating) or jnp.issubdtype(weight.dtype, jnp.integer)
     ):
         raise ValueError(
-            f"{what} must be a scalar, an integer or floating-point number, for example the number of "
+            f"{argument} must be a scalar, an integer or floating-point number, for example the number of "
             f"tokens; it is {weight.dtype.name}{list(weight.shape)}."
         )
     dtype = np.dtype(np.float64 if loss.dtype == np.float64 else np.float32)
@@ -185,10 +181,8 @@ def check_not_mapped(trained: Collection[VariableSpec]) -> None:
         )
 
 
-# Rows of a model's stacked layers: an optimizer sees each as a stack of one, with the rank it has there.
-#
-# So masks and labels by rank, as `ndim > 1` for weight decay, are those of the model. Variables
-# and the optimizer's state are without that axis.
+# Rows of a model's stacked layers: an optimizer sees each as a stack of one, so that masks and labels by
+# rank, as `ndim > 1` for weight decay, are those of the model. Variables and state lack that axis.
 
 
 def see_as_stacks(
@@ -214,9 +208,9 @@ def see_as_stacks(
             return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(wrapped.init, avals))]
 
         axes: list[int | None] = []
-        for one, two in zip(shapes(1), shapes(2), strict=True):
-            differing = [axis for axis, sizes in enumerate(zip(one, two, strict=True)) if sizes == (1, 2)]
-            axes.append(differing[0] if differing else None)
+        for single, double in zip(shapes(1), shapes(2), strict=True):
+            pairs = enumerate(zip(single, double, strict=True))
+            axes.append(next((axis for axis, sizes in pairs if sizes == (1, 2)), None))
         return axes
 
     def along(move: Callable[[Any, int], Any], state: Any, axes: Sequence[int | None]) -> Any:
@@ -236,9 +230,6 @@ def see_as_stacks(
         return squeeze(changes), along(jnp.squeeze, state, axes)
 
     return wrap_optimizer(inner, init, update)
-
-
-# An optimizer that reports metrics of its weight updates: norms, and the learning rate.
 
 
 def with_metrics(
@@ -310,8 +301,8 @@ def _find_learning_rate(state: Any) -> Any:
     """The learning rate in the state of `optax.inject_hyperparams`; None if there is none, or several."""
     injected = [part.hyperparams for part in _find_in_state(state, optax.InjectHyperparamsState)]
     injected += [part.hyperparams for part in _find_in_state(state, optax.InjectStatefulHyperparamsState)]
-    found = [known["learning_rate"] for known in injected if "learning_rate" in known]
-    return found[0] if len(found) == 1 else None
+    rates = [parameters["learning_rate"] for parameters in injected if "learning_rate" in parameters]
+    return rates[0] if len(rates) == 1 else None
 
 
 def _find_in_state(state: Any, kind: Any) -> list[Any]:

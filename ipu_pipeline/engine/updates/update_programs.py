@@ -26,8 +26,6 @@ from ipu_pipeline.engine.updates.optimizer_tracing import (
 )
 from ipu_pipeline.engine.updates.optimizer_wrappers import LossScale
 
-# Which accumulators a pipeline has, and on which stage's group each lies.
-#
 # The owner of a variable accumulates its gradients under the variable's full name. Every other stage that
 # shares the variable has an accumulator of its own on its group, which is added to the owner's once per
 # weight update. On the same device both use one accumulator, except for a running mean, whose formula takes
@@ -37,7 +35,7 @@ _OF_STAGE = " of stage "  # in the keys of accumulators that are not the owner's
 
 
 class Accumulator(NamedTuple):
-    """The full name of its variable, and the stage on whose group it lies."""
+    """An accumulator: the full name of its variable, and the stage on whose group it lies."""
 
     variable: str
     stage: int
@@ -63,18 +61,18 @@ def plan_accumulators(
     ipus: Sequence[int],
     reduction: Reduction,
 ) -> AccumulatorPlan:
-    """Plans which program accumulates where."""
+    """Plans which accumulators there are, and which programs add to each."""
     keys: dict[tuple[int, str], str] = {}
     extra: dict[str, Accumulator] = {}
     holders: dict[tuple[str, int], str] = {}  # (variable, device) -> the key there
-    for index, (stage, own) in enumerate(zip(traced.stages, programs, strict=True)):
+    for index, (stage, stage_programs) in enumerate(zip(traced.stages, programs, strict=True)):
         accumulated = {
             value.index
-            for program in (own.forward, *own.backwards)
+            for program in (stage_programs.forward, *stage_programs.backwards)
             for value in program.arguments
             if value.kind is ValueKind.ACCUMULATOR
         }
-        for position in own.trained:
+        for position in stage_programs.trained:
             name = stage.variables[position].name
             place = (name, ipus[index])
             if traced.owners[name] == index:
@@ -88,16 +86,14 @@ def plan_accumulators(
     return AccumulatorPlan(keys, extra)
 
 
-# Weight updates: partitions an optimizer that was traced over all variables into programs per device.
-#
 # Everything that one device updates is updated together, by the first of its stages, which is the home of
-# its variables in the partition. `partitioning` says where values that join several homes are made; those
-# that join only scalars are made on the device of the last stage.
+# its variables in the partition. `partitioning` says where values that join several homes are computed;
+# those that join only scalars are computed on the device of the last stage.
 #
 # A leaf of the optimizer's state belongs to a variable if the variable's name is in the leaf's path. This
 # is so for everything that Optax makes with `tree.map` over the parameters, which are one flat dict, full
-# name -> array. Other leaves live where their new value is made. Values that depend on no variable, such as
-# a step counter, are made by the first home, and the others get copies.
+# name -> array. Other leaves live where their new value is computed. Values that depend on no variable,
+# such as a step counter, are computed by the first home, and the others get copies.
 
 _COUNTS = (UpdateKind.COUNT, UpdateKind.UPDATE_COUNT)
 
@@ -168,6 +164,7 @@ def find_read(programs: Sequence[UpdateProgram]) -> set[Any]:
 
 def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last_stage: int) -> Updates:
     """Partitions an optimizer by home."""
+    # Where state lives.
     stages = sorted({variable_homes[name] for name in traced.trained})
     variables = [find_variable(path, traced.trained) for path in traced.state_paths]
     owners: list[partitioning.Home | None] = [
@@ -185,11 +182,11 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
     states = [UpdateValue(UpdateKind.STATE, index) for index in range(len(owners))]
     placed = place(traced.update)
     while len(stages) > 1:  # a leaf without an owner yet lives where its new value is made
-        made = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
-        found = [made_at if owner is None else owner for owner, made_at in zip(owners, made, strict=True)]
-        if found == owners:
+        homes = [placed.home_of(atom) for atom in placed.flat.outputs[len(traced.results) :]]
+        new_owners = [home if owner is None else owner for owner, home in zip(owners, homes, strict=True)]
+        if new_owners == owners:
             break
-        owners = found
+        owners = new_owners
         placed = place(traced.update)
 
     def with_homes(
@@ -208,6 +205,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
             return stages[0]
         return last_stage if home == partitioning.JOINT else home
 
+    # Programs.
     results = [*traced.results, *states]
     inputs = {traced.labels[var]: var for var in traced.update.inputs}
     pieces = partitioning.cut(placed, with_homes(results, placed))
@@ -227,6 +225,7 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         )
     )
 
+    # Values that go from program to program.
     def source_of(var: Any) -> int:
         label = traced.labels.get(var)
         if label is not None and label.kind == UpdateKind.OUTPUT:
@@ -239,9 +238,9 @@ def cut_updates(traced: TracedOptimizer, variable_homes: Mapping[str, int], last
         for var in piece.program.inputs:
             label = traced.labels.get(var)
             if source_of(var) != target and (label is None or label.kind not in _COUNTS):
-                what = "" if label is None else _describe(label, state_leaves)
+                text = "" if label is None else _describe(label, state_leaves)
                 primitive = piece.readers.get(var, "")
-                moves.setdefault((var, target), Move(source_of(var), target, what, var.aval, primitive))
+                moves.setdefault((var, target), Move(source_of(var), target, text, var.aval, primitive))
     needs_outputs = any(v.kind == UpdateKind.OUTPUT for program in inits for v in program.arguments)
     return Updates(
         traced.state_tree,
@@ -279,19 +278,20 @@ def _make_programs(
             ending += f"_part{numbers[place]}"
             numbers[place] += 1
         function: Callable[..., list[Any]] = piece.program
-        made = [*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)]
-        if not made:  # it only prints or calls back into Python
+        equations = piece.program.closed_jaxpr.jaxpr.eqns
+        program_results = [*(results[place] for place in piece.results), *(sent[var] for var in piece.sent)]
+        if not program_results:  # it only prints or calls back into Python
             function = _with_result(piece.program)
-            made.append(sent.setdefault(piece.program, UpdateValue(UpdateKind.SENT, len(sent))))
+            program_results.append(sent.setdefault(piece.program, UpdateValue(UpdateKind.SENT, len(sent))))
         programs.append(
             UpdateProgram(
                 f"{owner}_{name}{ending}",
                 stage_of(piece.home),
                 function,
                 tuple(labels[var] if var in labels else sent[var] for var in piece.program.inputs),
-                tuple(made),
+                tuple(program_results),
                 count_operations(piece.program.closed_jaxpr.jaxpr),
-                any(jaxprs.has_primitive(one, "while") for one in piece.program.closed_jaxpr.jaxpr.eqns),
+                any(jaxprs.has_primitive(equation, "while") for equation in equations),
             )
         )
     return tuple(programs)

@@ -27,7 +27,7 @@ FOUND = ProgramTime(0.5, 1.5, 8)
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """Where times are kept; nothing is known of earlier tests."""
-    monkeypatch.setattr(measured_costs, "_known", {})
+    monkeypatch.setattr(measured_costs, "_measured", {})
     monkeypatch.setattr(measured_costs, "find_directory", lambda: tmp_path / "times")
     monkeypatch.setattr(measured_costs, "_PASSES", 1)
     return tmp_path / "times"
@@ -93,7 +93,7 @@ def test_programs_that_read_much_together_run_on_copies(directory, timed):
 
 def test_later_processes_find_what_was_kept(directory, timed, monkeypatch):
     time_programs([make()])
-    monkeypatch.setattr(measured_costs, "_known", {})
+    monkeypatch.setattr(measured_costs, "_measured", {})
     assert time_programs([make()]) == [FOUND]
     assert len(timed) == 1
     (path,) = directory.iterdir()
@@ -117,7 +117,7 @@ def test_a_file_that_says_nothing_usable_is_replaced(directory, timed, text, mon
     time_programs([make()])
     (path,) = directory.iterdir()
     path.write_text(text)
-    monkeypatch.setattr(measured_costs, "_known", {})
+    monkeypatch.setattr(measured_costs, "_measured", {})
     assert time_programs([make()]) == [FOUND]
     assert len(timed) == 2
     assert json.loads(path.read_text()) == FOUND._asdict()
