@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         variable_scope,
     )
     from ipu_pipeline.ground import errors
-    from ipu_pipeline.processes.selection import set_num_devices
+    from ipu_pipeline.processes.device_selection import set_num_devices
     from ipu_pipeline.tf1 import (
         config,
         distributed,
@@ -141,7 +141,7 @@ _find, _names = import_later(
         "engine.tracing.variables": (
             "AUTO_REUSE assign assign_add assign_sub get_variable get_variable_scope variable_scope"
         ),
-        "processes.selection": "set_num_devices",
+        "processes.device_selection": "set_num_devices",
         "tf1.estimator.programs": "ModeKeys",
         "tf1.estimator.summaries": "SummaryWriter",
         "tf1.estimator.train_and_evaluate": "EvalSpec TrainSpec train_and_evaluate",

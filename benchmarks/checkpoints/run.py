@@ -66,7 +66,7 @@ def make_training(num_layers: int) -> tuple[Any, Any]:
 def measure(case: str, rounds: int) -> list[Row]:
     """The rows of one size."""
     import ipu_pipeline as ipu
-    from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+    from ipu_pipeline.checkpointing.checkpoint_directories import CheckpointSeries
 
     program, infeed_queue = make_training(CASES[case])
     with ipu.Session() as session, tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.checkpointing.checkpoints import flatten
+from ipu_pipeline.checkpointing.checkpoint_directories import flatten
 from ipu_pipeline.checkpointing.collective_calls import do_each, process_index
 from ipu_pipeline.checkpointing.snapshots import Parts, Snapshot, describe_array, from_numpy, furthest
 from ipu_pipeline.engine import processes

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.devices.state_placement import Offload, Shard
     from ipu_pipeline.engine.emulation import emulate
     from ipu_pipeline.engine.generation.generator import Generator
-    from ipu_pipeline.engine.generation.requests import Request, Sampling
+    from ipu_pipeline.engine.generation.requests import Request
+    from ipu_pipeline.engine.generation.sampling import Sampling
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
     from ipu_pipeline.engine.pipeline import Pipeline
     from ipu_pipeline.engine.pipeline_options import PipelineOptions
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.programs.recomputation import Recomputation
     from ipu_pipeline.engine.resplitting import resplit
     from ipu_pipeline.engine.saved_states import InMemoryCheckpoints, restore, save
+    from ipu_pipeline.engine.schedules.advice import advise, what_if
     from ipu_pipeline.engine.schedules.clusters import Cluster, ExecutionPhases, HostMemory, LinkSpeed
     from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Scenario
     from ipu_pipeline.engine.schedules.schedule_arguments import Schedule, SearchedSchedule
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
         ScheduleFunction,
         Timetable,
     )
-    from ipu_pipeline.engine.schedules.variants import advise, what_if
     from ipu_pipeline.engine.state import PipelineState, StepOutputs
     from ipu_pipeline.engine.tracing.side_outputs import metric
     from ipu_pipeline.engine.tracing.specs import VariableSpec
@@ -155,7 +156,8 @@ _find, __dir__ = import_later(
         "engine.devices.state_placement": "Offload Shard",
         "engine.emulation": "emulate",
         "engine.generation.generator": "Generator",
-        "engine.generation.requests": "Request Sampling",
+        "engine.generation.requests": "Request",
+        "engine.generation.sampling": "Sampling",
         "engine.measuring": "measure_dispatch_plan",
         "engine.pipeline": "Pipeline",
         "engine.pipeline_options": "PipelineOptions",
@@ -164,7 +166,7 @@ _find, __dir__ = import_later(
         "engine.programs.recomputation": "Recomputation",
         "engine.resplitting": "resplit",
         "engine.schedules.timetables": "Action ActionKind ScheduleError ScheduleFunction Timetable",
-        "engine.schedules.variants": "advise what_if",
+        "engine.schedules.advice": "advise what_if",
         "engine.schedules.clusters": "Cluster ExecutionPhases HostMemory LinkSpeed",
         "engine.schedules.scenarios": "Costs Layer Scenario",
         "engine.schedules.schedule_arguments": "Schedule SearchedSchedule",

@@ -69,7 +69,7 @@ from ipu_pipeline.engine.planning.dispatch_plans import (
     check_dispatch_plan,
     choose_dispatch_plan,
 )
-from ipu_pipeline.engine.planning.memory_plans import Moments, StageMemory
+from ipu_pipeline.engine.planning.memory_records import Moments, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Reduction
 from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms

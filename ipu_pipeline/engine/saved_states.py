@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.checkpointing.checkpoints import read_same_checkpoint, write_checkpoint
+from ipu_pipeline.checkpointing.checkpoint_directories import read_same_checkpoint, write_checkpoint
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next, parts_of, rows_of
 from ipu_pipeline.checkpointing.snapshots import KeptOptimizer, Record, SessionState, Snapshot
 from ipu_pipeline.engine.devices.process_exchange import only_if_written_here, spread_rows

@@ -16,17 +16,17 @@ from typing import Any
 from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import find_near, is_int, list_members
 from ipu_pipeline.ground.user_warnings import warn_once
-from ipu_pipeline.processes import selection
-from ipu_pipeline.processes.executable_cache import (
-    CACHE_DIR_VARIABLE,
-    enable_executable_cache,
-)
-from ipu_pipeline.processes.selection import (
+from ipu_pipeline.processes import device_selection
+from ipu_pipeline.processes.device_selection import (
     reset_ipu_configuration,
     running_on_ipu_model,
     selected_devices,
     set_num_devices,
     spread,
+)
+from ipu_pipeline.processes.executable_cache import (
+    CACHE_DIR_VARIABLE,
+    enable_executable_cache,
 )
 
 __all__ = [
@@ -498,18 +498,20 @@ class IPUConfig:
                     f"{self.auto_select_ipus} and {self.select_ipus}."
                 )
             self._check_power_of_two(len(self.select_ipus))
-            available = selection.find_devices(max(self.select_ipus) + 1, bool(self.ipu_model))
+            available = device_selection.find_devices(max(self.select_ipus) + 1, bool(self.ipu_model))
             chosen = [[available[index] for index in self.select_ipus]]
         elif self.auto_select_ipus is None:
             raise ValueError("IPUConfig: auto_select_ipus must be set to a number of IPUs; it is None.")
         else:
             reserved = [self._check_power_of_two(number) for number in self.group_sizes]
-            available = spread(selection.find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved))
+            available = spread(
+                device_selection.find_devices(sum(reserved), bool(self.ipu_model)), sum(reserved)
+            )
             remaining = iter(available)
             chosen = [list(itertools.islice(remaining, number)) for number in reserved]
         groups = [[group[index] for index in self.selection_order.permute(len(group))] for group in chosen]
-        selection.select(
-            selection.System(
+        device_selection.select(
+            device_selection.System(
                 groups,
                 is_automatic=False,
                 allow_recompute=self.allow_recompute,
@@ -558,7 +560,7 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
     """
     if not isinstance(config, IPUConfig):
         raise TypeError(f"configure_ipu_system: config must be an IPUConfig; got {type(config).__name__}.")
-    if not reset_configuration and selection.is_selected():
+    if not reset_configuration and device_selection.is_selected():
         raise RuntimeError(
             "configure_ipu_system: devices have been selected already, and reset_configuration is False. "
             "Call reset_ipu_configuration() before."

@@ -10,7 +10,7 @@ import jax
 
 from ipu_pipeline.engine import processes
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.processes.rendezvous import join_by_environment
 from ipu_pipeline.tf1.program.calls import Call
 from ipu_pipeline.tf1.program.program import compiled_programs
@@ -142,7 +142,7 @@ def _find_call() -> Call:
 def _local_replicas() -> list[int]:
     replication = _find_call().replication
     number = replication.count()
-    devices = selection.selected_devices(replication.ipu_device)
+    devices = device_selection.selected_devices(replication.ipu_device)
     if not devices:
         raise RuntimeError(
             "popdist: which replicas are in this process is known once IPUs are selected: call "

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1 import ipu_compiler, scopes
@@ -352,8 +352,8 @@ def _give_values(
         initializer(session)
     elif checkpoint_restore_dir is not None:
         path = Path(latest_checkpoint(checkpoint_restore_dir) or checkpoint_restore_dir)
-        selection.select_automatically([(program.ipu_device, program.num_ipus)])  # Orbax starts JAX
-        take_weights(session, path, checkpoints.read_checkpoint(path), program)
+        device_selection.select_automatically([(program.ipu_device, program.num_ipus)])  # Orbax starts JAX
+        take_weights(session, path, checkpoint_directories.read_checkpoint(path), program)
     missing = program.variables.keys() - session.variables.keys()
     if missing:
         warnings.warn(
@@ -366,7 +366,7 @@ def _give_values(
 
 def _make_room(target: Path) -> None:
     """Removes what is in the folder; an exported program is replaced when the new one is complete."""
-    if target.is_dir() and not (target / checkpoints.DOCUMENT).exists():
+    if target.is_dir() and not (target / checkpoint_directories.DOCUMENT).exists():
         shutil.rmtree(target)
 
 

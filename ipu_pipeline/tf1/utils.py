@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing, find_attribute
 from ipu_pipeline.ground.user_warnings import warn_once
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.tf1.config import (
     DeviceConnectionType,
     ExecutionProfileType,
@@ -191,7 +191,7 @@ def get_num_of_ipus_in_device(ipu_device: str, device: str = "cpu") -> int:
     start, _separator, number = ipu_device.rpartition(":")
     if not start.lower().endswith("device:ipu") or not number.isdigit():
         raise ValueError(f'ipu_device must be like "/device:IPU:0"; got {ipu_device!r}.')
-    return len(selection.selected_devices(int(number)))
+    return len(device_selection.selected_devices(int(number)))
 
 
 class Seeded(Protocol):

@@ -123,6 +123,7 @@ NAMED_LATER = {
         "engine.saved_states",
         "engine.generation.generator",
         "engine.generation.requests",
+        "engine.generation.sampling",
     },
     "engine.inspect.__init__": {"engine.inspect.pipelines"},
     "engine.planning.__init__": {"engine.inspect.pipelines"},

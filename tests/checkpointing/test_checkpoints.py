@@ -16,8 +16,12 @@ import orbax.checkpoint
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, read_checkpoint, read_document
+from ipu_pipeline.checkpointing import checkpoint_directories
+from ipu_pipeline.checkpointing.checkpoint_directories import (
+    CheckpointSeries,
+    read_checkpoint,
+    read_document,
+)
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.optimizers import GradientAccumulationOptimizerV2, LossScalingOptimizer
 from ipu_pipeline.pipelining_ops import PipelineSchedule
@@ -416,8 +420,8 @@ def test_every_damaged_file_is_named(path, tmp_path):
 def rewritten(path, **changes):
     """Changes a checkpoint's document, as another version of the library would have written it."""
     document = {**read_document(path), **changes}
-    document["sha256"] = checkpoints._digest_of(document)
-    (path / checkpoints.DOCUMENT).write_text(json.dumps(document))
+    document["sha256"] = checkpoint_directories._digest_of(document)
+    (path / checkpoint_directories.DOCUMENT).write_text(json.dumps(document))
 
 
 def test_other_formats(path, tmp_path):
@@ -439,7 +443,7 @@ def test_what_was_there_stays_when_a_save_fails(path, tmp_path, monkeypatch):
     with ipu.Session() as session:
         session.restore(path)
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "_complete", fail)
+            patch.setattr(checkpoint_directories, "_complete", fail)
             with pytest.raises(OSError, match="No space"):
                 session.save(tmp_path / "checkpoint")
             with pytest.raises(OSError, match="No space"):
@@ -476,7 +480,7 @@ def test_the_newest_one_that_reads_is_found(tmp_path, snapshot):
     next(tmp_path.joinpath("30").rglob("_METADATA")).write_bytes(b"")
     (tmp_path / "40").mkdir()
     shutil.copytree(tmp_path / "30", tmp_path / "35")
-    (tmp_path / "35" / checkpoints.DOCUMENT).unlink()
+    (tmp_path / "35" / checkpoint_directories.DOCUMENT).unlink()
     (tmp_path / "35" / "notes.txt").touch()
     with pytest.warns(UserWarning, match="were skipped") as caught:
         assert series.read_latest()[0] == 20
@@ -495,8 +499,8 @@ def test_the_newest_one_that_reads_is_found(tmp_path, snapshot):
 
 def test_none_that_reads_is_refused(tmp_path, snapshot):
     series = make_series(tmp_path, snapshot, [10, 20])
-    (tmp_path / "10" / checkpoints.DOCUMENT).write_text("{")
-    (tmp_path / "20" / checkpoints.DOCUMENT).unlink()
+    (tmp_path / "10" / checkpoint_directories.DOCUMENT).write_text("{")
+    (tmp_path / "20" / checkpoint_directories.DOCUMENT).unlink()
     message = "None of the checkpoints .* can be read: .*20 is not complete.*10.* is damaged"
     with pytest.raises(CheckpointError, match=message):
         series.read_latest(set_aside=True)
@@ -506,7 +510,7 @@ def test_none_that_reads_is_refused(tmp_path, snapshot):
 def test_what_was_never_complete_is_no_checkpoint(tmp_path, snapshot):
     """A process that is killed while it writes its first one has lost nothing else."""
     series = make_series(tmp_path, snapshot, [10])
-    (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
+    (tmp_path / "10" / checkpoint_directories.DOCUMENT).unlink()
     (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
     (tmp_path / ".13.being-written-123").mkdir()
     with pytest.warns(UserWarning, match="were skipped, and there is no other one: .*10 is not complete"):
@@ -517,10 +521,10 @@ def test_what_was_never_complete_is_no_checkpoint(tmp_path, snapshot):
 
 def test_a_step_that_is_there_stays(tmp_path, snapshot):
     series = make_series(tmp_path, snapshot, [10])
-    before = (tmp_path / "10" / checkpoints.DOCUMENT).stat().st_mtime_ns
+    before = (tmp_path / "10" / checkpoint_directories.DOCUMENT).stat().st_mtime_ns
     series.save(10, snapshot)
-    assert (tmp_path / "10" / checkpoints.DOCUMENT).stat().st_mtime_ns == before
-    (tmp_path / "10" / checkpoints.DOCUMENT).unlink()
+    assert (tmp_path / "10" / checkpoint_directories.DOCUMENT).stat().st_mtime_ns == before
+    (tmp_path / "10" / checkpoint_directories.DOCUMENT).unlink()
     series.save(10, snapshot)
     assert series.read_latest()[0] == 10
 
@@ -564,10 +568,10 @@ def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, snapsh
 
     monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write_checkpoint(path, snapshot)
-    checkpoints.write_checkpoint(path, snapshot)
+        checkpoint_directories.write_checkpoint(path, snapshot)
+    checkpoint_directories.write_checkpoint(path, snapshot)
     assert read_checkpoint(path).seed == snapshot.seed
-    checkpoints.write_checkpoint(path, snapshot)
+    checkpoint_directories.write_checkpoint(path, snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
@@ -575,24 +579,24 @@ def test_what_orbax_still_writes_after_ctrl_c_is_not_in_the_way(tmp_path, snapsh
 def test_others_who_look_while_a_checkpoint_is_replaced(tmp_path, snapshot, monkeypatch, num_times):
     """They put the old one back, as its writer might have been killed just then."""
     path = tmp_path / "checkpoint"
-    checkpoints.write_checkpoint(path, snapshot)
+    checkpoint_directories.write_checkpoint(path, snapshot)
     rename, left = pathlib.Path.rename, [num_times]
 
     def rename_and_look(self, target):
         renamed = rename(self, target)
         if "being-replaced" in str(target) and left[0] > 0:
             left[0] -= 1
-            assert checkpoints.read_document(path)  # by another process
+            assert checkpoint_directories.read_document(path)  # by another process
         return renamed
 
     monkeypatch.setattr(pathlib.Path, "rename", rename_and_look)
     newer = dataclasses.replace(snapshot, seed=snapshot.seed + 1)
     if num_times < 100:
-        checkpoints.write_checkpoint(path, newer)
+        checkpoint_directories.write_checkpoint(path, newer)
         assert read_checkpoint(path).seed == newer.seed
     else:
         with pytest.raises(OSError, match="not empty"):
-            checkpoints.write_checkpoint(path, newer)
+            checkpoint_directories.write_checkpoint(path, newer)
         assert read_checkpoint(path).seed == snapshot.seed
     assert os.listdir(tmp_path) == ["checkpoint"]
 
@@ -604,11 +608,11 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path, path):
     snapshot = read_checkpoint(tmp_path / "checkpoint")
     # What may be another process's is left to whoever writes.
     assert set(os.listdir(tmp_path)) == {"checkpoint", ".checkpoint.being-written-123"}
-    checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
+    checkpoint_directories.write_checkpoint(tmp_path / "checkpoint", snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
     # One that was interrupted when all but deleting the old one was done.
     shutil.copytree(path, tmp_path / f".checkpoint.being-replaced-{os.getpid()}")
-    checkpoints.write_checkpoint(tmp_path / "checkpoint", snapshot)
+    checkpoint_directories.write_checkpoint(tmp_path / "checkpoint", snapshot)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
@@ -662,7 +666,7 @@ def test_errors_are_told_once_per_save_and_the_last_good_one_stays(tmp_path, sna
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_complete", fail)
+        patch.setattr(checkpoint_directories, "_complete", fail)
         for step in (20, 30):
             series.start_saving(step, snapshot)
             series.wait()
@@ -685,14 +689,14 @@ def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_o
         snapshot = session.take_snapshot()
         expected = session.variables
         may_write = threading.Event()
-        original = checkpoints._storable
+        original = checkpoint_directories._storable
 
         def wait(snapshot):
             may_write.wait(400)
             return original(snapshot)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "_storable", wait)
+            patch.setattr(checkpoint_directories, "_storable", wait)
             series = CheckpointSeries(tmp_path)
             series.start_saving(8, snapshot)
             training.run(session, 2)
@@ -740,7 +744,9 @@ def test_a_link_stays_a_link(tmp_path, snapshot):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "here")  # leads nowhere yet
     for number in range(3):
-        checkpoints.write_checkpoint(tmp_path / "link", dataclasses.replace(snapshot, seed=number))
+        checkpoint_directories.write_checkpoint(
+            tmp_path / "link", dataclasses.replace(snapshot, seed=number)
+        )
         assert read_checkpoint(tmp_path / "link").seed == number
         assert (tmp_path / "link").is_symlink()
         assert set(os.listdir(tmp_path)) == {"disk", "link"}
@@ -773,7 +779,7 @@ def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, snapshot, monke
     """The trainer keeps one: it writes the next and deletes this, which another process wants to read."""
     series = make_series(tmp_path, snapshot, [10], max_to_keep=1)
     steps = iter([20, 30])
-    read = checkpoints.read_checkpoint
+    read = checkpoint_directories.read_checkpoint
 
     def overtaken(path):
         step = next(steps, None)
@@ -781,7 +787,7 @@ def test_reading_while_a_new_one_replaces_the_only_one(tmp_path, snapshot, monke
             make_series(tmp_path, snapshot, [step], max_to_keep=1)
         return read(path)
 
-    monkeypatch.setattr(checkpoints, "read_checkpoint", overtaken)
+    monkeypatch.setattr(checkpoint_directories, "read_checkpoint", overtaken)
     assert series.read_latest()[0] == 30
 
 

@@ -560,7 +560,9 @@ def test_none_is_taken_between_the_runs_of_one_update_of_a_table_in_host_memory(
 def killed_at_the_end():
     """Nothing is saved on disk, and what is in memory stays there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
+        patch.setattr(
+            "ipu_pipeline.checkpointing.checkpoint_directories.CheckpointSeries.save", lambda *_given: None
+        )
         patch.setattr(InMemorySeries, "drop", lambda _series: None)
         yield
 
@@ -598,7 +600,9 @@ def test_an_estimator_goes_on_from_memory_if_that_is_newer_than_disk(directory, 
     monkeypatch.setattr(launcher, "_useful", 0.0)
     estimator = make_small(tmp_path / "model", save_checkpoints_steps=1000)
     with monkeypatch.context() as patch, pytest.raises(KilledError):  # it drops nothing by itself
-        patch.setattr("ipu_pipeline.checkpointing.checkpoints.CheckpointSeries.save", lambda *_given: None)
+        patch.setattr(
+            "ipu_pipeline.checkpointing.checkpoint_directories.CheckpointSeries.save", lambda *_given: None
+        )
         estimator.train(input_fn, hooks=[Stop()], max_steps=48)
     assert estimator.latest_checkpoint() is None
     assert files_in(directory)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.pipelining_ops import OptimizerFunctionOutput
 from tests.support.front import compile_pipeline, compile_program, session_of
 from tests.support.resumable import Training
@@ -17,7 +17,7 @@ INITIALIZE = ipu.global_variables_initializer()
 
 
 def saved_variables(path):
-    return checkpoints.read_checkpoint(path).state.variables
+    return checkpoint_directories.read_checkpoint(path).state.variables
 
 
 class Small:
@@ -73,7 +73,7 @@ def test_another_model_of_the_same_names_is_still_there(tmp_path):
     assert_complete(path, model)
     run_from(path, model)
     with ipu.Session() as session:
-        session.take_over(checkpoints.read_checkpoint(path), path, fits=False)
+        session.take_over(checkpoint_directories.read_checkpoint(path), path, fits=False)
         session.run(earlier.initializer)
         with pytest.raises(ValueError, match=r"replaced/first/dense/\w+ is float32.*4. in this program"):
             session.run(earlier.program)

@@ -16,7 +16,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline import distributed
-from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.checkpointing.checkpoint_directories import DOCUMENT, CheckpointSeries
 from ipu_pipeline.checkpointing.collective_calls import beside, do_each
 from ipu_pipeline.engine import Pipeline, get_variable, peers, processes
 from ipu_pipeline.engine.building import describe
@@ -24,8 +24,8 @@ from ipu_pipeline.engine.devices import action_log
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.ground.errors import ProcessError
 from ipu_pipeline.processes import interrupts, peer_watch, rendezvous
+from ipu_pipeline.processes.device_selection import spread
 from ipu_pipeline.processes.peer_watch import Judge, PeerWatch, Status
-from ipu_pipeline.processes.selection import spread
 from ipu_pipeline.tf1.session.program_runs import concerns_devices
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing.checkpoints import DOCUMENT
+from ipu_pipeline.checkpointing.checkpoint_directories import DOCUMENT
 from tests.support import front, joined, models
 
 COUNT, MANY, SIZE = 4, 20, 4

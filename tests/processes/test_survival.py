@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing.checkpoint_directories import CheckpointSeries
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook
 from tests.support.estimating import assert_same_variables, input_fn, make_estimator, make_small
 from tests.support.joined import hold_port

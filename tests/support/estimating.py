@@ -10,7 +10,7 @@ import optax
 from tensorboardX.proto.event_pb2 import Event
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing.checkpoints import read_checkpoint
+from ipu_pipeline.checkpointing.checkpoint_directories import read_checkpoint
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
 from ipu_pipeline.ipu_session_run_hooks import SessionRunHook

@@ -38,7 +38,7 @@ from ipu_pipeline.engine.execution.compilation import identify, jit_zeros, note_
 from ipu_pipeline.engine.execution.contract import Iterated, Request, Runner
 from ipu_pipeline.engine.execution.observation import watched_take
 from ipu_pipeline.engine.plan.traced_code import TracedCode
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory, StageMemory
+from ipu_pipeline.engine.planning.memory_records import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import compiling

@@ -24,7 +24,7 @@ from ipu_pipeline.engine.execution.compilation import KeptPrograms
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.maker import FirstState
 from ipu_pipeline.engine.plan.memory import find_fed, plan_ipus
-from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, StageMemory
+from ipu_pipeline.engine.planning.memory_records import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.state import PipelineState, Progress, RunState, of_replica
 from ipu_pipeline.engine.tracing.stages import Source

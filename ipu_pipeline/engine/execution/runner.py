@@ -58,7 +58,7 @@ from ipu_pipeline.engine.plan.passes import UNDERWAY
 from ipu_pipeline.engine.plan.plan import ALL, Plan, Registers, Value
 from ipu_pipeline.engine.plan.run import Cursor, Linked, Linker, Numbers, Underway, run, watched
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
-from ipu_pipeline.engine.planning.memory_plans import Brought
+from ipu_pipeline.engine.planning.memory_records import Brought
 from ipu_pipeline.engine.programs.accumulation import Collecting
 from ipu_pipeline.engine.programs.stage_programs import (
     Binding,

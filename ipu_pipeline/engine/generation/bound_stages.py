@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup, make_groups
 from ipu_pipeline.engine.devices.placement import copy_to, put
 from ipu_pipeline.engine.generation.programs import TOKENS, SlotNumbers, StagePrograms, StageRun, make_runs
-from ipu_pipeline.engine.generation.requests import Request, Sampling, SamplingArrays
+from ipu_pipeline.engine.generation.requests import Request
+from ipu_pipeline.engine.generation.sampling import Sampling, SamplingArrays
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.engine.state import PipelineState, check_exists, check_state

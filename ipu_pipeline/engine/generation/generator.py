@@ -21,7 +21,8 @@ from ipu_pipeline.engine.generation.bound_stages import (
     StageBuilder,
     make_element,
 )
-from ipu_pipeline.engine.generation.requests import Limits, Request, Sampling, make_request
+from ipu_pipeline.engine.generation.requests import Limits, Request, make_request
+from ipu_pipeline.engine.generation.sampling import Sampling
 from ipu_pipeline.engine.mesh_isolation import apart
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import check_positive

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.engine.generation.requests import choose
+from ipu_pipeline.engine.generation.sampling import choose
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, ValueKind
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         summarize,
     )
     from ipu_pipeline.engine.inspect.summary import PipelineSummary, describe_numbers
-    from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory, StageMemory
+    from ipu_pipeline.engine.planning.memory_records import Flow, IpuMemory, StageMemory
     from ipu_pipeline.engine.watching import Launch, LaunchKind
 
 __all__ = [
@@ -84,7 +84,7 @@ __getattr__, __dir__ = import_later(
         "engine.inspect.layers": "fold_names",
         "engine.inspect.pipelines": "find_facts find_searched find_separate_variables introduce summarize",
         "engine.inspect.summary": "PipelineSummary describe_numbers",
-        "engine.planning.memory_plans": "Flow IpuMemory StageMemory",
+        "engine.planning.memory_records": "Flow IpuMemory StageMemory",
         "engine.watching": "Launch LaunchKind",
     },
 )

@@ -21,7 +21,7 @@ from ipu_pipeline.engine.inspect.layers import find_layers, find_whole_layers
 from ipu_pipeline.engine.jaxprs.costs import count_equations, count_operations, count_primitives
 from ipu_pipeline.engine.plan.memory import find_copies
 from ipu_pipeline.engine.planning.dispatch_plans import HOST_SECONDS, nominal_speed
-from ipu_pipeline.engine.planning.memory_plans import Flow, StageMemory
+from ipu_pipeline.engine.planning.memory_records import Flow, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind, read_sources
 from ipu_pipeline.engine.schedules.scenarios import Costs, StageEdge
 from ipu_pipeline.engine.tracing import frames

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ipu_pipeline.engine.inspect.facts import LayerFacts, StageDetails
-from ipu_pipeline.engine.planning.memory_plans import IpuMemory
+from ipu_pipeline.engine.planning.memory_records import IpuMemory
 from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import ActionKind, Timetable

@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ipu_pipeline.engine.planning.memory_plans import Flow, IpuMemory
+from ipu_pipeline.engine.planning.memory_records import Flow, IpuMemory
 
 if TYPE_CHECKING:
     from ipu_pipeline.engine.schedules.scenarios import Costs

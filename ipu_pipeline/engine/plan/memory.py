@@ -15,7 +15,7 @@ from ipu_pipeline.engine.devices.device_groups import HOST_MEMORY, WHOLE, divide
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.plan import ALL, Instruction, Op, Plan, Program, Value
-from ipu_pipeline.engine.planning.memory_plans import Brought, IpuMemory, Moments, StageMemory
+from ipu_pipeline.engine.planning.memory_records import Brought, IpuMemory, Moments, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import (
     Binding,
     BindingKind,

@@ -1,8 +1,8 @@
 """Schedules, the checker that proves them, and simulations of how long they take. No JAX."""
 
+from ipu_pipeline.engine.schedules.advice import Advice, Variant, advise, make_even, what_if
 from ipu_pipeline.engine.schedules.clusters import Cluster, HostMemory, LinkSpeed
-from ipu_pipeline.engine.schedules.order_search import Searched, search
-from ipu_pipeline.engine.schedules.rows import (
+from ipu_pipeline.engine.schedules.named_schedules import (
     SCHEDULES,
     NamedSchedule,
     ScheduleName,
@@ -19,6 +19,7 @@ from ipu_pipeline.engine.schedules.rows import (
     zero_bubble_h2,
     zero_bubble_v,
 )
+from ipu_pipeline.engine.schedules.order_search import Searched, search
 from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Memory, Scenario
 from ipu_pipeline.engine.schedules.schedule_arguments import (
     MAX_ACTIONS,
@@ -51,7 +52,6 @@ from ipu_pipeline.engine.schedules.timetables import (
     format_rows,
     format_staircase,
 )
-from ipu_pipeline.engine.schedules.variants import Advice, Variant, advise, make_even, what_if
 
 __all__ = [
     "MAX_ACTIONS",

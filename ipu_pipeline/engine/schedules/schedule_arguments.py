@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ipu_pipeline.engine.schedules.rows import SCHEDULES, NamedSchedule, ScheduleName, interleaved
+from ipu_pipeline.engine.schedules.named_schedules import (
+    SCHEDULES,
+    NamedSchedule,
+    ScheduleName,
+    interleaved,
+)
 from ipu_pipeline.engine.schedules.timetables import (
     HALVES,
     Action,

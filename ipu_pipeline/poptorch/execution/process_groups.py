@@ -27,9 +27,9 @@ from ipu_pipeline.poptorch.optim.device_state import SavedState
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.strategies import PhasedExecution
 from ipu_pipeline.poptorch.replica_groups import find_groups
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
+from ipu_pipeline.processes.device_selection import have_cpu_devices
 from ipu_pipeline.processes.rendezvous import join_by_environment
-from ipu_pipeline.processes.selection import have_cpu_devices
 
 _PATH = "poptorch.Options().Distributed"
 # Options of the process and its machine; the seed is compared as it is in use.
@@ -213,11 +213,11 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
     first = options.ipu_id if options.is_set("ipu_id") else 0
     use_model = options.is_set("use_model") and options.use_model
     number = options.Distributed.numProcesses
-    if selection.is_selected() and not first and not use_model:
-        devices = selection.devices_for(0, number * num_devices)
+    if device_selection.is_selected() and not first and not use_model:
+        devices = device_selection.devices_for(0, number * num_devices)
     else:
         have_cpu_devices(number * max(first + num_devices, _USUAL_NUMBER))
-        devices = selection.find_devices(number * (first + num_devices), use_model)
+        devices = device_selection.find_devices(number * (first + num_devices), use_model)
     if number == 1:
         return devices[first : first + num_devices]
     return _of_each_process(devices, number, range(first, first + num_ipus))

@@ -16,12 +16,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries, check_writable
+from ipu_pipeline.checkpointing import checkpoint_directories
+from ipu_pipeline.checkpointing.checkpoint_directories import CheckpointSeries, check_writable
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries
 from ipu_pipeline.engine.fronts import KeptPrograms
 from ipu_pipeline.ground.checks import is_int
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.tf1.estimator.inference import Inference, PaddedData, check_export, export_prediction
 from ipu_pipeline.tf1.estimator.programs import EstimatorProgram, ModeKeys, call_input_fn
 from ipu_pipeline.tf1.estimator.summaries import ScalarWriter
@@ -372,7 +372,7 @@ class Estimator(abc.ABC):
         Raises:
           ValueError: there is no checkpoint.
         """
-        document = checkpoints.read_document(self._existing_checkpoint())
+        document = checkpoint_directories.read_document(self._existing_checkpoint())
         return sorted([*document["arrays"]["variables"], GLOBAL_STEP])
 
     def get_variable_value(self, name: str) -> np.ndarray[Any, Any]:
@@ -384,9 +384,9 @@ class Estimator(abc.ABC):
         """
         path = self._existing_checkpoint()
         if name == GLOBAL_STEP:
-            return np.array(checkpoints.read_document(path)["extra"][GLOBAL_STEP])
+            return np.array(checkpoint_directories.read_document(path)["extra"][GLOBAL_STEP])
         self._select_devices()
-        variables = checkpoints.read_checkpoint(path).state.variables
+        variables = checkpoint_directories.read_checkpoint(path).state.variables
         if name not in variables:
             raise ValueError(
                 f"get_variable_value: there is no variable {name!r}; there are "
@@ -433,7 +433,7 @@ class Estimator(abc.ABC):
         if run_config.ipu_options is not None:
             run_config.ipu_options.configure_ipu_system()
         else:
-            selection.select_automatically([(run_config.ordinal, run_config.num_shards)])
+            device_selection.select_automatically([(run_config.ordinal, run_config.num_shards)])
 
     @contextlib.contextmanager
     def _inferring(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from ipu_pipeline.checkpointing.checkpoints import DOCUMENT, CheckpointSeries
+from ipu_pipeline.checkpointing.checkpoint_directories import DOCUMENT, CheckpointSeries
 from ipu_pipeline.checkpointing.collective_calls import do_first, is_any, largest
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.ground.tables import between_bars, is_shown_on

@@ -15,7 +15,7 @@ from ipu_pipeline import engine
 from ipu_pipeline.engine import assign
 from ipu_pipeline.engine.fronts import draw_key
 from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.tf1.layers.base import (
     ActivationFunction,
     PlainLayer,
@@ -374,7 +374,9 @@ class BatchNormalization(_Normalization):
         variance = self._moving("moving_variance", inputs.shape[axes[0]])
         if self._is_training(training):
             moving_mean, moving_variance = mean, variance
-            is_shared = selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
+            is_shared = (
+                device_selection.norm_group_size() > 1 if self.synchronized is None else self.synchronized
+            )
             mean, variance = _moments(inputs, axes[0], is_shared)
             self._move("moving_mean", moving_mean, mean)
             unbiased = variance * _bessel(inputs, axes[0], is_shared) if is_fused else variance

@@ -24,7 +24,7 @@ from ipu_pipeline.engine.fronts import Captures, Hooks, InsideOfBodyError, find_
 from ipu_pipeline.engine.schedules import Schedule
 from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_integer
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
@@ -374,7 +374,7 @@ def pipeline(
         ),
         accumulator_dtype=None if is_inference else accumulator_dtype,
         # The configuration of the run decides; if it is this one, the programs need not be built again.
-        recompute=recompute if selection.allows_recomputation() and not is_inference else None,
+        recompute=recompute if device_selection.allows_recomputation() and not is_inference else None,
         offload=offload,
         shard=[_SHARDED[argument] for argument in sharded],
         num_serialized=batch_serialization_iterations,
@@ -681,7 +681,7 @@ def _engine_arguments(
         )
     recompute = check_recomputation(recomputation_mode, optimizer is None)
     options = {
-        "devices": selection.devices_for(ipu_device, num_ipus) if measure else None,
+        "devices": device_selection.devices_for(ipu_device, num_ipus) if measure else None,
         "num_micro_batches": count,
         "loss": None if optimizer is None else optimizer.loss,
         "optimizer": None if optimizer is None else optimizer.transformation,
@@ -691,7 +691,9 @@ def _engine_arguments(
         "hooks": hooks,
         "gradient_map": None if optimizer is None else optimizer.gradient_map,
         "accumulator_dtype": check_accumulator_dtype(gradient_accumulation_dtype),
-        "recompute": recompute if selection.allows_recomputation() and optimizer is not None else None,
+        "recompute": recompute
+        if device_selection.allows_recomputation() and optimizer is not None
+        else None,
         "offload": check_offloading(
             optimizer is None,
             offload_weight_update_variables=offload_weight_update_variables,

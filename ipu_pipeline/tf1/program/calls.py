@@ -20,7 +20,7 @@ from ipu_pipeline.engine.fronts import Enqueued, Loop, ProgramNames, Progress, f
 from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary, find_facts, summarize
 from ipu_pipeline.engine.planning import with_recomputation
 from ipu_pipeline.ground.user_warnings import warn_once
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1.graph import Placeholder, is_internal
@@ -71,7 +71,7 @@ class Replication:
     factors: tuple[int, ...] = ()  # the numbers of replicas that its queues give
     request: ReplicaRequest | None = field(default_factory=_request.get)  # an estimator's
     # how many replicas share statistics of batch normalization, in the configuration when it was traced
-    norm_group_size: int = field(default_factory=selection.norm_group_size)
+    norm_group_size: int = field(default_factory=device_selection.norm_group_size)
     sharded: tuple[str, ...] = ()  # names of the arguments by which something is spread over replicas
 
     @property
@@ -108,7 +108,7 @@ class Replication:
             return self.request.num_replicas
         # Devices that were selected automatically, or only rounded up to, make no replicas: another
         # program's needs would otherwise change the effective batch of this one.
-        configured = selection.num_configured(self.ipu_device)
+        configured = device_selection.num_configured(self.ipu_device)
         number = 1
         if self.may_be_several and configured is not None and configured >= self.num_ipus:
             number = configured // self.num_ipus
@@ -136,7 +136,7 @@ class Replication:
     def settle(self, name: str) -> int:
         """The number of replicas of a pipeline or loop to run; warns of arguments without effect."""
         number = self.count()
-        configured = selection.num_configured(self.ipu_device)
+        configured = device_selection.num_configured(self.ipu_device)
         if self.trains and self.communicates and not self.averages and number == 1 and self.request is None:
             possible = 1 if configured is None else configured // self.num_ipus
             if possible > 1:
@@ -157,7 +157,7 @@ class Replication:
 
     def _check_norms(self, num_replicas: int, name: str) -> None:
         setting = "IPUConfig.norms.experimental.distributed_batch_norm_replica_group_size"
-        configured = selection.norm_group_size()
+        configured = device_selection.norm_group_size()
         if configured != self.norm_group_size:
             raise ValueError(
                 f"{setting} is {configured}, but was {self.norm_group_size} when the pipeline {name!r} was "
@@ -385,7 +385,7 @@ class PipelineCall(_Call):
 
     def find_recomputation(self) -> Recomputation | None:
         """Finds what stages keep in the configured system. Warns if the user's mode has no effect."""
-        if selection.allows_recomputation():
+        if device_selection.allows_recomputation():
             return self.recompute
         if self.asks_for_recomputation:
             warnings.warn(
@@ -403,7 +403,7 @@ class PipelineCall(_Call):
         """The needs and work of its stages, as it will run in the configured system."""
         pipeline = self.pipeline
         if self.trains:
-            allowed = selection.allows_recomputation()
+            allowed = device_selection.allows_recomputation()
             pipeline = with_recomputation(pipeline, self.recompute if allowed else None)
         return dataclasses.replace(
             summarize(pipeline, left_out=self.internal), name=self.name, device_word="IPU"

@@ -19,7 +19,7 @@ import numpy as np
 from ipu_pipeline.checkpointing.snapshots import KeptOptimizer
 from ipu_pipeline.engine import Chunking, VariableSpec
 from ipu_pipeline.engine.fronts import SegmentedFunction
-from ipu_pipeline.processes import selection
+from ipu_pipeline.processes import device_selection
 from ipu_pipeline.processes.launcher import MEMORY_VARIABLE
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import Operation
@@ -201,7 +201,7 @@ class Program:
           per iteration:
             nothing crosses
         """
-        selected = selection.selected_devices(self._ipu_device)
+        selected = device_selection.selected_devices(self._ipu_device)
         of_replicas: list[tuple[tuple[str, ...], ...]] = []
         for call in self.calls:
             number = call.replication.count()
@@ -484,4 +484,4 @@ def trainable_variables() -> list[VariableSpec]:
 def reserve_ipus(ipu_device: int, number: int) -> None:
     """Reserves IPUs for a program that is being compiled, in addition to those of other programs."""
     reserved = [(program.ipu_device, program.num_ipus) for program in compiled_programs()]
-    selection.reserve([*reserved, (ipu_device, number)])
+    device_selection.reserve([*reserved, (ipu_device, number)])

@@ -19,7 +19,7 @@ import jax
 import jax.export
 import numpy as np
 
-from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.checkpointing.snapshots import SessionState, Snapshot, describe_array, parse_array
 from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.engine.fronts import StageRunner, export_stages
@@ -28,7 +28,7 @@ from ipu_pipeline.ground import pytrees
 from ipu_pipeline.ground.errors import CheckpointError
 from ipu_pipeline.ground.pytrees import cast_exactly, check_like
 from ipu_pipeline.ground.user_warnings import warn_of_untested
-from ipu_pipeline.processes import executable_cache, selection
+from ipu_pipeline.processes import device_selection, executable_cache
 from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.program.calls import PipelineCall
 from ipu_pipeline.tf1.program.program import Program
@@ -175,7 +175,7 @@ def export(
         if placeholder not in program.placeholders:
             raise ValueError(f"export: {placeholder!r} in `inputs` is not an input of this program.")
     # Operands and variables.
-    platform = selection.devices_for(program.ipu_device, program.num_ipus)[0].platform
+    platform = device_selection.devices_for(program.ipu_device, program.num_ipus)[0].platform
     operands = program.find_operands(call, inputs, source.variable)[call.has_count_operand :]
     pipeline = call.pipeline
     variables = {name: source.variable(spec) for name, spec in call.variables.items()}
@@ -220,7 +220,7 @@ def export(
             }
         },
     )
-    checkpoints.write_checkpoint(path, snapshot, exported.files)
+    checkpoint_directories.write_checkpoint(path, snapshot, exported.files)
 
 
 def _encode(tree: Any) -> Any:
@@ -286,7 +286,7 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
     """
     executable_cache.enable_executable_cache_of_environment()
     directory = Path(path).absolute()
-    program = checkpoints.read_document(directory)["extra"].get(PROGRAM)
+    program = checkpoint_directories.read_document(directory)["extra"].get(PROGRAM)
     if program is None:
         raise CheckpointError(
             f"{directory} is a checkpoint and no exported program: Session.restore reads it, and "
@@ -304,8 +304,8 @@ def load_program(path: str | os.PathLike[str]) -> LoadedProgram:
             f"{program['has_wide_dtypes']}; give "
             "JAX's option this value before loading it."
         )
-    selection.select_automatically([(0, program["num_ipus"])])  # Orbax starts JAX's backend
-    snapshot = checkpoints.read_checkpoint(directory)
+    device_selection.select_automatically([(0, program["num_ipus"])])  # Orbax starts JAX's backend
+    snapshot = checkpoint_directories.read_checkpoint(directory)
     warn_of_untested("flatbuffers", flatbuffers.__version__)
     functions = []
     for stage in program["stages"]:
@@ -414,7 +414,7 @@ class LoadedProgram:
         if (element is None) is not (elements is None):
             rule = "takes no elements" if element is None else "needs elements, as the infeed gave them"
             raise ValueError(f"LoadedProgram.run: this program {rule}.")
-        devices = selection.devices_for(0, self.num_ipus)
+        devices = device_selection.devices_for(0, self.num_ipus)
         if devices[0].platform != program["platform"]:
             raise ValueError(
                 f"The program was exported for devices of the kind {program['platform']!r}; those "

@@ -21,7 +21,7 @@ from ipu_pipeline.engine import Pipeline, VariableSpec, processes
 from ipu_pipeline.engine.fronts import Progress, Take, fit_replicas, read_count
 from ipu_pipeline.engine.inspect import Runner, introduce
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.processes import announcements, interrupts, selection
+from ipu_pipeline.processes import announcements, device_selection, interrupts
 from ipu_pipeline.queues.feeder import is_feeding
 from ipu_pipeline.queues.infeed import InfeedOperation, IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
@@ -317,7 +317,7 @@ def run_program(
     for infeed in program.infeeds:
         infeed.check_initialized()
     with connected(program.host_tables, store) as rows:
-        devices = selection.devices_for(program.ipu_device, program.num_ipus)
+        devices = device_selection.devices_for(program.ipu_device, program.num_ipus)
         for step in program.function.steps:
             if step.number is None:
                 variables = [store.variable(spec) for spec in step.reads.values()]
@@ -429,7 +429,7 @@ def _prepare(call: Call, devices: Sequence[Any]) -> tuple[Runner[Any], Sequence[
 
 def reads_data(program: Program) -> bool:
     """Whether this process reads micro-batches for a pipeline of the program; not all processes do."""
-    devices = selection.devices_for(program.ipu_device, program.num_ipus)
+    devices = device_selection.devices_for(program.ipu_device, program.num_ipus)
     calls = [call for call in program.calls if isinstance(call, PipelineCall)]
     return any(_takes_elements(call, devices) for call in calls)
 

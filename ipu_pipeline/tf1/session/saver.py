@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ipu_pipeline.checkpointing import checkpoints
-from ipu_pipeline.checkpointing.checkpoints import CheckpointSeries
+from ipu_pipeline.checkpointing import checkpoint_directories
+from ipu_pipeline.checkpointing.checkpoint_directories import CheckpointSeries
 from ipu_pipeline.checkpointing.collective_calls import do_first
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries
 from ipu_pipeline.checkpointing.snapshots import Snapshot
@@ -161,7 +161,7 @@ def find_checkpoint(
 ) -> tuple[Path, Snapshot] | None:
     """Returns the checkpoint at a path, or a series's newest, after its path; None if there is none."""
     if path is not None:
-        return Path(path), checkpoints.read_checkpoint(path)
+        return Path(path), checkpoint_directories.read_checkpoint(path)
     latest = series.read_latest()
     return None if latest is None else (series.path(latest[0]), latest[1])
 
@@ -226,7 +226,7 @@ def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Progra
         assert latest is not None
         path, snapshot = series.path(latest[0]), latest[1]
     else:
-        path, snapshot = source, checkpoints.read_checkpoint(source)
+        path, snapshot = source, checkpoint_directories.read_checkpoint(source)
     check_program(snapshot, path, program, allow_extra=True)
     _logger.info("The variables begin as in %s.", path)
     return {name: snapshot.state.variables[name] for name in program.variables}

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next, parts_of
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep, read_outfeed
 from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
 from ipu_pipeline.graphcore import sdk_names
-from ipu_pipeline.processes import executable_cache, interrupts, selection
+from ipu_pipeline.processes import device_selection, executable_cache, interrupts
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import OutfeedOperation
 from ipu_pipeline.reports.trace_capture import start_automatic_report
@@ -267,7 +267,7 @@ class Session:
         """
         with self._turns.alone(changes=False, together="saving a session"):
             make_missing(self._store, self._select_devices)
-            checkpoints.write_checkpoint(path, self.take_snapshot(is_kept=False))
+            checkpoint_directories.write_checkpoint(path, self.take_snapshot(is_kept=False))
 
     def export(
         self,
@@ -333,7 +333,9 @@ class Session:
             raise RuntimeError("Attempted to use a closed Session.")
         with processes.one_thread("restoring a session"):
             self._select_devices()  # Orbax starts JAX's backend
-        self.take_over(checkpoints.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds)
+        self.take_over(
+            checkpoint_directories.read_same_checkpoint(path), path, fits=not allow_partial, feeds=infeeds
+        )
 
     def resume(self) -> int:
         """Continues training where it was before `ipu-pipeline launch --restarts` restarted it.
@@ -608,9 +610,11 @@ class Session:
             )
 
     def _select_devices(self) -> None:
-        if not selection.is_selected():
+        if not device_selection.is_selected():
             programs = compiled_programs()
-            selection.select_automatically([(program.ipu_device, program.num_ipus) for program in programs])
+            device_selection.select_automatically(
+                [(program.ipu_device, program.num_ipus) for program in programs]
+            )
         self._store.agree_on_seed()
 
     def _run_operation(self, operation: Any) -> Any:

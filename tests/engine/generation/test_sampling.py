@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.generation.requests import SamplingArrays, choose
+from ipu_pipeline.engine.generation.sampling import SamplingArrays, choose
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
 

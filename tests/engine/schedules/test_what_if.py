@@ -11,10 +11,10 @@ from ipu_pipeline.engine.schedules import (
     Layer,
     Memory,
     Scenario,
+    advice,
     advise,
     predict_step_time,
     simulate,
-    variants,
     what_if,
 )
 from tests.engine.schedules import test_simulator
@@ -117,9 +117,9 @@ def test_schedules_without_a_name(schedule):
 
 
 def test_what_has_too_many_actions_is_left_out(monkeypatch):
-    monkeypatch.setattr(variants, "MAX_ACTIONS", 200)
+    monkeypatch.setattr(advice, "MAX_ACTIONS", 200)
     assert {row.num_micro_batches for row in what_if(scenario(forward=1, backward=2))} == {8, 16}
-    monkeypatch.setattr(variants, "_MAX_SLOTS", 8 * 16)
+    monkeypatch.setattr(advice, "_MAX_SLOTS", 8 * 16)
     rows = what_if(scenario(forward=1, backward=2))
     assert "sequential" not in {row.schedule for row in rows}
 

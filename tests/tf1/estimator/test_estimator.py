@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.ipu_pipeline_estimator import IPUPipelineEstimator, IPUPipelineEstimatorSpec
 from ipu_pipeline.ipu_run_config import IPURunConfig, RunConfig
@@ -685,14 +685,14 @@ def test_losses_accumulate_in_the_dtype_that_is_given(trained, tmp_path):
 def test_training_that_fails_at_once_leaves_the_checkpoint(trained, tmp_path):
     """Neither the name of its own data with the other's position, nor the other's as at an end."""
     estimator = copy_of(trained, tmp_path / "model", 16)
-    document = checkpoints.read_document(estimator.latest_checkpoint())
+    document = checkpoint_directories.read_document(estimator.latest_checkpoint())
     hook, _ended = raising(ArithmeticError("before the first update"), "before_run")
     for function in (other_input_fn, input_fn):
         with pytest.raises(ArithmeticError, match="before the first update"):
             estimator.train(function, hooks=[hook], steps=32)
-        assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+        assert checkpoint_directories.read_document(estimator.latest_checkpoint()) == document
     with pytest.warns(UserWarning, match="nothing was trained, .* ended within the first weight update"):
         estimator.train(functools.partial(finite_input_fn, 2), steps=32)
-    assert checkpoints.read_document(estimator.latest_checkpoint()) == document
+    assert checkpoint_directories.read_document(estimator.latest_checkpoint()) == document
     estimator.train(input_fn, steps=16)  # goes on with its data
     assert_same_variables(estimator, trained)

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing.checkpoints import check_writable
+from ipu_pipeline.checkpointing.checkpoint_directories import check_writable
 from ipu_pipeline.ipu_session_run_hooks import SessionRunArgs
 from tests.support.estimating import finite_input_fn, hook_of, input_fn, make_small, scalars_in
 from tests.support.terminals import Screen, shown

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import ipu_pipeline as ipu
-from ipu_pipeline.checkpointing import checkpoints
+from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.errors import CheckpointError
 from ipu_pipeline.pipelining_ops import pipeline
 from ipu_pipeline.tf1.session import exported_programs
@@ -252,10 +252,10 @@ def test_wrong_elements(exported):
 
 def changed(path, target, **changes):
     shutil.copytree(path, target)
-    document = checkpoints.read_document(target)
+    document = checkpoint_directories.read_document(target)
     document["extra"]["program"].update(changes)
-    document["sha256"] = checkpoints._digest_of(document)
-    (target / checkpoints.DOCUMENT).write_text(json.dumps(document))
+    document["sha256"] = checkpoint_directories._digest_of(document)
+    (target / checkpoint_directories.DOCUMENT).write_text(json.dumps(document))
     return target
 
 
