@@ -47,8 +47,8 @@ class Started(NamedTuple):
         if self.first is None:
             return f"stage {self.stage} {self.kind} of step {self.step}"
         last = self.first + self.size - 1
-        which = f"micro-batch {self.first}" if self.size == 1 else f"micro-batches {self.first} to {last}"
-        return f"stage {self.stage} {self.kind} of {which} of step {self.step}"
+        span = f"micro-batch {self.first}" if self.size == 1 else f"micro-batches {self.first} to {last}"
+        return f"stage {self.stage} {self.kind} of {span} of step {self.step}"
 
 
 class Standing(NamedTuple):
@@ -63,14 +63,14 @@ class Standing(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Noted:
     action: Started
-    seen: Callable[[], Any]  # gives one of the arrays that the action makes; None once that is gone
+    find_array: Callable[[], Any]  # gives one of the arrays that the action makes; None once that is gone
     num_bytes: int
     awaited: Sequence[Any] = field(default_factory=tuple)
-    held: Any = None
+    held_array: Any = None
 
     def is_known(self) -> bool:
         """Whether the log can still tell if the action is finished."""
-        array = self.seen()
+        array = self.find_array()
         return array is not None and not array.is_deleted()
 
 
@@ -87,19 +87,19 @@ class ActionLog:
         self._held_bytes = 0
         self._number = 0
 
-    def note(self, action: Started, made: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
+    def note(self, action: Started, arrays: Sequence[Any], awaited: Sequence[Any] = ()) -> None:
         """Notes an action that was just started."""
-        others = peers.current()
-        if others is not None:
-            others.check()
-        if not made:
+        job = peers.current()
+        if job is not None:
+            job.check()
+        if not arrays:
             return
-        known = (action.kind, action.stage, len(made), made[0].shape, made[-1].shape)
-        if known not in self._smallest:  # asking all arrays each time would take longer than the rest
-            sizes = [array.nbytes for array in made]
-            self._smallest[known] = (sizes.index(min(sizes)), min(sizes))
-        place, num_bytes = self._smallest[known]
-        noted = _Noted(action, weakref.ref(made[place]), num_bytes, tuple(awaited))
+        key = (action.kind, action.stage, len(arrays), arrays[0].shape, arrays[-1].shape)
+        if key not in self._smallest:  # asking all arrays each time would take longer than the rest
+            sizes = [array.nbytes for array in arrays]
+            self._smallest[key] = (sizes.index(min(sizes)), min(sizes))
+        place, num_bytes = self._smallest[key]
+        noted = _Noted(action, weakref.ref(arrays[place]), num_bytes, tuple(awaited))
         with self._lock:
             self._noted.append(noted)
             self._number += 1
@@ -120,11 +120,11 @@ class ActionLog:
             return Standing(finished, str(oldest.action), lacks_data, self._number)
 
     def _hold(self, noted: _Noted) -> None:
-        if noted.held is None and (
+        if noted.held_array is None and (
             noted.num_bytes <= _LITTLE or self._held_bytes + noted.num_bytes <= _MAX_HELD_BYTES
         ):
-            noted.held = noted.seen()
-            if noted.held is not None:
+            noted.held_array = noted.find_array()
+            if noted.held_array is not None:
                 self._held_bytes += noted.num_bytes
                 self._num_loose -= 1
 
@@ -133,14 +133,14 @@ class ActionLog:
         while self._noted:
             oldest = self._noted[0]
             if oldest.is_known():
-                array = oldest.seen()
+                array = oldest.find_array()
                 if not _has_ended(array):
                     break
                 if _is_ready(array):
                     self._finished = oldest.action
                 self._number += 1
             self._noted.popleft()
-            if oldest.held is None:
+            if oldest.held_array is None:
                 self._num_loose -= 1
             else:
                 self._held_bytes -= oldest.num_bytes

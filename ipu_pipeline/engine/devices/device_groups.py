@@ -56,7 +56,7 @@ class NotRun:
 
     def _make(self, results: Any) -> Any:
         shardings = jax.tree.broadcast(self._sharding, results)
-        return jax.tree.map(lambda result, own: absent(result.shape, result.dtype, own), results, shardings)
+        return jax.tree.map(lambda leaf, place: absent(leaf.shape, leaf.dtype, place), results, shardings)
 
 
 def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:
@@ -86,14 +86,14 @@ def is_all_here(sharding: NamedSharding) -> bool:
 
 def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
     """Puts arrays that every process has on this process's devices of a group."""
-    own = [device for device in target.mesh.devices.flat if is_here(device)]
+    devices = [device for device in target.mesh.devices.flat if is_here(device)]
     parts = [
         jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
-        for device in own
+        for device in devices
     ]
     return (
         [join_parts(some, target) for some in zip(*parts, strict=True)]
-        if own
+        if devices
         else absent_like(arrays, target)
     )
 
@@ -108,7 +108,7 @@ def move(
 ) -> list[Any]:
     """Moves arrays of one group to another; each device gets them from one device of the first group."""
     pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
-    crosses = any(one.process_index != other.process_index for one, other in pairs)
+    crosses = any(from_device.process_index != to_device.process_index for from_device, to_device in pairs)
     is_possible = source.is_fully_replicated or can_move_parts(source, target)
     if not is_possible or (crosses and tag is None):
         devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
@@ -119,21 +119,23 @@ def move(
         )
     parts = []
     for from_device, to_device in pairs:
-        own = SingleDeviceSharding(to_device)
+        local = SingleDeviceSharding(to_device)
         if is_here(from_device):
-            found = [_part_on(array, from_device) for array in arrays]
+            shards = [_part_on(array, from_device) for array in arrays]
             if is_here(to_device):
-                parts.append(jax.device_put(found, own, may_alias=is_kept))
+                parts.append(jax.device_put(shards, local, may_alias=is_kept))
                 continue
             if not is_kept or source.memory_kind != target.memory_kind:
-                found = jax.device_put(found, SingleDeviceSharding(from_device), may_alias=False)
+                shards = jax.device_put(shards, SingleDeviceSharding(from_device), may_alias=False)
             assert tag is not None
-            links().send([_as_numbers(array) for array in found], tag, from_device, to_device)
+            links().send([_as_numbers(array) for array in shards], tag, from_device, to_device)
         elif is_here(to_device):
-            structs = [_struct_of_numbers(array, source.shard_shape(array.shape), own) for array in arrays]
+            structs = [
+                _struct_of_numbers(array, source.shard_shape(array.shape), local) for array in arrays
+            ]
             assert tag is not None
             received = links().receive(structs, tag, from_device, to_device)
-            parts.append([_like(one, array) for one, array in zip(received, arrays, strict=True)])
+            parts.append([_like(part, array) for part, array in zip(received, arrays, strict=True)])
     if not parts:
         return absent_like(arrays, target)
     return [
@@ -153,8 +155,8 @@ def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
         return list(zip(sources, targets, strict=True))
 
     def find(number: int, target: Any) -> Any:
-        same = [source for source in sources if source.process_index == target.process_index]
-        return same[0] if same else sources[number % len(sources)]
+        local_sources = [source for source in sources if source.process_index == target.process_index]
+        return local_sources[0] if local_sources else sources[number % len(sources)]
 
     return [(find(number, target), target) for number, target in enumerate(targets)]
 
@@ -293,14 +295,14 @@ def make_groups(
     """The groups of all stages."""
     ipus = sorted(set(device_mapping))
     size = ipus[-1] + 1
-    used = np.array(devices[: num_replicas * size * num_devices])
-    own = used.reshape(num_replicas, size, num_devices)[:, ipus]
-    has_one_client = len({device.client for device in own.flat}) == 1
-    processes = tuple(sorted({device.process_index for device in own.flat}))
+    flat_devices = np.array(devices[: num_replicas * size * num_devices])
+    grid = flat_devices.reshape(num_replicas, size, num_devices)[:, ipus]
+    has_one_client = len({device.client for device in grid.flat}) == 1
+    processes = tuple(sorted({device.process_index for device in grid.flat}))
     groups = {
         ipu: DeviceGroup(
             ipu,
-            NamedSharding(Mesh(own[:, number], (REPLICA, MODEL)), PartitionSpec()),
+            NamedSharding(Mesh(grid[:, number], (REPLICA, MODEL)), PartitionSpec()),
             has_one_client,
             processes,
         )
@@ -328,15 +330,15 @@ def split(array: Any, groups: Sequence[DeviceGroup]) -> list[Any]:
 
     The parts of replicas in other processes are arrays without content.
     """
-    found = {shard.device: shard.data for shard in array.addressable_shards}
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
     kind, partition = array.sharding.memory_kind, array.sharding.spec
 
     def of_replica(group: DeviceGroup) -> Any:
         sharding = NamedSharding(group.replicated.mesh, partition, memory_kind=kind)
-        here = [found[device] for device in group.devices if device in found]
-        if not here:
+        local_shards = [shards[device] for device in group.devices if device in shards]
+        if not local_shards:
             return absent(array.shape, array.dtype, sharding)
-        return jax_compat.make_array(array.shape, sharding, here)
+        return jax_compat.make_array(array.shape, sharding, local_shards)
 
     return [of_replica(group) for group in groups]
 
@@ -346,14 +348,14 @@ def join(parts: Sequence[Any], group: DeviceGroup) -> Any:
 
     They need not be equal: programs under `jax.shard_map` see each replica's own.
     """
-    (first, *_rest) = parts
+    first = parts[0]
     sharding = NamedSharding(
         group.replicated.mesh, partition_of(first), memory_kind=first.sharding.memory_kind
     )
-    here = [own for part in parts for own in _own_parts(part)]
+    local_shards = [shard for part in parts for shard in _own_parts(part)]
     return (
-        jax_compat.make_array(first.shape, sharding, here)
-        if here
+        jax_compat.make_array(first.shape, sharding, local_shards)
+        if local_shards
         else absent(first.shape, first.dtype, sharding)
     )
 
@@ -362,8 +364,8 @@ def _own_parts(array: Any) -> list[Any]:
     """The parts of an array on this process's devices, in the order of the devices."""
     if len(array.sharding.device_set) == 1:
         return [array] if array.is_fully_addressable else []
-    found = {shard.device: shard.data for shard in array.addressable_shards}
-    return [found[device] for device in array.sharding.mesh.devices.flat if device in found]
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return [shards[device] for device in array.sharding.mesh.devices.flat if device in shards]
 
 
 WHOLE = PartitionSpec()
@@ -380,10 +382,10 @@ def over_replicas(
 def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
     """An array with an axis for the replicas, each part of which stays on its device."""
     parts = [_first_copy(part) for part in parts]
-    (first, *rest) = parts
+    (first, *later) = parts
     if len({device for part in parts for device in part.devices()}) < len(parts):
         # Parts of other processes were brought to the first one's device, so the others go there, too.
-        parts = [first, *(_beside(part, first) for part in rest)]
+        parts = [first, *(_beside(part, first) for part in later)]
     if len({device for part in parts for device in part.devices()}) == 1:  # they were brought together
         if not first.is_fully_addressable:
             return absent(
@@ -392,10 +394,10 @@ def stack_replicas(parts: Sequence[Any], axis: int) -> Any:
         return _stack(list(parts), axis)
     sharding = _stacked_sharding(tuple(device for part in parts for device in part.devices()), axis)
     shape = (*first.shape[:axis], len(parts), *first.shape[axis:])
-    here = [part for part in parts if part.is_fully_addressable]
-    if not here:
+    local_parts = [part for part in parts if part.is_fully_addressable]
+    if not local_parts:
         return absent(shape, first.dtype, sharding)
-    return jax_compat.make_array(shape, sharding, [_expand(part, axis) for part in here])
+    return jax_compat.make_array(shape, sharding, [_expand(part, axis) for part in local_parts])
 
 
 @functools.lru_cache(maxsize=256)
@@ -415,9 +417,9 @@ def _first_copy(array: Any) -> Any:
     """The first device's copy of an array that each device has whole."""
     if len(array.sharding.device_set) == 1:
         return array
-    own = _own_parts(array)
-    if own:
-        return own[0]
+    local_parts = _own_parts(array)
+    if local_parts:
+        return local_parts[0]
     first = SingleDeviceSharding(array.sharding.mesh.devices.flat[0])
     return absent(array.shape, array.dtype, first)
 

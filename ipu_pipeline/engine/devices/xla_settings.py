@@ -70,45 +70,45 @@ def plan_options(
     if not trains and (backward is not None or update is not None):
         name = called["update_options" if backward is None else "backward_options"]
         raise ValueError(f"{name} goes with an optimizer; the pipeline only runs forwards.")
-    forwards = [_Given(called["forward_options"], n, one) for n, one in enumerate(forward or ())]
-    backwards = [_Given(called["backward_options"], n, one) for n, one in enumerate(backward or ())]
+    forwards = [_Given(called["forward_options"], n, options) for n, options in enumerate(forward or ())]
+    backwards = [_Given(called["backward_options"], n, options) for n, options in enumerate(backward or ())]
     updates = [] if update is None else [_Given(called["update_options"], None, update)]
-    for given in (*forwards, *backwards, *updates):
-        _check_types(given)
+    for entry in (*forwards, *backwards, *updates):
+        _check_types(entry)
     for many in (forwards, backwards):
         if len(many) > num_stages:
             raise ValueError(f"{many[0].argument} has {len(many)} entries for {num_stages} stages.")
 
     def of_stage(many: Sequence[_Given], index: int) -> list[_Given]:
-        return [given for given in many if given.stage == index]
+        return [entry for entry in many if entry.stage == index]
 
     last = num_stages - 1
     merged = [_merge(of_stage(forwards, index), "") for index in range(last)]
     fused = "forward and backward of the last stage are one program"
-    both = [*of_stage(forwards, last), *of_stage(backwards, last)]
-    everything = [*forwards, *backwards, *updates]
-    whole = "all stages are on one device and so one program"
+    last_stage = [*of_stage(forwards, last), *of_stage(backwards, last)]
+    entries = [*forwards, *backwards, *updates]
+    reason = "all stages are on one device and so one program"
     return CompilerOptions(
-        forward=() if is_one_program else (*merged, _merge(both, fused)),
+        forward=() if is_one_program else (*merged, _merge(last_stage, fused)),
         backward=() if is_one_program else tuple(_merge(of_stage(backwards, n), "") for n in range(last)),
         update=_merge(updates, ""),
-        whole=_merge(everything, whole) if is_one_program else {},
-        given=tuple((given, given.stage or 0) for given in everything),
+        whole=_merge(entries, reason) if is_one_program else {},
+        given=tuple((entry, entry.stage or 0) for entry in entries),
     )
 
 
 _ARGUMENTS = ("forward_options", "backward_options", "update_options")
 
 
-def _check_types(given: _Given) -> None:
-    if not isinstance(given.options, Mapping):
-        raise TypeError(f"{given} must be a dict of compiler options; got {given.options!r}.")
-    for name, value in given.options.items():
+def _check_types(entry: _Given) -> None:
+    if not isinstance(entry.options, Mapping):
+        raise TypeError(f"{entry} must be a dict of compiler options; got {entry.options!r}.")
+    for name, value in entry.options.items():
         if not isinstance(name, str):
-            raise TypeError(f"{given}: the names of compiler options are strings; got {name!r}.")
+            raise TypeError(f"{entry}: the names of compiler options are strings; got {name!r}.")
         if type(value) not in (bool, int, float, str):
             raise TypeError(
-                f"{given}: the compiler option {name} must be a boolean, an integer, a float or a string; "
+                f"{entry}: the compiler option {name} must be a boolean, an integer, a float or a string; "
                 f"got {value!r}."
             )
 
@@ -117,13 +117,13 @@ def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
     """The options of one program. Raises a ValueError if they contradict each other."""
     merged: dict[str, Any] = {}
     origins: dict[str, _Given] = {}
-    for given in parts:
-        for name, value in given.options.items():
-            first = origins.setdefault(name, given)
-            known = merged.setdefault(name, value)
-            if (type(known), known) != (type(value), value):
+    for entry in parts:
+        for name, value in entry.options.items():
+            first = origins.setdefault(name, entry)
+            earlier = merged.setdefault(name, value)
+            if (type(earlier), earlier) != (type(value), value):
                 raise ValueError(
-                    f"The compiler option {name} is {known!r} in {first} and {value!r} in {given}, but "
+                    f"The compiler option {name} is {earlier!r} in {first} and {value!r} in {entry}, but "
                     f"{why}. Give it one value, or leave it out in all but one."
                 )
     return merged
@@ -131,16 +131,16 @@ def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
 
 def check_compiles(options: CompilerOptions, groups: Sequence[DeviceGroup]) -> None:
     """Compiles trivial programs with the options that were given."""
-    known: dict[tuple[Any, ...], str | None] = {}
+    results: dict[tuple[Any, ...], str | None] = {}
     faults = []
-    for given, stage in options.given:
-        for name, value in given.options.items():
+    for entry, stage in options.given:
+        for name, value in entry.options.items():
             key = (groups[stage].devices[0].platform, name, type(value), value)
-            if key not in known and groups[stage].is_here:
-                known[key] = _compile_trivial({name: value}, groups[stage])
-            error = known.get(key)
+            if key not in results and groups[stage].is_here:
+                results[key] = _compile_trivial({name: value}, groups[stage])
+            error = results.get(key)
             if error is not None:
-                faults.append(f"{given}: the compiler option {name} with the value {value!r}: {error}")
+                faults.append(f"{entry}: the compiler option {name} with the value {value!r}: {error}")
     if faults:
         raise ValueError("XLA refuses compiler options.\n" + "\n".join(faults))
 
@@ -174,9 +174,9 @@ def num_cpu_devices_set() -> int:
 
 def keep_one_free() -> None:
     """Makes XLA's CPU backend, which must not have started yet, create more threads than devices."""
-    wanted = num_cpu_devices_set() + 1
-    if _num_threads() < wanted:
-        os.environ[_VARIABLE] = f"{wanted}"
+    num_threads = num_cpu_devices_set() + 1
+    if _num_threads() < num_threads:
+        os.environ[_VARIABLE] = f"{num_threads}"
 
 
 def warn_unless_one_is_free(groups: Sequence[DeviceGroup]) -> None:

@@ -64,8 +64,8 @@ def _turn(jaxpr: Any) -> Any:
                 params={name: jax_core.map_jaxprs(_turn, value) for name, value in equation.params.items()}
             )
         equations.append(equation)
-    kept = [equation for equation in equations if not turned.intersection(equation.outvars)]
-    return jaxpr.replace(eqns=kept)
+    remaining = [equation for equation in equations if not turned.intersection(equation.outvars)]
+    return jaxpr.replace(eqns=remaining)
 
 
 def _is_other_way_round(product: Equation, permutation: tuple[int, ...]) -> bool:
@@ -73,7 +73,7 @@ def _is_other_way_round(product: Equation, permutation: tuple[int, ...]) -> bool
     if product.outvars[0].aval.dtype.itemsize < _LEAST_BYTES:
         return False
     params = product.params
-    (contracted, _others), (batch, _batch) = params["dimension_numbers"]
+    (contracted, _right), (batch, _batch) = params["dimension_numbers"]
     num_batch, num_left = len(batch), product.invars[0].aval.ndim - len(contracted) - len(batch)
     axes = range(product.outvars[0].aval.ndim)
     order = (*axes[:num_batch], *axes[num_batch + num_left :], *axes[num_batch : num_batch + num_left])
@@ -104,7 +104,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 def draws_bits(jaxpr: Any) -> bool:
     """Whether random bits are drawn in a `Jaxpr`, or in a jaxpr within it."""
-    return jax_compat.threefry is not None and any(has_primitive(one, _NAME) for one in jaxpr.eqns)
+    return jax_compat.threefry is not None and any(has_primitive(inner, _NAME) for inner in jaxpr.eqns)
 
 
 def with_fast_random_bits(function: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -131,9 +131,9 @@ def _replace(equation: Any) -> Any:
     is_partitionable = bool(cast(Any, jax.config).jax_threefry_partitionable)
     width, shape = equation.params["bit_width"], tuple(equation.params["shape"])
     call = _make_call(key.shape, width, shape, is_partitionable)
-    (made,) = jax.make_jaxpr(call)(aval_struct(key)).jaxpr.eqns
+    (call_equation,) = jax.make_jaxpr(call)(aval_struct(key)).jaxpr.eqns
     return jax_compat.in_place_of(
-        equation, made.replace(invars=list(equation.invars), outvars=list(equation.outvars))
+        equation, call_equation.replace(invars=list(equation.invars), outvars=list(equation.outvars))
     )
 
 

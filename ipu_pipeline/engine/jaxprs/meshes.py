@@ -48,7 +48,7 @@ def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equat
     """The equations that compute along an axis of a mesh, or with a device's number on it, at any depth."""
     for equation in equations:
         named = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
-        names = [part for given in named for part in (given if isinstance(given, tuple) else (given,))]
+        names = [part for value in named for part in (value if isinstance(value, tuple) else (value,))]
         if axis in names and equation.primitive.name not in _CASTS:
             yield equation
         for body in jax_core.jaxprs_in_params(equation.params):
@@ -72,8 +72,8 @@ class _Rewriting:
         """A `ClosedJaxpr` without a mesh."""
         if id(closed_jaxpr) not in self._known:
             constants = list(map(jax_compat.array_without_mesh, closed_jaxpr.consts))
-            made = jax_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
-            self._known[id(closed_jaxpr)] = closed_jaxpr, made
+            rewritten = jax_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
+            self._known[id(closed_jaxpr)] = closed_jaxpr, rewritten
         return self._known[id(closed_jaxpr)][1]
 
     def open(self, jaxpr: Any) -> Any:
@@ -83,16 +83,16 @@ class _Rewriting:
         return self._known[id(jaxpr)][1]
 
     def _rewrite(self, jaxpr: Any) -> Any:
-        known: dict[Var, Atom] = {}
+        env: dict[Var, Atom] = {}
 
         def make(variables: Iterable[Var]) -> list[Var]:
             for var in variables:
-                known[var] = var if isinstance(var, jax_core.DropVar) else _without(var)
-            return [known[var] for var in variables]
+                env[var] = var if isinstance(var, jax_core.DropVar) else _without(var)
+            return [env[var] for var in variables]
 
         def read(atoms: Iterable[Atom]) -> list[Atom]:
             return [
-                _literal_without(atom) if isinstance(atom, jax_core.Literal) else known[atom]
+                _literal_without(atom) if isinstance(atom, jax_core.Literal) else env[atom]
                 for atom in atoms
             ]
 
@@ -101,7 +101,7 @@ class _Rewriting:
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
             if _moves_nothing(equation):
-                known[equation.outvars[0]] = operands[0]
+                env[equation.outvars[0]] = operands[0]
                 continue
             params = equation.params
             if equation.primitive.name != _SHARD_MAP:

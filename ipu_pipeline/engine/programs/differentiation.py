@@ -66,11 +66,11 @@ def take_out_key_numbers(
     for equation in flat.equations:
         if equation.primitive.name == "random_fold_in":
             key, number = equation.invars
-            done = folds.get(key, _NUM_FOLDS)
+            num_folds = folds.get(key, _NUM_FOLDS)
             is_literal = isinstance(number, jax_core.Literal)
-            if done < _NUM_FOLDS and is_literal == (done >= _NUM_BEFORE):
+            if num_folds < _NUM_FOLDS and is_literal == (num_folds >= _NUM_BEFORE):
                 (folded,) = equation.outvars
-                folds[folded] = done + 1
+                folds[folded] = num_folds + 1
                 if is_literal:
                     var = jax_core.Var(number.aval)
                     numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
@@ -156,13 +156,13 @@ def halve(joint: Joint, reduction: Reduction, is_last: bool, is_scaled: bool) ->
         computed = jaxprs.find_computed(flat, [atom for _value, atom in (*joint.results, *first)])
     else:
         computed = jaxprs.find_computed(flat, [atom for _value, atom in first], cutter.stored)
-    known = set(map(id, computed))
+    first_ids = set(map(id, computed))
 
     def is_second(equation: Any) -> bool:
-        return joint.is_backward(equation) and id(equation) not in known
+        return joint.is_backward(equation) and id(equation) not in first_ids
 
-    kept = jaxprs.find_kept(computed, cutter.data_vars)
-    weights = cutter.cut_later("weight_gradients", second, cutter.stored | kept, is_second)
+    saved = jaxprs.find_kept(computed, cutter.data_vars)
+    weights = cutter.cut_later("weight_gradients", second, cutter.stored | saved, is_second)
     is_rest = jaxprs.any_equation if weights is None else lambda equation: not is_second(equation)
     if is_last:
         results = [*joint.results, *first, *cutter.returned(cutter.numbers)]
@@ -172,15 +172,15 @@ def halve(joint: Joint, reduction: Reduction, is_last: bool, is_scaled: bool) ->
         forward = stage_programs.seed(forward, dtype, is_scaled)
         weights = None if weights is None else stage_programs.seed(weights, dtype, is_scaled)
     else:
-        made = cutter.returned(var for var in cutter.numbers if var in kept and var not in cutter.stored)
+        passed = cutter.returned(var for var in cutter.numbers if var in saved and var not in cutter.stored)
         backward = cutter.cut_later(
             "input_gradients",
-            [*first, *made],
+            [*first, *passed],
             cutter.stored,
             lambda equation: joint.is_backward(equation) and is_rest(equation),
         )
-        own = {var for _value, var in made}
-        results = [*joint.results, *cutter.returned(var for var in cutter.numbers if var not in own)]
+        sent = {var for _value, var in passed}
+        results = [*joint.results, *cutter.returned(var for var in cutter.numbers if var not in sent)]
         forward = cutter.cut("forward", results, keep_effects_of=joint.is_forward)
     return StagePrograms(
         forward,
@@ -330,7 +330,7 @@ def build(
 
 def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> set[Source]:
     """The values between stages that depend on a trained variable and can carry a gradient."""
-    found: set[Source] = set()
+    sources: set[Source] = set()
     for stage in traced.stages:
         roots = [
             var
@@ -338,7 +338,7 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
             if spec.name in trained
         ]
         roots += [
-            var for var, source in zip(stage.input_vars, stage.inputs, strict=True) if source in found
+            var for var, source in zip(stage.input_vars, stage.inputs, strict=True) if source in sources
         ]
         depending = set(roots)
         for equation in stage.flat.equations:
@@ -349,8 +349,8 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
                 )
         for source, atom in zip(stage.outputs, stage.flat.outputs, strict=False):
             if not is_literal_atom(atom) and atom in depending:
-                found.add(source)
-    return found
+                sources.add(source)
+    return sources
 
 
 def _stage_arguments(stage: TracedStage) -> list[Value]:
@@ -447,21 +447,21 @@ def _differentiate(
     sees_gradients = gradient_map is not None or any(spec.name in enqueued for spec in stage.variables)
     scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and sees_gradients else []
     avals += [jax.ShapeDtypeStruct((), jnp.float32) for _scale in scales]
-    wanted = [
+    targets = [
         (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
         for position, spec in enumerate(stage.variables)
         if spec.name in trained
     ]
-    trained_positions = tuple(value.index for value, _of in wanted)
-    wanted += [
+    trained_positions = tuple(value.index for value, _of in targets)
+    targets += [
         (Value(ValueKind.INPUT_COTANGENT, position), Value(ValueKind.INPUT, position))
         for position, source in enumerate(stage.inputs)
         if source in differentiable
     ]
-    places = [arguments.index(of) for _value, of in wanted]
-    shown = [  # the gradient's place in `wanted`, and the number of its leaf
+    places = [arguments.index(of) for _value, of in targets]
+    observed = [  # the gradient's place in `wanted`, and the number of its leaf
         (place, number)
-        for place, (value, _of) in enumerate(wanted)
+        for place, (value, _of) in enumerate(targets)
         if value.kind is ValueKind.ACCUMULATOR
         for number in enqueued.get(stage.variables[value.index].name, ())
     ]
@@ -485,18 +485,18 @@ def _differentiate(
             sums[value.index] = cotangent if before is None else before + cotangent
         (pulled,) = pull_back([sums[position] for position in differentiated_outputs])
         if gradient_map is not None:
-            for number, (value, of) in enumerate(wanted):
+            for number, (value, of) in enumerate(targets):
                 if value.kind is ValueKind.ACCUMULATOR:
                     variable = fixed[arguments.index(of)]
                     pulled[number] = _map_gradient(gradient_map, pulled[number], variable, *scale)
-        return [*outputs, *pulled, *(_unscale(pulled[place], *scale) for place, _number in shown)]
+        return [*outputs, *pulled, *(_unscale(pulled[place], *scale) for place, _number in observed)]
 
     closed_jaxpr = _trace_joint(joint, avals, stage.place)
     if is_halved:
-        num_outputs = len(closed_jaxpr.out_avals) - len(wanted) - len(shown)
+        num_outputs = len(closed_jaxpr.out_avals) - len(targets) - len(observed)
         first = {
             num_outputs + place
-            for place, (value, _of) in enumerate(wanted)
+            for place, (value, _of) in enumerate(targets)
             if value.kind is ValueKind.INPUT_COTANGENT
         }
         closed_jaxpr = jaxprs.take_apart(
@@ -507,18 +507,18 @@ def _differentiate(
     if is_alike:
         flat, labels = take_out_key_numbers(flat, labels)
     backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) : len(avals)])
-    num_results = len(flat.outputs) - len(wanted) - len(shown)
+    num_results = len(flat.outputs) - len(targets) - len(observed)
     pulled = [
         (value, atom)
-        for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=False)
+        for (value, _of), atom in zip(targets, flat.outputs[num_results:], strict=False)
         # A gradient is linear in the cotangents: without any it is zero, unless it was mapped.
         if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
         or (not is_literal_atom(atom) and atom in backward_vars)
     ]
-    gradients = flat.outputs[num_results + len(wanted) :]
+    gradients = flat.outputs[num_results + len(targets) :]
     pulled += [
         (Value(ValueKind.ENQUEUED, number), atom)
-        for (_place, number), atom in zip(shown, gradients, strict=True)
+        for (_place, number), atom in zip(observed, gradients, strict=True)
     ]
     for value, _atom in pulled:
         if value.kind is ValueKind.INPUT_COTANGENT:

@@ -71,26 +71,26 @@ def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> 
     body = jax_core.close(equation.params["jaxpr"])
 
     def recompute(*values: Any) -> list[Any]:
-        made: list[Any] = equation.primitive.bind(*values, **equation.params)
-        return made
+        results: list[Any] = equation.primitive.bind(*values, **equation.params)
+        return results
 
     def recompute_in_conditional(*values: Any) -> list[Any]:
         first = values[floats[0]].ravel()[0]
         bits = jax.lax.bitcast_convert_type(first, f"uint{8 * first.dtype.itemsize}")
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in body.out_avals]
-        made: list[Any] = jax.lax.cond(
+        results: list[Any] = jax.lax.cond(
             (bits | bits.dtype.type(1)) != bits.dtype.type(0),
             lambda operands: jax_core.jaxpr_as_fun(body)(*operands),
             lambda _operands: zeros,
             values,
         )
-        return made
+        return results
 
     def by_platform(*values: Any) -> list[Any]:
-        made: list[Any] = jax.lax.platform_dependent(
+        results: list[Any] = jax.lax.platform_dependent(
             *values, cpu=recompute_in_conditional, default=recompute
         )
-        return made
+        return results
 
     return inline(jax.make_jaxpr(by_platform)(*avals), inputs)
 
@@ -102,15 +102,15 @@ class _Segment:
     function: Callable[..., list[Any]]  # takes the values of `inputs`, returns those of `outputs`
     inputs: Sequence[Any]  # inputs of the stage, and values kept by earlier segments
     outputs: Sequence[Any]  # the stage's outputs that this segment computes, and what it keeps
-    kept: Sequence[Any]  # what later segments take instead of computing it
+    saved: Sequence[Any]  # what later segments take instead of computing it
 
 
 def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]]:
     """Makes a stage compute its values again when it is differentiated."""
     marks = _find_marks(flat) if is_cut else []
     segments = _cut(flat, sorted([*marks, *_find_effects(flat)], key=lambda mark: mark.end))
-    kept = {var for segment in segments for var in segment.kept}
-    printing = jaxprs.extract(flat, [], kept, lambda equation: kept.isdisjoint(equation.outvars))
+    saved = {var for segment in segments for var in segment.saved}
+    printing = jaxprs.extract(flat, [], saved, lambda equation: saved.isdisjoint(equation.outvars))
 
     def call(*arguments: Any) -> list[Any]:
         values = dict(zip(flat.inputs, arguments, strict=True))
@@ -127,7 +127,7 @@ class _Mark(NamedTuple):
     """A place where a stage is cut."""
 
     end: int  # the number of equations before it
-    kept: list[Any]  # variables that segments behind it take instead of computing them
+    saved: list[Any]  # variables that segments behind it take instead of computing them
     is_recomputed: bool = True  # whether the segment that it ends is computed again
 
 
@@ -138,7 +138,7 @@ def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
     for number, equation in enumerate(flat.equations):
         mark = mark_of(equation)
         if mark is not None:
-            earlier: list[Any] = marks.pop().kept if mark == before else []
+            earlier: list[Any] = marks.pop().saved if mark == before else []
             marks.append(_Mark(number + 1, [*earlier, *equation.outvars]))
         before = mark
     return marks
@@ -146,31 +146,31 @@ def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
 
 def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
     """Cuts around each equation that has effects and results, which must not run again."""
-    read = {id(atom) for equation in flat.equations for atom in equation.invars}
-    read |= {id(atom) for atom in flat.outputs}
-    made: set[Any] = set()
+    read_ids = {id(atom) for equation in flat.equations for atom in equation.invars}
+    read_ids |= {id(atom) for atom in flat.outputs}
+    computed: set[Any] = set()
     marks = []
     for number, equation in enumerate(flat.equations):
-        if equation.effects and any(id(var) in read for var in equation.outvars):
-            taken = [a for a in equation.invars if not isinstance(a, jax_core.Literal) and a in made]
-            marks.append(_Mark(number, taken))
+        if equation.effects and any(id(var) in read_ids for var in equation.outvars):
+            operands = [a for a in equation.invars if not isinstance(a, jax_core.Literal) and a in computed]
+            marks.append(_Mark(number, operands))
             marks.append(_Mark(number + 1, list(equation.outvars), is_recomputed=False))
-        made.update(equation.outvars)
+        computed.update(equation.outvars)
     return marks
 
 
 def _cut(flat: jaxprs.FlatJaxpr, marks: Sequence[_Mark]) -> list[_Segment]:
     returned = {atom for atom in flat.outputs if not isinstance(atom, jax_core.Literal)}
     segments = []
-    kept: set[Any] = set()
+    saved: set[Any] = set()
     first = 0
     for mark in [*marks, _Mark(len(flat.equations), [])]:
-        made = [var for equation in flat.equations[first : mark.end] for var in equation.outvars]
-        wanted = returned.union(mark.kept)
-        outputs = [var for var in dict.fromkeys([*made, *mark.kept]) if var in wanted and var not in kept]
-        part = jaxprs.extract(flat, outputs, kept)
+        computed = [var for equation in flat.equations[first : mark.end] for var in equation.outvars]
+        results = returned.union(mark.saved) - saved
+        outputs = [var for var in dict.fromkeys([*computed, *mark.saved]) if var in results]
+        part = jaxprs.extract(flat, outputs, saved)
         function = jax.checkpoint(part.__call__) if mark.is_recomputed else part.__call__
-        segments.append(_Segment(function, part.inputs, outputs, mark.kept))
-        kept.update(mark.kept)
+        segments.append(_Segment(function, part.inputs, outputs, mark.saved))
+        saved.update(mark.saved)
         first = mark.end
     return segments

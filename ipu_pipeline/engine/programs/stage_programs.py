@@ -168,17 +168,17 @@ def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
     is_seed = [value.kind is ValueKind.COTANGENT for value in program.arguments]
 
     def seeded(*arguments: Any) -> list[Any]:
-        given = iter(arguments)
-        one = jnp.ones((), dtype)
-        values = [one if own and not is_scaled else next(given) for own in is_seed]
+        argument_values = iter(arguments)
+        unit = jnp.ones((), dtype)
+        values = [unit if is_loss and not is_scaled else next(argument_values) for is_loss in is_seed]
         return program.function(
-            *(v.astype(dtype) if own else v for v, own in zip(values, is_seed, strict=True))
+            *(v.astype(dtype) if is_loss else v for v, is_loss in zip(values, is_seed, strict=True))
         )
 
     arguments = tuple(
-        Value(ValueKind.LOSS_SCALE) if own else value
-        for own, value in zip(is_seed, program.arguments, strict=True)
-        if is_scaled or not own
+        Value(ValueKind.LOSS_SCALE) if is_loss else value
+        for is_loss, value in zip(is_seed, program.arguments, strict=True)
+        if is_scaled or not is_loss
     )
     return dataclasses.replace(program, function=seeded, arguments=arguments)
 
@@ -234,8 +234,8 @@ def chunk_programs(
     if size == 1:
         return tuple(programs)
     return tuple(
-        own.map(functools.partial(_chunk, stage=stage, size=size))
-        for own, stage in zip(programs, traced.stages, strict=True)
+        stage_programs.map(functools.partial(_chunk, stage=stage, size=size))
+        for stage_programs, stage in zip(programs, traced.stages, strict=True)
     )
 
 
@@ -248,39 +248,43 @@ def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram
         if value.kind in (ValueKind.RESIDUAL, ValueKind.COTANGENT)
         or (value.kind is ValueKind.INPUT and stage.inputs[value.index].is_of_micro_batch)
     ]
-    kept, last = [], []  # results returned for all, and state that is not carried but made anew
+    stacked_results, last = [], []  # results returned for all, and state that is not carried but made anew
     for place, values in enumerate(program.results):
         state = tuple(value for value in values if _is_state(value))
-        others = tuple(value for value in values if not _is_state(value))
-        if others:
-            kept.append((place, others))
+        stacked_values = tuple(value for value in values if not _is_state(value))
+        if stacked_values:
+            stacked_results.append((place, stacked_values))
         if state and place not in carried.values():
             last.append((place, state))
 
     def chunked(*arguments: Any) -> list[Any]:
-        def one(state: list[Any], given: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            number, values = given
+        def step(state: list[Any], element: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            number, values = element
             full = list(arguments)
-            for places, own in ((carried, state), (stacked, values)):
-                for place, value in zip(places, own, strict=True):
+            for places, group in ((carried, state), (stacked, values)):
+                for place, value in zip(places, group, strict=True):
                     full[place] = value
             for place in counts:
                 full[place] = full[place] + number
             results = program.function(*full)
             return (
                 [results[place] for place in carried.values()],
-                [results[place] for place, _values in (*kept, *last)],
+                [results[place] for place, _values in (*stacked_results, *last)],
             )
 
         state, stacks = jax.lax.scan(
-            one,
+            step,
             [arguments[place] for place in carried],
             (jnp.arange(size, dtype=jnp.int32), [arguments[place] for place in stacked]),
         )
-        return [*state, *stacks[: len(kept)], *(stack[-1] for stack in stacks[len(kept) :])]
+        return [
+            *state,
+            *stacks[: len(stacked_results)],
+            *(stack[-1] for stack in stacks[len(stacked_results) :]),
+        ]
 
     results = [tuple(v for v in program.results[place] if _is_state(v)) for place in carried.values()]
-    results += [values for _place, values in (*kept, *last)]
+    results += [values for _place, values in (*stacked_results, *last)]
     return dataclasses.replace(
         program,
         function=chunked,

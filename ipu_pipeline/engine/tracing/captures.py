@@ -85,8 +85,8 @@ class Captures:
         """The position of a traced function's constant among `values`; None if it is not a traced value."""
         if not jax_compat.is_traced(value):
             return None
-        for number, known in enumerate(self.values):
-            if known is value:
+        for number, captured in enumerate(self.values):
+            if captured is value:
                 return number
         self.values.append(value)
         return len(self.values) - 1
@@ -151,14 +151,14 @@ _MAX_VALUES = 10_000  # that are looked at
 
 def check_modules(function: Callable[..., Any], constants: Iterable[Any], place: str) -> None:
     """Raises if parameters of a module are constants of a stage that is to be trained."""
-    known = {id(value) for value in constants if jnp.issubdtype(value.dtype, jnp.floating)}
+    constant_ids = {id(value) for value in constants if jnp.issubdtype(value.dtype, jnp.floating)}
     nnx = sys.modules.get("flax.nnx")
-    if not known:
+    if not constant_ids:
         return
     if nnx is not None:
         for name, value in itertools.islice(_walk(function, "", _DEPTH, set()), _MAX_VALUES):
             is_module = isinstance(value, nnx.Module)
-            if is_module and _has(jax.tree.leaves(nnx.state(value, nnx.Param)), known):
+            if is_module and _has(jax.tree.leaves(nnx.state(value, nnx.Param)), constant_ids):
                 uses = f"uses {name}," if name else "is"
                 raise ValueError(
                     f"{place} {uses} the Flax module {type(value).__name__}: its parameters would be "
@@ -167,7 +167,7 @@ def check_modules(function: Callable[..., Any], constants: Iterable[Any], place:
                     "call ipu_pipeline.layers.Flax(module) in the stage, with trainable=False if it is not "
                     "to be trained."
                 )
-    if not jax.tree_util.all_leaves([function]) and _has(jax.tree.leaves(function), known):
+    if not jax.tree_util.all_leaves([function]) and _has(jax.tree.leaves(function), constant_ids):
         raise ValueError(
             f"{place} is a pytree that can be called: its arrays would be constants, which are not "
             "trained. Give it as parameters of a stage that calls it: Pipeline([lambda module, *inputs: "
@@ -176,22 +176,22 @@ def check_modules(function: Callable[..., Any], constants: Iterable[Any], place:
         )
 
 
-def _has(leaves: Iterable[Any], known: set[int]) -> bool:
-    return any(id(leaf) in known for leaf in leaves)
+def _has(leaves: Iterable[Any], ids: set[int]) -> bool:
+    return any(id(leaf) in ids for leaf in leaves)
 
 
-def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, Any]]:
     """All that a function can use: its closure, globals that it names, partials, attributes, and so on.
 
     Yields values with their names, which are empty for the function itself and what only wraps it.
     """
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     yield name, value
     if depth > 0:
-        for own_name, part in _parts(value, name):
-            yield from _walk(part, own_name, depth - 1, seen)
+        for part_name, part in _parts(value, name):
+            yield from _walk(part, part_name, depth - 1, visited)
 
 
 def _parts(value: Any, name: str) -> list[tuple[str, Any]]:

@@ -85,27 +85,27 @@ class ProgramNames:
 @contextlib.contextmanager
 def unchanged(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gives out."""
-    take_back = _keep(program_names)
+    restore = _keep(program_names)
     try:
         yield
     finally:
-        take_back()
+        restore()
 
 
 @contextlib.contextmanager
 def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gave out if it ends in an error."""
-    take_back = _keep(program_names)
+    restore = _keep(program_names)
     try:
         yield
     except BaseException:
-        take_back()
+        restore()
         raise
 
 
 def _keep(program_names: ProgramNames) -> Callable[[], None]:
     """Returns a function that restores the names as they are now."""
-    kept = [
+    copies = [
         (collection, collection.copy())
         for collection in (
             program_names.variables,
@@ -118,12 +118,12 @@ def _keep(program_names: ProgramNames) -> Callable[[], None]:
         )
     ]
 
-    def take_back() -> None:
-        for collection, before in kept:
+    def restore() -> None:
+        for collection, before in copies:
             collection.clear()
             collection.update(before)  # type: ignore[arg-type]  # each is updated with its own copy
 
-    return take_back
+    return restore
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +227,9 @@ def tracing_again(place: str) -> Iterator[Frame]:
     What it prints, or calls back for, is left out of a weight update (see `is_repeated`): it has its effect
     where the function was traced before.
     """
-    own = Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True)
-    with jax.named_scope(_AGAIN), frame(own):
-        yield own
+    new_frame = Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True)
+    with jax.named_scope(_AGAIN), frame(new_frame):
+        yield new_frame
 
 
 def is_repeated(equation: Any) -> bool:
@@ -274,8 +274,8 @@ class Surroundings:
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Calls a function in these surroundings, except for the names; what it changes of them is lost."""
-        with contextlib.ExitStack() as changed:
+        with contextlib.ExitStack() as stack:
             for name, value in self.settings.items():
                 if getattr(jax.config, name) != value:
-                    changed.enter_context(_SETTINGS[name](value))
+                    stack.enter_context(_SETTINGS[name](value))
             return self.context.copy().run(function, *arguments)

@@ -76,14 +76,14 @@ def hoist(
     enqueued: dict[int, list[Any]] = {}
     key_inputs: list[Any] = []
     count_inputs: list[Any] = []
-    asked: dict[VariableSpec, tuple[int, Any]] = {}
+    requests: dict[VariableSpec, tuple[int, Any]] = {}
     num_equations = 0
     current: Any = None
 
     def read(spec: VariableSpec) -> Any:
         if spec not in reads:
             reads[spec] = latest[spec] = variable_input(spec)
-            asked[spec] = (num_equations, current)
+            requests[spec] = (num_equations, current)
         return latest[spec]
 
     def key() -> Any:
@@ -128,8 +128,8 @@ def hoist(
         flat.constants,
     )
     sizes = {number: len(atoms) for number, atoms in enqueued.items()}
-    uses = bool(key_inputs), bool(count_inputs)
-    return Hoisted(flat, tuple(reads), tuple(assigned), sizes, *uses, asked)
+    uses_flags = bool(key_inputs), bool(count_inputs)
+    return Hoisted(flat, tuple(reads), tuple(assigned), sizes, *uses_flags, requests)
 
 
 def variable_input(spec: VariableSpec) -> Any:
@@ -149,10 +149,10 @@ def marker_rule(
 ) -> jaxprs.EquationRule:
     """A rule for `jaxprs.flatten` that takes markers out."""
 
-    def check_new(serial: int, what: str) -> None:
+    def check_new(serial: int, event: str) -> None:
         if serial in program_names.markers:
             raise ValueError(
-                f"{place}: {what} in a function that JAX has traced once and used twice, as it does with "
+                f"{place}: {event} in a function that JAX has traced once and used twice, as it does with "
                 "jax.jit, jax.checkpoint and scan bodies that are called again. Both calls would get the "
                 "same. Give each call a function of its own (lambda x: f(x)), or do it outside of it; a "
                 "stage needs no jax.jit inside, it is jitted as a whole."
@@ -187,11 +187,11 @@ def marker_rule(
         arguments += [count()] if rebuilt.uses_count else []
         outputs = inline(rebuilt.closed_jaxpr, arguments + inputs)
         num_outputs = len(equation.outvars)
-        made = iter(outputs[num_outputs:])
+        side_outputs = iter(outputs[num_outputs:])
         for spec in rebuilt.assigned:
-            write(spec, next(made))
+            write(spec, next(side_outputs))
         for number, size in rebuilt.enqueued.items():
-            enqueue(number, [next(made) for _leaf in range(size)])
+            enqueue(number, [next(side_outputs) for _leaf in range(size)])
         return outputs[:num_outputs]
 
     return rule
@@ -265,10 +265,10 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
         values = dict(zip(variables, shared, strict=False))
 
         def body_function(body: Hoisted) -> Body:
-            own = [values[spec] for spec in body.variables]
-            own += [shared[len(variables)]] if body.uses_key else []
+            hoisted_values = [values[spec] for spec in body.variables]
+            hoisted_values += [shared[len(variables)]] if body.uses_key else []
             count = [shared[-1]] if body.uses_count else []
-            return lambda operands: jaxprs.close(body.flat)(*own, *operands, *count)
+            return lambda operands: jaxprs.close(body.flat)(*hoisted_values, *operands, *count)
 
         return call([body_function(body) for body in hoisted], list(inputs))
 

@@ -48,22 +48,22 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
     enqueue_p.bind(*leaves, index=len(frame.enqueued) - 1, serial=next(serial_numbers))
 
 
-def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax.Array]) -> None:
+def enqueue_to(target: Any, value: Any, caller: str, as_array: Callable[[Any], jax.Array]) -> None:
     """Enqueues to a target that takes one element of each stage, iteration or weight update."""
-    frame = current_frame(what)
+    frame = current_frame(caller)
     if frame.enqueued is None and not frame.is_traced_again:
         raise OutsideOfBodyError(
-            f"{what} was called in {frame.place}. Call it in a stage of a pipeline, "
+            f"{caller} was called in {frame.place}. Call it in a stage of a pipeline, "
             "in the update of its optimizer, or in the body of a loop; ipu.loops.repeat(1, ...) runs a "
             "body once."
         )
     if any(entry.target is target for entry in frame.enqueued or ()):
         raise ValueError(
-            f"An {what.partition('.')[0]} can be enqueued to only once in a program: enqueue a tuple or "
+            f"An {caller.partition('.')[0]} can be enqueued to only once in a program: enqueue a tuple or "
             "dict, or use a queue for each value."
         )
     if not jax.tree.leaves(value):
-        raise ValueError(f"{what}: value has no arrays; there is nothing to enqueue.")
+        raise ValueError(f"{caller}: value has no arrays; there is nothing to enqueue.")
     enqueue(frame, target, jax.tree.map(as_array, value))
 
 
@@ -252,19 +252,19 @@ class MetricReader:
           reported: what `select` returned.
           num_updates: the number of these weight updates; in inference, of executions.
         """
-        found = {}
-        for number, (_leaf, one) in enumerate(self.of_stages):
+        values_by_name = {}
+        for number, (_leaf, entry) in enumerate(self.of_stages):
             if not _are_here(reported.by_stages, number):
                 continue
             values = _join(reported.by_stages, number)
             with np.errstate(all="ignore"):  # a sum may be infinite, and NaN stays NaN
-                reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
-                found[one.name] = reduced.astype(values.dtype)
-        for number, (_leaf, one) in enumerate(self.of_updates):
+                reduced = _REDUCTIONS[entry.reduction](values.reshape(num_updates, -1))
+                values_by_name[entry.name] = reduced.astype(values.dtype)
+        for number, (_leaf, entry) in enumerate(self.of_updates):
             if not _are_here(reported.by_updates, number):
                 continue
-            found[one.name] = _join(reported.by_updates, number)
-        return found
+            values_by_name[entry.name] = _join(reported.by_updates, number)
+        return values_by_name
 
 
 def _only(parts: Sequence[Handed], leaves: Sequence[int]) -> list[Handed]:
@@ -322,13 +322,13 @@ def find_failed(
     Returns:
       The error, which names stage and micro-batch; None if there is none.
     """
-    for entry, own in find_leaves(entries, UserChecks):
+    for entry, places in find_leaves(entries, UserChecks):
         number = 0
         for part in handed:
             # One after another as in the data: micro-batches, and within each of them the replicas.
             leaves = [
                 np.asarray(leaf).reshape(-1, *aval.shape)[: (part.size or 1) * num_replicas]
-                for leaf, aval in zip(part.leaves[own], entry.avals, strict=True)
+                for leaf, aval in zip(part.leaves[places], entry.avals, strict=True)
             ]
             for row in zip(*leaves, strict=True):
                 message = entry.tree.unflatten(row).get()

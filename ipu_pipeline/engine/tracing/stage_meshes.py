@@ -204,27 +204,27 @@ class TensorParallel:
         Raises:
           ValueError: a name is no variable's, or a variable cannot be divided like that.
         """
-        given = self.variables
-        if callable(given):
-            found = {name: given(spec) for name, spec in variables.items()}
+        rules = self.variables
+        if callable(rules):
+            partitions = {name: rules(spec) for name, spec in variables.items()}
         else:
-            found = dict(given)
-            for name in found.keys() - variables.keys():
+            partitions = dict(rules)
+            for name in partitions.keys() - variables.keys():
                 raise ValueError(
                     f"TensorParallel: there is no variable {name!r}; there are "
                     f"{', '.join(variables) or 'none'}."
                 )
         divided = {}
-        for name, partition in found.items():
+        for name, partition in partitions.items():
             if partition is None:
                 continue
-            shape, what = variables[name].shape, f"TensorParallel: variable {name}"
-            axis = _check_partition(partition, shape, what)
+            shape, label = variables[name].shape, f"TensorParallel: variable {name}"
+            axis = _check_partition(partition, shape, label)
             if axis is None or self.size == 1:
                 continue
             if shape[axis] % self.size:
                 raise ValueError(
-                    f"{what}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
+                    f"{label}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
                     "be divided. Divide another axis, or leave it whole."
                 )
             divided[name] = normal_partition(
@@ -235,10 +235,10 @@ class TensorParallel:
 
 def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
     """Makes a `PartitionSpec` as JAX returns it, without None at the end; other forms are not equal."""
-    found = list(names)
-    while found and found[-1] is None:
-        found.pop()
-    return PartitionSpec(*found)
+    entries = list(names)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 @dataclass
@@ -312,10 +312,10 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of_stages(), partition))
 
 
-def _check_partition(partition: Any, shape: Sequence[int], what: str) -> int | None:
+def _check_partition(partition: Any, shape: Sequence[int], label: str) -> int | None:
     """Checks a partition. Returns the axis that it divides."""
     if not isinstance(partition, PartitionSpec):
-        raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
+        raise ValueError(f"{label}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
     is_summed = getattr(partition, "unreduced", None) or getattr(partition, "reduced", None)
     entries = () if is_summed else tuple(partition)  # JAX warns of summed axes
     names = [
@@ -338,7 +338,7 @@ def _check_partition(partition: Any, shape: Sequence[int], what: str) -> int | N
             f"has {len(names)} places, and the shape {tuple(shape)} {len(shape)}. Leave out the last ones"
         )
     if wrong is not None:
-        raise ValueError(f"{what}: {partition} {wrong}.")
+        raise ValueError(f"{label}: {partition} {wrong}.")
     return axes[0] if axes else None
 
 

@@ -96,17 +96,17 @@ class TracedPipeline:
     enqueued: tuple[Enqueued, ...] = ()  # what stages enqueue, whose leaves are numbered through
 
     def with_captured(
-        self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
+        self, captured: Sequence[jax.ShapeDtypeStruct], read_numbers: Sequence[int]
     ) -> TracedPipeline:
         """Adds inputs to the pipeline, some of which are outputs, too."""
-        given = self.given
-        first = len(jax.tree.leaves(given))
+        given_inputs = self.given
+        first = len(jax.tree.leaves(given_inputs))
         return dataclasses.replace(
             self,
-            inputs=(*given, *captured),
+            inputs=(*given_inputs, *captured),
             num_captured=len(captured),
-            outputs=(*self.outputs, *(Source("input", first + number) for number in read)),
-            output_avals=(*self.output_avals, *(captured[number] for number in read)),
+            outputs=(*self.outputs, *(Source("input", first + number) for number in read_numbers)),
+            output_avals=(*self.output_avals, *(captured[number] for number in read_numbers)),
         )
 
     @property
@@ -177,11 +177,11 @@ def share_variables(
             home = owners.setdefault(spec.name, index)
             if home == index:
                 continue
-            assigning = [other for other in stages if spec in other.assigned]
+            assigning = [writer for writer in stages if spec in writer.assigned]
             if assigning and (assigning != [stages[home]] or levels[home] == levels[index]):
                 raise ValueError(
                     f"Variable {spec.name} is used by {stages[home].place} and by {stage.place}, and "
-                    f"assigned by {' and by '.join(other.place for other in assigning)}. Stages are at "
+                    f"assigned by {' and by '.join(writer.place for writer in assigning)}. Stages are at "
                     "different micro-batches at the same time, so only the first stage that uses a "
                     "variable may assign it, and only later stages may read it too. Give each stage a "
                     "variable of its own, or return the value from the stage and pass it on."
@@ -268,7 +268,7 @@ def trace(
         source = Source("input", number) if is_input else Source("element", number - num_inputs)
         avals[source] = aval
     sources: Arguments = jax.tree.unflatten(jax.tree.structure(arguments), list(avals))
-    given = "the inputs and the micro-batch"
+    giver = "the inputs and the micro-batch"
     stages: list[TracedStage] = []
     levels: list[int] = []
     results: list[Any] = []
@@ -293,7 +293,7 @@ def trace(
                 len(stages),
                 function,
                 arguments,
-                given,
+                giver,
                 jax.tree.leaves(sources),
                 loss if is_last else None,
                 frame,
@@ -318,7 +318,7 @@ def trace(
         except TypeError as error:
             faults.add(places[0], error)
             raise faults.as_error() from None
-        given = f"what {' and '.join(places)} return{'s' if len(places) == 1 else ''}"
+        giver = f"what {' and '.join(places)} return{'s' if len(places) == 1 else ''}"
     output_leaves, output_tree = jax.tree.flatten(results[0])
     loss_source = None if loss is None else stages[-1].outputs[-1]
     owners: dict[str, int] = {}
@@ -372,7 +372,7 @@ def _trace_stage(
     index: int,
     function: StageFunction,
     arguments: Arguments,
-    given: str,
+    giver: str,
     sources: Sequence[Source],
     loss: Callable[..., Any] | None,
     frame: frames.Frame,
@@ -382,7 +382,7 @@ def _trace_stage(
 ) -> tuple[TracedStage, Any] | None:
     """Traces a stage. Returns it and the structure of its results; None if a fault leaves that unknown."""
     try:
-        check_signature(function, arguments, given, frame.place)
+        check_signature(function, arguments, giver, frame.place)
     except TypeError as error:
         faults.add(frame.place, error)
         return None
@@ -426,11 +426,11 @@ def _trace_stage(
     except ValueError as error:
         faults.add(frame.place, error)
         variables = tuple(frame.names.variables.values())[num_known:]
-        own = tuple(Source("output", position, index) for position in range(len(output_avals)))
+        stage_outputs = tuple(Source("output", position, index) for position in range(len(output_avals)))
         nothing = jaxprs.FlatJaxpr([], [], [], {})
-        return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
-            0
-        ]
+        return TracedStage(
+            frame.place, nothing, variables, (), False, (), stage_outputs, output_avals
+        ), result_trees[0]
     if frame.training:
         try:
             check_modules(function, hoisted.flat.constants.values(), frame.place)
@@ -477,14 +477,14 @@ def _trace_stage(
 def _on_mesh(avals: Sequence[jax.ShapeDtypeStruct], mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes with the type that values which are made in a mesh have."""
     # Otherwise JAX would trace functions that it caches for both types.
-    whole = NamedSharding(mesh, PartitionSpec())
-    return [aval.update(sharding=whole) for aval in avals]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return [aval.update(sharding=replicated) for aval in avals]
 
 
 def check_signature(
     function: StageFunction,
     arguments: Arguments,
-    given: str,
+    giver: str,
     place: str,
 ) -> None:
     """Raises if a function does not take what it is given."""
@@ -500,7 +500,7 @@ def check_signature(
         described += [f"{name}={describe(arg)}" for name, arg in kwargs.items()]
         after = " after its parameters" if getattr(function, "takes_parameters", False) else ""
         raise TypeError(
-            f"{place} takes {signature}{after}, but {given} gives it ({', '.join(described)}): {error}."
+            f"{place} takes {signature}{after}, but {giver} gives it ({', '.join(described)}): {error}."
         ) from None
 
 

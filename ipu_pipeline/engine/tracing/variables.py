@@ -93,9 +93,9 @@ def make_variable(
         spec = make_spec(full_name, shape, dtype, initializer, trainable)
         values, finish = _lift(spec)
     elif jax_compat.is_traced(initializer):
-        given: tuple[int, ...] = tuple(initializer.shape)
-        spec = make_spec(full_name, given if shape is None else shape, dtype, _no_value, trainable)
-        check_shape(full_name, given, spec.shape)
+        constant_shape: tuple[int, ...] = tuple(initializer.shape)
+        spec = make_spec(full_name, constant_shape if shape is None else shape, dtype, _no_value, trainable)
+        check_shape(full_name, constant_shape, spec.shape)
         values, finish = [initializer], None
     else:
         return make_spec(full_name, shape, dtype, initializer, trainable)
@@ -153,18 +153,18 @@ def resolve(
         assert isinstance(initializer, ComputedInitializer)
         program = jaxprs.extract(jaxprs.FlatJaxpr([], equations, [], constants), atoms)
         jaxpr = program.closed_jaxpr.jaxpr
-        known = {*jaxpr.constvars, *(var for equation in jaxpr.eqns for var in equation.outvars)}
-        needed = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
-        if not all(isinstance(atom, jax_core.Literal) or atom in known for atom in needed):
+        computed = {*jaxpr.constvars, *(var for equation in jaxpr.eqns for var in equation.outvars)}
+        read_atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+        if not all(isinstance(atom, jax_core.Literal) or atom in computed for atom in read_atoms):
             raise initializer.depends(place)
         initializer.resolve(program)
 
 
-def _captured(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
+def _captured(value: Any, depth: int, visited: set[int]) -> Iterator[bool]:
     """True for each traced value that a function has: in its closure, its defaults, or its partials."""
-    if id(value) in seen or depth == 0:
+    if id(value) in visited or depth == 0:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     parts: list[Any] = []
     if isinstance(value, functools.partial):
         parts = [value.func, value.args, value.keywords]
@@ -180,7 +180,7 @@ def _captured(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
             if jax_compat.is_traced(leaf):
                 yield True
             elif callable(leaf):
-                yield from _captured(leaf, depth - 1, seen)
+                yield from _captured(leaf, depth - 1, visited)
 
 
 def _content(cell: Any) -> Any:
@@ -208,9 +208,9 @@ class VariableScope(str):
     @staticmethod
     def of(scope: scopes.Scope) -> VariableScope:
         """Makes the full name of a scope."""
-        made = VariableScope(scope.name)
-        made._scope = scope
-        return made
+        name = VariableScope(scope.name)
+        name._scope = scope
+        return name
 
     @property
     def scope(self) -> scopes.Scope:
@@ -591,39 +591,39 @@ def assign_sub(name: str | jax.Array, value: Any) -> None:
     _give("assign_sub", name, lambda before: before - value)
 
 
-def _give(what: str, name: str | jax.Array, compute: Callable[[jax.Array], Any]) -> None:
+def _give(caller: str, name: str | jax.Array, compute: Callable[[jax.Array], Any]) -> None:
     """Gives a variable the value that is computed from the one that it has."""
-    current = frames.current_frame(what)
+    current = frames.current_frame(caller)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(
-            f"{what}({name!r}, ...) was called outside of a computational stage."
+            f"{caller}({name!r}, ...) was called outside of a computational stage."
         )
-    known = current.names.variables
+    variables = current.names.variables
     if current.faults is not None:
-        known = {**known, **current.faults.stand_ins}
+        variables = {**variables, **current.faults.stand_ins}
     if isinstance(name, str):
-        spec = known.get(join(scopes.current_scope(), name)) or known.get(name)
+        spec = variables.get(join(scopes.current_scope(), name)) or variables.get(name)
     elif id(name) in current.names.reads:
         spec = current.names.reads[id(name)][1]
     else:
         raise TypeError(
-            f"{what}: name must be a variable's name, or the array that get_variable returned for it, and "
-            f"not what was computed from that; got {type(name).__name__}."
+            f"{caller}: name must be a variable's name, or the array that get_variable returned for it, "
+            f"and not what was computed from that; got {type(name).__name__}."
         )
     if spec is None:
         raise ValueError(
-            f"{what}: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
-            f"creates it. There are: {', '.join(known) or 'none'}."
+            f"{caller}: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
+            f"creates it. There are: {', '.join(variables) or 'none'}."
         )
     if spec.trainable:
         raise ValueError(
-            f"{what}: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
+            f"{caller}: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
             "trainable=False to assign it in a stage."
         )
     value = jnp.asarray(compute(read_variable_p.bind(spec=spec, serial=next(serial_numbers))))
     if value.shape != spec.shape or value.dtype != spec.dtype:
         raise ValueError(
-            f"{what}: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
+            f"{caller}: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
             f"{value.dtype.name}{list(value.shape)}."
         )
     assign_variable_p.bind(jax.lax.stop_gradient(value), spec=spec)
