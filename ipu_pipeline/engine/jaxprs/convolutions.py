@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.jaxprs.flat import has_primitive, map_atoms
+from ipu_pipeline.engine.jaxprs.flat import has_primitive, is_var, map_atoms, rewriting
 from ipu_pipeline.ground import jax_compat, jax_core
 
 # The description of a convolution, and the layouts of its arrays.
@@ -521,13 +521,7 @@ def has_convolutions(jaxpr: Any) -> bool:
 
 def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Makes a function compute its convolutions as products of matrices, also in loops and branches."""
-
-    def called(*arguments: Any) -> list[Any]:
-        closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(_rewrite, closed_jaxpr))(*arguments)
-        return results
-
-    return called
+    return rewriting(function, _rewrite)
 
 
 def _rewrite(jaxpr: Any) -> Any:
@@ -545,7 +539,7 @@ def _rewrite(jaxpr: Any) -> Any:
             equations.append(equation.replace(params=params))
         else:
             image, kernel = equation.invars
-            reversal = None if isinstance(kernel, jax_core.Literal) else reversals.get(kernel)
+            reversal = reversals.get(kernel) if is_var(kernel) else None
             if reversal is not None and convolution.can_reverse(reversal.params["dimensions"]):
                 convolution = dataclasses.replace(convolution, is_reversed=True)
                 kernel = reversal.invars[0]

@@ -22,10 +22,12 @@ from ipu_pipeline.engine.jaxprs.flat import (
     close,
     flatten,
     has_primitive,
+    is_var,
+    rewriting,
 )
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Computes products of matrices the way round in which their results are read.
+# Products of matrices, computed the way round in which their results are read.
 #
 # JAX's rule for the gradient of a kernel computes the transposed gradient, and transposes it. Where inputs
 # have more than one axis of samples, as sequences have, XLA's CPU compiler then copies an operand of the
@@ -47,7 +49,7 @@ def _turn(jaxpr: Any) -> Any:
         atom
         for atoms in (jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
         for atom in atoms
-        if not isinstance(atom, jax_core.Literal)
+        if is_var(atom)
     )
     products: dict[Var, Equation] = {}
     equations, turned = [], set[Var]()
@@ -109,13 +111,7 @@ def draws_bits(jaxpr: Any) -> bool:
 
 def with_fast_random_bits(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Makes a function draw its random bits without loops, also where it has loops and branches."""
-
-    def called(*arguments: Any) -> list[Any]:
-        closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(_rewrite, closed_jaxpr))(*arguments)
-        return results
-
-    return called
+    return rewriting(function, _rewrite)
 
 
 def _rewrite(jaxpr: Any) -> Any:
@@ -123,7 +119,7 @@ def _rewrite(jaxpr: Any) -> Any:
 
 
 def _replace(equation: Any) -> Any:
-    """The equation that takes the place of one: a call, which XLA inlines."""
+    """Replaces an equation that draws random bits by a call, which XLA inlines."""
     if equation.primitive.name != _NAME or equation.invars[0].aval.dtype != threefry_dtype():
         params = {name: jax_core.map_jaxprs(_rewrite, value) for name, value in equation.params.items()}
         return equation.replace(params=params)

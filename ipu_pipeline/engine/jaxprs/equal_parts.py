@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.jaxprs.flat import make_extracted
+from ipu_pipeline.engine.jaxprs.flat import is_var, make_extracted, variables_in
 from ipu_pipeline.engine.jaxprs.partitioning import JOINT, Home, Piece
-from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.pytrees import num_bytes
 
 _LEAST_BYTES = 2**20  # of a program's arguments; where it reads less, starting a second one would be felt
@@ -53,7 +52,7 @@ def divide_equal_parts(pieces: Sequence[Piece], replaced: Sequence[Any | None]) 
 def _find_shared(
     counts: Mapping[Home, Counter[str]], weights: Mapping[str, int]
 ) -> dict[Home, list[Counter[str]]]:
-    """For each home, the parts that it has in common with others: how many components of each key."""
+    """Finds the parts that each home has in common with others: the number of components of each key."""
     groups: dict[frozenset[Home], dict[str, None]] = {}
     for home_counts in counts.values():
         for key in home_counts:
@@ -72,14 +71,14 @@ def _find_shared(
 
 @dataclass(eq=False)
 class _Component:
-    """What a piece makes of the same arrays.
+    """The results of a piece that are made of the same arrays.
 
     Attributes:
       places: the places of its results among those of the piece's jaxpr.
       equations: the places of its equations.
       partials: the scalars that are read where components are joined.
       key: equal for components that compute the same, of other variables.
-      weight: how many equations make arrays.
+      weight: the number of equations that make arrays.
     """
 
     places: list[int] = field(default_factory=list)
@@ -137,7 +136,7 @@ class _Division:
     def _find_components(self, replaced: Sequence[Any | None], scalars: dict[Any, int]) -> None:
         jaxpr, inputs = self._jaxpr, set(self.piece.program.inputs)
         for equation in jaxpr.eqns:
-            operands = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+            operands = variables_in(equation.invars)
             arrays = [var for var in (*operands, *equation.outvars) if var.aval.size > 1]
             roots = frozenset[Any]().union(*(self._roots.get(var, ()) for var in operands))
             if arrays:
@@ -145,7 +144,7 @@ class _Division:
                 roots = frozenset([self._find(arrays[0])])
             self._roots.update((var, roots) for var in equation.outvars if var.aval.size <= 1)
         for atom, before in zip(jaxpr.outvars, replaced, strict=True):
-            is_array = not isinstance(atom, jax_core.Literal) and atom.aval.size > 1
+            is_array = is_var(atom) and atom.aval.size > 1
             if is_array and before in inputs:
                 self._join([atom, before])
         components: dict[Any, _Component] = {}
@@ -188,7 +187,7 @@ class _Division:
 
     def _roots_of(self, atom: Any) -> set[Any]:
         """The components that a value depends on, by the arrays that stand for them."""
-        if isinstance(atom, jax_core.Literal):
+        if not is_var(atom):
             return set()
         return {self._find(var) for var in ([atom] if atom.aval.size > 1 else self._roots.get(atom, ()))}
 
@@ -203,7 +202,7 @@ class _Division:
         required = {jaxpr.outvars[place] for place in places}  # in components
         of_arrays: set[Any] = set()
         for equation in reversed(jaxpr.eqns):
-            operands = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+            operands = variables_in(equation.invars)
             has_arrays = any(var.aval.size > 1 for var in (*operands, *equation.outvars))
             if has_arrays:
                 of_arrays.update(equation.outvars)
@@ -214,7 +213,7 @@ class _Division:
         pending = [jaxpr.outvars[place] for place in reversed(self._joined)]
         while pending:
             atom = pending.pop()
-            place = None if isinstance(atom, jax_core.Literal) else self._makers.get(atom)
+            place = self._makers.get(atom) if is_var(atom) else None
             if place is None or place in passed:
                 continue
             if len(self._roots_of(atom)) == 1 and (atom in required or atom in of_arrays):
@@ -230,7 +229,7 @@ class _Division:
         for equation in self._jaxpr.eqns:
             if any(map(self._roots_of, (*equation.invars, *equation.outvars))):
                 continue
-            operands = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+            operands = variables_in(equation.invars)
             new = [var for var in operands if var not in numbers]
             numbers.update((var, scalars.setdefault(var, len(scalars))) for var in new)
             description = _describe_equation(equation, lambda atom: f"scalar {numbers[atom]}", "")
@@ -243,7 +242,7 @@ class _Division:
         numbers: dict[Any, int] = {}
 
         def name(atom: Any) -> str:
-            if not isinstance(atom, jax_core.Literal) and atom in numbers:
+            if is_var(atom) and atom in numbers:
                 return str(numbers[atom])
             if self._roots_of(atom):
                 numbers[atom] = len(numbers)
@@ -280,7 +279,7 @@ class _Division:
             pending = list(atoms)
             while pending:
                 atom = pending.pop()
-                place = None if isinstance(atom, jax_core.Literal) else self._makers.get(atom)
+                place = self._makers.get(atom) if is_var(atom) else None
                 if place is None or place in new_places or place in order or place in self._owned:
                     continue
                 new_places.add(place)
@@ -295,7 +294,7 @@ class _Division:
         equations = [jaxpr.eqns[place] for place in order]
         defined = {var for equation in equations for var in equation.outvars}
         atoms = [*(atom for equation in equations for atom in equation.invars), *outputs]
-        inputs = dict.fromkeys(a for a in atoms if not isinstance(a, jax_core.Literal) and a not in defined)
+        inputs = dict.fromkeys(a for a in atoms if is_var(a) and a not in defined)
         return dataclasses.replace(
             piece,
             program=make_extracted({}, list(inputs), equations, outputs),
@@ -312,8 +311,7 @@ def _text_of(aval: Any) -> str:
 
 def _describe_equation(equation: Any, name: Callable[[Any], str], results: str) -> str:
     operands = [
-        f"{atom.val!r}:{_text_of(atom.aval)}" if isinstance(atom, jax_core.Literal) else name(atom)
-        for atom in equation.invars
+        name(atom) if is_var(atom) else f"{atom.val!r}:{_text_of(atom.aval)}" for atom in equation.invars
     ]
     parameters = ", ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))
     return f"{results} = {equation.primitive.name} {' '.join(operands)} {{{parameters}}}"

@@ -11,8 +11,6 @@ import numpy as np
 
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Flat jaxprs: calls of `jax.jit` inlined, and programs made of equations.
-#
 # Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
 # custom rules stay with their equations. The exception is a jaxpr with arrays that are written in place
 # (`jax.new_ref`). A write has no output that later reads could depend on, so JAX traces such a jaxpr again,
@@ -170,21 +168,32 @@ def has_primitive(equation: Equation, name: str) -> bool:
     return any(has_primitive(inner, name) for body in bodies for inner in body.eqns)
 
 
-def map_atoms(env: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
-    """The atoms with variables looked up in `known`; literals stay."""
-    return [atom if isinstance(atom, jax_core.Literal) else env[atom] for atom in atoms]
+def is_var(atom: Atom) -> bool:
+    """Whether an atom is a variable, and no literal."""
+    return not isinstance(atom, jax_core.Literal)
+
+
+def variables_in(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms that are variables, in their order."""
+    return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
+
+
+def map_atoms(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms with all variables looked up in `env`; literals stay."""
+    return [env[atom] if is_var(atom) else atom for atom in atoms]
+
+
+def replace_atoms(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms with those variables replaced that `env` has."""
+    return [env.get(atom, atom) if is_var(atom) else atom for atom in atoms]
 
 
 def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
     """Makes a jaxpr read other variables in place of some."""
-
-    def read(atoms: Iterable[Atom]) -> list[Atom]:
-        return [a if isinstance(a, jax_core.Literal) else replaced.get(a, a) for a in atoms]
-
     return FlatJaxpr(
         [var for var in flat.inputs if replaced.get(var, var) is var],
-        [equation.replace(invars=read(equation.invars)) for equation in flat.equations],
-        read(flat.outputs),
+        [e.replace(invars=replace_atoms(replaced, e.invars)) for e in flat.equations],
+        replace_atoms(replaced, flat.outputs),
         flat.constants,
     )
 
@@ -206,7 +215,7 @@ def fresh(variables: Iterable[Var]) -> list[Var]:
     return [var if isinstance(var, jax_core.DropVar) else jax_core.Var(var.aval) for var in variables]
 
 
-# Finds dependencies in a jaxpr, and cuts programs out of a larger one.
+# Dependencies, and programs cut out of a jaxpr.
 
 _SAME_ELEMENTS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
 
@@ -218,10 +227,10 @@ def any_equation(equation: Equation) -> bool:
 
 
 def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
-    """All variables whose value depends on one of `roots`, including the roots.
+    """The variables whose value depends on one of `roots`, including the roots.
 
     A scan's outputs are looked at one by one: an output that its body computes without the roots does not
-    depend on them.
+    depend on them, as weights that a scan over layers casts. The outputs of a conditional are not.
     """
     reached = set(roots)
     for equation in flat.equations:
@@ -236,9 +245,7 @@ def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
 
 
 def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
-    return equation is not None and any(
-        not isinstance(atom, jax_core.Literal) and atom in variables for atom in equation.invars
-    )
+    return equation is not None and any(atom in variables for atom in variables_in(equation.invars))
 
 
 def find_uniform(flat: FlatJaxpr) -> dict[int, np.ndarray[Any, Any]]:
@@ -246,7 +253,7 @@ def find_uniform(flat: FlatJaxpr) -> dict[int, np.ndarray[Any, Any]]:
     env: dict[Var, Any] = {}
 
     def find(atom: Atom) -> Any:
-        if not isinstance(atom, jax_core.Literal):
+        if is_var(atom):
             return env.get(atom)
         dtype: Any = aval_struct(atom.aval).dtype
         return np.asarray(atom.val, dtype) if isinstance(dtype, np.dtype) else None
@@ -282,7 +289,7 @@ def extract(
 ) -> ExtractedJaxpr:
     """The smallest program that computes `outputs`."""
     stored = set(stored)
-    required = {atom for atom in outputs if not isinstance(atom, jax_core.Literal)}
+    required = set(variables_in(outputs))
     equations: list[Equation] = []
     computed: list[Var] = []
     for equation in reversed(flat.equations):
@@ -299,7 +306,7 @@ def extract(
             equation = reduce(equation, places) or equation
         if is_kept:
             equations.append(equation)
-            required.update(atom for atom in equation.invars if not isinstance(atom, jax_core.Literal))
+            required.update(variables_in(equation.invars))
     equations.reverse()
     # An equation with several outputs may be kept for one of them while another one is given. The given
     # one is then renamed where it is made, so that readers take the argument.
@@ -313,8 +320,19 @@ def extract(
     return make_extracted(constants, inputs, renamed, outputs)
 
 
+def rewriting(function: Callable[..., Any], rewrite: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    """Makes a function compute what `rewrite` makes of its `Jaxpr`, and of those within it."""
+
+    def rewritten(*arguments: Any) -> list[Any]:
+        closed_jaxpr = jax.make_jaxpr(function)(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(rewrite, closed_jaxpr))(*arguments)
+        return results
+
+    return rewritten
+
+
 def split_results(closed_jaxpr: Any) -> list[Callable[..., Any]]:
-    """For each result of a jaxpr, a jitted function that takes all arguments and computes nothing else."""
+    """Makes a jitted function for each result of a jaxpr: it takes all arguments and computes only that."""
     flat = flatten(closed_jaxpr)
 
     def split(output: Atom) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     dependents,
     extract,
     flatten,
+    variables_in,
 )
 from ipu_pipeline.ground import jax_core
 
@@ -41,12 +42,12 @@ _AT_ONCE = {
 
 def find_computed(flat: FlatJaxpr, outputs: Iterable[Atom], stored: Collection[Var] = ()) -> list[Equation]:
     """The equations that compute some outputs."""
-    required = {atom for atom in outputs if not isinstance(atom, jax_core.Literal)}
+    required = set(variables_in(outputs))
     equations = []
     for equation in reversed(flat.equations):
         if any(var in required and var not in stored for var in equation.outvars):
             equations.append(equation)
-            required.update(_variables(equation.invars))
+            required.update(variables_in(equation.invars))
     return equations[::-1]
 
 
@@ -66,16 +67,12 @@ def _is_cheap(equation: Equation) -> bool:
     if equation.primitive.name not in _CHEAP:
         return False
     (result,) = equation.outvars
-    operands = [var for var in _variables(equation.invars) if hasattr(var.aval, "dtype")]
+    operands = [var for var in variables_in(equation.invars) if hasattr(var.aval, "dtype")]
     return sum(_num_bytes(var) for var in operands) < _num_bytes(result)
 
 
 def _num_bytes(var: Var) -> int:
     return int(var.aval.size) * int(var.aval.dtype.itemsize)
-
-
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
 
 
 def take_apart(closed_jaxpr: Any, first: Collection[int], roots: Collection[int] | None = None) -> Any:
@@ -91,7 +88,7 @@ def take_apart(closed_jaxpr: Any, first: Collection[int], roots: Collection[int]
 
 
 def _take_apart(flat: FlatJaxpr, first: Sequence[Atom], depending: Collection[Var] | None) -> FlatJaxpr:
-    required = set(_variables(first))
+    required = set(variables_in(first))
     halves: dict[int, Any] = {}  # the number of an equation -> what takes its place
     for number in reversed(range(len(flat.equations))):
         equation = flat.equations[number]
@@ -103,10 +100,10 @@ def _take_apart(flat: FlatJaxpr, first: Sequence[Atom], depending: Collection[Va
         make = _find_maker(equation) if second_places and is_in and not equation.effects else None
         apart = None if make is None else make(equation, first_places, second_places)
         if apart is None:
-            required.update(_variables(equation.invars))
+            required.update(variables_in(equation.invars))
         else:
             halves[id(equation)] = apart.closed_jaxpr
-            required.update(_variables(equation.invars[place] for place in apart.read_first))
+            required.update(variables_in(equation.invars[place] for place in apart.read_first))
     if not halves:
         return flat
 

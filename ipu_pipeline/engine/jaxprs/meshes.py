@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
+from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive, is_var
 from ipu_pipeline.ground import jax_compat, jax_core
 
 _SHARD_MAP = "shard_map"
@@ -91,10 +91,7 @@ class _Rewriting:
             return [env[var] for var in variables]
 
         def read(atoms: Iterable[Atom]) -> list[Atom]:
-            return [
-                _literal_without(atom) if isinstance(atom, jax_core.Literal) else env[atom]
-                for atom in atoms
-            ]
+            return [env[atom] if is_var(atom) else _literal_without(atom) for atom in atoms]
 
         constants, inputs = make(jaxpr.constvars), make(jaxpr.invars)
         equations = []

@@ -8,7 +8,6 @@ made it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,9 @@ from ipu_pipeline.engine.jaxprs.flat import (
     Var,
     flatten,
     has_primitive,
+    is_var,
     make_extracted,
+    variables_in,
 )
 from ipu_pipeline.ground import jax_core
 
@@ -37,7 +38,7 @@ class Evaluated:
 
     def read(self, atom: Atom) -> Any:
         """The value of an atom."""
-        return atom.val if isinstance(atom, jax_core.Literal) else self.values[atom]
+        return self.values[atom] if is_var(atom) else atom.val
 
     @property
     def results(self) -> list[Any]:
@@ -47,7 +48,7 @@ class Evaluated:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a nan comes from: an equation that made it from operands without one, or an argument."""
+    """The origin of a nan: an equation that made it from operands without one, or an argument."""
 
     equation: Equation | None = None  # None: an argument has it
     argument: int = -1  # the argument's place
@@ -145,7 +146,7 @@ def _look_in_body(
     """The equation in a body that made a nan of a result, the first one with a nan if `place` is None."""
     evaluated = evaluate(flatten(closed), arguments)
     outputs = evaluated.flat.outputs if place is None else [evaluated.flat.outputs[place]]
-    for atom in itertools.filterfalse(lambda output: isinstance(output, jax_core.Literal), outputs):
+    for atom in variables_in(outputs):
         if has_nan(evaluated.read(atom)):
             return find_nan(evaluated, atom).equation or equation
     return equation

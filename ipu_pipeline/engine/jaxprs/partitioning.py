@@ -37,6 +37,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     extract,
     flatten,
     has_primitive,
+    is_var,
     reduce,
     substitute,
 )
@@ -63,7 +64,7 @@ class Places:
 
     def home_of(self, atom: Any) -> Home | None:
         """The home of a variable; None for a literal or constant."""
-        return None if isinstance(atom, jax_core.Literal) else self.homes.get(atom)
+        return self.homes.get(atom) if is_var(atom) else None
 
     def home_of_equation(self, equation: Any) -> Home | None:
         """The home in which an equation runs."""
@@ -87,7 +88,7 @@ class Places:
         """The variables that an equation reads and that have a home, each once."""
         return [
             atom
-            for atom in dict.fromkeys(a for a in equation.invars if not isinstance(a, jax_core.Literal))
+            for atom in dict.fromkeys(filter(is_var, equation.invars))
             if self.homes.get(atom) is not None
         ]
 
@@ -127,7 +128,7 @@ def place(flat: FlatJaxpr, input_homes: Mapping[Any, Home | None]) -> Places:
     def read(atoms: Iterable[Any]) -> list[Any]:
         new_atoms = []
         for atom in atoms:
-            while not isinstance(atom, jax_core.Literal) and atom in replaced:
+            while is_var(atom) and atom in replaced:
                 atom = replaced[atom]
             new_atoms.append(atom)
         return new_atoms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,13 @@ from ipu_pipeline.engine.jaxprs.flat import (
     close,
     flatten,
     fresh,
+    is_var,
+    replace_atoms,
+    variables_in,
 )
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Takes apart scans over layers, so that a model can be cut between two of their iterations.
+# Scans over layers are taken apart, so that a model can be cut between two of their iterations.
 #
 # A scan over layers is one whose iterations have parameters of their own, stacked on a first axis: the
 # scan's `xs` has an input that is a parameter, or such an input in another dtype. Its iterations are
@@ -70,8 +73,8 @@ def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
 
     unrolled = flatten(close(flat).closed_jaxpr, rule)
     unrolled = dataclasses.replace(unrolled, equations=_used(unrolled.equations, unrolled.outputs))
-    read_atoms = {atom for equation in unrolled.equations for atom in equation.invars if _is_var(atom)}
-    read_atoms |= {atom for atom in unrolled.outputs if _is_var(atom)}
+    readers = (*(equation.invars for equation in unrolled.equations), unrolled.outputs)
+    read_atoms = {var for atoms in readers for var in variables_in(atoms)}
     equations: list[Equation] = []
     for old, new in zip(flat.inputs, unrolled.inputs, strict=True):
         if old in slices and new in read_atoms:  # what reads all of it
@@ -95,10 +98,6 @@ def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
     )
 
 
-def _is_var(atom: Atom) -> bool:
-    return not isinstance(atom, jax_core.Literal)
-
-
 def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple[Var, list[Equation]]]:
     """The variables that are parameters, or these in other dtypes, with the equations that cast them."""
     chains: dict[Var, tuple[Var, list[Equation]]] = {
@@ -106,7 +105,7 @@ def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple
     }
     for equation in flat.equations:
         source = equation.invars[0] if equation.primitive.name in _CASTS else None
-        if source is not None and _is_var(source) and source in chains:
+        if source is not None and is_var(source) and source in chains:
             origin, casts = chains[source]
             chains[equation.outvars[0]] = origin, [*casts, equation]
     return chains
@@ -118,7 +117,7 @@ def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
         return []
     params = equation.params
     xs = equation.invars[sum(jax_core.scan_counts(params)) :]
-    return [atom for atom in xs if _is_var(atom) and atom in casts]
+    return [atom for atom in xs if is_var(atom) and atom in casts]
 
 
 def _unroll(
@@ -140,7 +139,7 @@ def _unroll(
         return inline(jax.make_jaxpr(function)(*(aval_struct(atom.aval) for atom in atoms)), list(atoms))[0]
 
     def element(number: int, original: Atom, atom: Atom) -> Atom:
-        if not _is_var(original) or original not in casts:
+        if not is_var(original) or original not in casts:
             return compute(lambda value: jax.lax.index_in_dim(value, number, keepdims=False), atom)
         origin, equations = casts[original]
         part: Atom = slices[origin][number]
@@ -168,23 +167,20 @@ def _stack(slices: list[Var], stacked: Var) -> list[Equation]:
     flat = flatten(jax.make_jaxpr(lambda *values: jnp.stack(values))(*avals))
     renamed = {**dict(zip(flat.inputs, slices, strict=True)), flat.outputs[0]: stacked}
 
-    def rename(atoms: Iterable[Atom]) -> list[Atom]:
-        return [renamed.get(atom, atom) if _is_var(atom) else atom for atom in atoms]
-
     return [
-        equation.replace(invars=rename(equation.invars), outvars=rename(equation.outvars))
-        for equation in flat.equations
+        e.replace(invars=replace_atoms(renamed, e.invars), outvars=replace_atoms(renamed, e.outvars))
+        for e in flat.equations
     ]
 
 
 def _used(equations: list[Equation], outputs: list[Atom]) -> list[Equation]:
     """The equations whose results are read, or that have effects."""
-    required = {atom for atom in outputs if _is_var(atom)}
+    required = set(variables_in(outputs))
     kept_equations = []
     for equation in reversed(equations):
         if equation.effects or any(var in required for var in equation.outvars):
             kept_equations.append(equation)
-            required.update(atom for atom in equation.invars if _is_var(atom))
+            required.update(variables_in(equation.invars))
     return kept_equations[::-1]
 
 
@@ -216,7 +212,7 @@ def _stop(flat: FlatJaxpr, equations: list[Any], loss: Atom, frozen: Collection[
     """Appends a copy of what computes a loss from frozen inputs. Returns the loss of the copy."""
     env: dict[Any, Any] = {}
     for equation in _needed_for(flat, loss):
-        operands = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
+        operands = variables_in(equation.invars)
         for var in operands:
             if var in frozen and var not in env:
                 env[var], _constants = _append(equations, jax.lax.stop_gradient, [var], equation)
@@ -231,20 +227,17 @@ def _stop(flat: FlatJaxpr, equations: list[Any], loss: Atom, frozen: Collection[
             )
         copies = fresh(equation.outvars)
         env.update(zip(equation.outvars, copies, strict=True))
-        invars = [
-            atom if isinstance(atom, jax_core.Literal) else env.get(atom, atom) for atom in equation.invars
-        ]
-        equations.append(equation.replace(invars=invars, outvars=copies))
-    return loss if isinstance(loss, jax_core.Literal) else env.get(loss, loss)
+        equations.append(equation.replace(invars=replace_atoms(env, equation.invars), outvars=copies))
+    return replace_atoms(env, [loss])[0]
 
 
 def _needed_for(flat: FlatJaxpr, loss: Atom) -> list[Equation]:
     """The equations that a loss depends on, in their order."""
-    required, equations = set() if isinstance(loss, jax_core.Literal) else {loss}, []
+    required, equations = set(variables_in([loss])), []
     for equation in reversed(flat.equations):
         if any(var in required for var in equation.outvars):
             equations.append(equation)
-            required |= {atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)}
+            required |= set(variables_in(equation.invars))
     return equations[::-1]
 
 
@@ -256,9 +249,7 @@ def _append(
     added = flatten(jax.make_jaxpr(function)(*avals))
     env: dict[Any, Any] = dict(zip(added.inputs, arguments, strict=True))
     for equation in added.equations:
-        invars = [
-            atom if isinstance(atom, jax_core.Literal) else env.get(atom, atom) for atom in equation.invars
-        ]
+        invars = replace_atoms(env, equation.invars)
         equations.append(jax_compat.in_place_of(like, equation.replace(invars=invars)))
     (result,) = added.outputs
     return env.get(result, result), added.constants

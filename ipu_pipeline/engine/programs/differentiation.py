@@ -108,16 +108,11 @@ class Joint:
     def is_backward(self, equation: Any) -> bool:
         """Whether an equation belongs to the backward."""
         atoms = (*equation.outvars, *equation.invars)
-        return any(not is_literal_atom(atom) and atom in self.backward_vars for atom in atoms)
+        return any(var in self.backward_vars for var in jaxprs.variables_in(atoms))
 
     def is_forward(self, equation: Any) -> bool:
         """Whether an equation belongs to the forward."""
         return not self.is_backward(equation)
-
-
-def is_literal_atom(atom: Any) -> bool:
-    """Whether an atom is a literal."""
-    return isinstance(atom, jax_core.Literal)
 
 
 def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
@@ -343,12 +338,12 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
         depending = set(roots)
         for equation in stage.flat.equations:
             is_stopped = equation.primitive.name == "stop_gradient"
-            if not is_stopped and any(not is_literal_atom(a) and a in depending for a in equation.invars):
+            if not is_stopped and not depending.isdisjoint(jaxprs.variables_in(equation.invars)):
                 depending.update(
                     var for var in equation.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)
                 )
         for source, atom in zip(stage.outputs, stage.flat.outputs, strict=False):
-            if not is_literal_atom(atom) and atom in depending:
+            if jaxprs.is_var(atom) and atom in depending:
                 sources.add(source)
     return sources
 
@@ -513,7 +508,7 @@ def _differentiate(
         for (value, _of), atom in zip(targets, flat.outputs[num_results:], strict=False)
         # A gradient is linear in the cotangents: without any it is zero, unless it was mapped.
         if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
-        or (not is_literal_atom(atom) and atom in backward_vars)
+        or (jaxprs.is_var(atom) and atom in backward_vars)
     ]
     gradients = flat.outputs[num_results + len(targets) :]
     pulled += [

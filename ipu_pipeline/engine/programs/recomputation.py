@@ -118,7 +118,7 @@ def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]
             results = segment.function(*(values[var] for var in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
         printing(*(values[var] for var in printing.inputs))
-        return [atom.val if isinstance(atom, jax_core.Literal) else values[atom] for atom in flat.outputs]
+        return [values[atom] if jaxprs.is_var(atom) else atom.val for atom in flat.outputs]
 
     return call
 
@@ -152,7 +152,7 @@ def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
     marks = []
     for number, equation in enumerate(flat.equations):
         if equation.effects and any(id(var) in read_ids for var in equation.outvars):
-            operands = [a for a in equation.invars if not isinstance(a, jax_core.Literal) and a in computed]
+            operands = [var for var in jaxprs.variables_in(equation.invars) if var in computed]
             marks.append(_Mark(number, operands))
             marks.append(_Mark(number + 1, list(equation.outvars), is_recomputed=False))
         computed.update(equation.outvars)
@@ -160,7 +160,7 @@ def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
 
 
 def _cut(flat: jaxprs.FlatJaxpr, marks: Sequence[_Mark]) -> list[_Segment]:
-    returned = {atom for atom in flat.outputs if not isinstance(atom, jax_core.Literal)}
+    returned = set(jaxprs.variables_in(flat.outputs))
     segments = []
     saved: set[Any] = set()
     first = 0

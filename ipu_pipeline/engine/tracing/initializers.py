@@ -13,7 +13,6 @@ import numpy as np
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.cpu_forms import encrypt, threefry_dtype
-from ipu_pipeline.ground import jax_core
 
 # Initializers by their names in Keras.
 
@@ -188,7 +187,7 @@ def _evaluate(closed_jaxpr: Any, key: Any, size: int) -> Any:
     env: dict[Any, Any] = {**constants, jaxpr.invars[0]: key}
 
     def read(atom: Any) -> Any:
-        return _content(atom) if isinstance(atom, jax_core.Literal) else env[atom]
+        return env[atom] if jaxprs.is_var(atom) else _content(atom)
 
     if program.effects:
         raise _OtherwiseError
@@ -218,12 +217,8 @@ def _content(literal: Any) -> np.ndarray[Any, Any]:
 
 def _run(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Runs an equation by itself."""
-    variables = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-    arguments = [
-        value
-        for value, atom in zip(values, equation.invars, strict=True)
-        if not isinstance(atom, jax_core.Literal)
-    ]
+    variables = jaxprs.variables_in(equation.invars)
+    arguments = [value for value, atom in zip(values, equation.invars, strict=True) if jaxprs.is_var(atom)]
     flat = jaxprs.FlatJaxpr(variables, [equation], list(equation.outvars), {})
     return jaxprs.close(flat)(*arguments)
 
@@ -262,7 +257,7 @@ class _Steps:
         places = {var: place for place, var in enumerate(flat.inputs)}
         described: list[Any] = [str(var.aval.dtype) for var in flat.inputs]
         self._is_array: dict[Any, bool] = {}
-        if more or isinstance(self._output, jax_core.Literal):
+        if more or not jaxprs.is_var(self._output):
             raise _OtherwiseError
         for equation in flat.equations:
             (var, *extra), name = equation.outvars, equation.primitive.name
@@ -273,9 +268,9 @@ class _Steps:
                 raise _OtherwiseError
             self._is_array[var] = is_array
             operands = tuple(
-                (str(_content(atom).dtype), _content(atom).tobytes())
-                if isinstance(atom, jax_core.Literal)
-                else places[atom]
+                places[atom]
+                if jaxprs.is_var(atom)
+                else (str(_content(atom).dtype), _content(atom).tobytes())
                 for atom in equation.invars
             )
             places[var] = len(places)
@@ -306,10 +301,7 @@ class _Steps:
         env = dict(zip(self._inputs, scalars, strict=True))
         for equation in self._equations:
             (var,), name = equation.outvars, equation.primitive.name
-            values = [
-                _content(atom) if isinstance(atom, jax_core.Literal) else env[atom]
-                for atom in equation.invars
-            ]
+            values = [env[atom] if jaxprs.is_var(atom) else _content(atom) for atom in equation.invars]
             if self._is_array[var] and name != "random_bits":
                 values = [jnp.broadcast_to(value, (length,)) for value in values]
             if name == "random_bits":

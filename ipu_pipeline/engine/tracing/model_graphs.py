@@ -10,6 +10,7 @@ stage that assigns it has its value of before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from ipu_pipeline.engine.tracing.side_outputs import first_leaves
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_parameters import Layout, ModelParameters
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
-from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.pytrees import num_bytes
 
 _CHEAP = ("broadcast_in_dim",)  # computed where it is read, if its result is larger than its operand
@@ -204,14 +204,12 @@ class ModelGraph:
         equations: list[Any] = []
         used_copies = []
         for atoms, reader in [*((e.invars, e) for e in flat.equations), (flat.outputs, None)]:
-            first = [copy_equations.pop(atom) for atom in filter(is_var, atoms) if atom in copy_equations]
+            first = [copy_equations.pop(var) for var in jaxprs.variables_in(atoms) if var in copy_equations]
             used_copies += [equation.outvars[0] for equation in first]
             equations += [*first, *([] if reader is None else [reader])]
         self.flat = jaxprs.FlatJaxpr(self.flat.inputs, equations, flat.outputs, self.flat.constants)
 
-        def replace(atoms: Iterable[Any]) -> list[Any]:
-            return [copies.get(atom, atom) if is_var(atom) else atom for atom in atoms]
-
+        replace = functools.partial(jaxprs.replace_atoms, copies)
         self.returned = replace(self.returned)
         self.assigned = [(spec, replace([atom])[0]) for spec, atom in self.assigned]
         self.enqueued = [(entry, replace(atoms)) for entry, atoms in self.enqueued]
@@ -232,7 +230,7 @@ class ModelGraph:
 
     def bases_of(self, atoms: Iterable[Any]) -> frozenset[Any]:
         """What a stage has to be given to compute atoms: the model's own inputs, and results of nodes."""
-        bases = (self._bases.get(atom, frozenset()) for atom in atoms if is_var(atom))
+        bases = (self._bases.get(var, frozenset()) for var in jaxprs.variables_in(atoms))
         return frozenset().union(*bases)
 
     def needs_of(self, node: int) -> frozenset[Any]:
@@ -253,7 +251,7 @@ class ModelGraph:
         node_variables = []
         nodes = set(self.nodes)
         for number, equation in enumerate(self.flat.equations):
-            atoms = [atom for atom in equation.invars if is_var(atom)]
+            atoms = jaxprs.variables_in(equation.invars)
             inputs: frozenset[Any] = frozenset().union(*(reading.get(atom, frozenset()) for atom in atoms))
             if number in nodes:
                 node_variables.append(inputs)
@@ -262,16 +260,11 @@ class ModelGraph:
         return node_variables
 
 
-def is_var(atom: Any) -> bool:
-    """Whether an atom is a variable of a jaxpr, and no literal."""
-    return not isinstance(atom, jax_core.Literal)
-
-
 def _is_cheap(equation: Any) -> bool:
     """Whether a value is better computed where it is read than sent there."""
     if equation.primitive.name not in _CHEAP:
         return False
-    operands = [atom.aval for atom in equation.invars if is_var(atom)]
+    operands = [var.aval for var in jaxprs.variables_in(equation.invars)]
     return num_bytes([var.aval for var in equation.outvars]) > num_bytes(operands)
 
 

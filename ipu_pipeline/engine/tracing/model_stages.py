@@ -17,7 +17,7 @@ from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.schedules.graph_splits import find_orders
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.faults import find_function
-from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, is_var
+from ipu_pipeline.engine.tracing.model_graphs import ModelGraph
 from ipu_pipeline.engine.tracing.side_outputs import enqueue
 from ipu_pipeline.engine.tracing.specs import VariableSpec, serial_numbers
 from ipu_pipeline.engine.tracing.stage_markers import micro_batch_key_p, update_count_p
@@ -263,7 +263,7 @@ class ModelStage:
         env.update(zip(self.computed, results, strict=True))
 
         def value(atom: Any) -> Any:
-            result = env[atom] if is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
+            result = env[atom] if jaxprs.is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
             return jax_compat.as_weak(result) if atom.aval.weak_type else result
 
         for spec, atom in self.assigned:
@@ -405,7 +405,7 @@ def make_model_stages(
         atoms += (
             graph.returned if stage == last else [v for v in takes[stage + 1] if maker_stage(v) == stage]
         )
-        computed.append(list(dict.fromkeys(filter(is_var, atoms))))
+        computed.append(list(dict.fromkeys(jaxprs.variables_in(atoms))))
         equation_ids = frozenset(id(equations[node]) for part in group for node in parts.nodes[part])
 
         def is_in_stage(equation: Any, ids: frozenset[int] = equation_ids) -> bool:

@@ -22,7 +22,7 @@ from ipu_pipeline.engine.tracing.side_outputs import first_leaves, with_checks_h
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_markers import check_marks, count_aval, has_marks
 from ipu_pipeline.engine.tracing.stage_meshes import check_mesh, in_mesh, mesh_of_stages, uses_replicas
-from ipu_pipeline.ground import jax_compat, jax_core
+from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import name_of
 from ipu_pipeline.ground.pytrees import as_loss, describe
 
@@ -450,9 +450,9 @@ def _trace_stage(
     num_outputs = len(closed_jaxpr.jaxpr.outvars)
     passed_on = {var: source for var, source in source_of.items() if source.kind != "update_count"}
     outputs = tuple(
-        Source("output", position, index)
-        if isinstance(atom, jax_core.Literal)
-        else passed_on.get(atom, Source("output", position, index))
+        passed_on.get(atom, Source("output", position, index))
+        if jaxprs.is_var(atom)
+        else Source("output", position, index)
         for position, atom in enumerate(flat.outputs[:num_outputs])
     )
     stage = TracedStage(

@@ -155,7 +155,7 @@ def resolve(
         jaxpr = program.closed_jaxpr.jaxpr
         computed = {*jaxpr.constvars, *(var for equation in jaxpr.eqns for var in equation.outvars)}
         read_atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
-        if not all(isinstance(atom, jax_core.Literal) or atom in computed for atom in read_atoms):
+        if not computed.issuperset(jaxprs.variables_in(read_atoms)):
             raise initializer.depends(place)
         initializer.resolve(program)
 
