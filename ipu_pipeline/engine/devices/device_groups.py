@@ -16,11 +16,9 @@ from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.tracing.stage_meshes import MODEL, REPLICA, normal_partition
 from ipu_pipeline.ground import jax_compat
 
-# What is in other processes: arrays without content, and programs that are not run here.
-#
 # Every process runs the same Python. What lies only on devices of other processes is a JAX array here, too,
 # with shape, dtype and sharding, but without a shard. A program whose devices are all elsewhere gives such
-# arrays.
+# arrays. So the runner, placement and the weight update are the same as in one process.
 
 
 def is_here(device: Any) -> bool:
@@ -64,8 +62,6 @@ def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:
     return [absent(tuple(array.shape), array.dtype, sharding) for array in arrays]
 
 
-# Arrays from group to group in several processes: which one sends, receives, copies, or does nothing.
-#
 # All processes make the same calls. An array that lies on a group is moved by the processes that have its
 # devices and by the processes that have the target's. Any other array is one that every process has, such
 # as a user's, and each process puts it on its own devices.
@@ -121,21 +117,19 @@ def move(
     for from_device, to_device in pairs:
         local = SingleDeviceSharding(to_device)
         if is_here(from_device):
-            shards = [_part_on(array, from_device) for array in arrays]
+            shards = [part_on(array, from_device) for array in arrays]
             if is_here(to_device):
                 parts.append(jax.device_put(shards, local, may_alias=is_kept))
                 continue
             if not is_kept or source.memory_kind != target.memory_kind:
                 shards = jax.device_put(shards, SingleDeviceSharding(from_device), may_alias=False)
             assert tag is not None
-            links().send([_as_numbers(array) for array in shards], tag, from_device, to_device)
+            links().send([as_numbers(array) for array in shards], tag, from_device, to_device)
         elif is_here(to_device):
-            structs = [
-                _struct_of_numbers(array, source.shard_shape(array.shape), local) for array in arrays
-            ]
+            structs = [struct_of_numbers(array, source.shard_shape(array.shape), local) for array in arrays]
             assert tag is not None
             received = links().receive(structs, tag, from_device, to_device)
-            parts.append([_like(part, array) for part, array in zip(received, arrays, strict=True)])
+            parts.append([as_sent(part, array) for part, array in zip(received, arrays, strict=True)])
     if not parts:
         return absent_like(arrays, target)
     return [
@@ -161,7 +155,7 @@ def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
     return [(find(number, target), target) for number, target in enumerate(targets)]
 
 
-def _part_on(array: Any, device: Any) -> Any:
+def part_on(array: Any, device: Any) -> Any:
     """The part of an array that a device has."""
     if len(array.sharding.device_set) == 1:
         return array
@@ -171,33 +165,33 @@ def _part_on(array: Any, device: Any) -> Any:
 # Random keys are arrays of arrays, which are sent as the numbers that they are made of.
 
 
-def _as_numbers(array: Any) -> Any:
+def as_numbers(array: Any) -> Any:
+    """The numbers that an array is sent as."""
     return array if jax_compat.is_device_array(array) else jax.random.key_data(array)
 
 
-def _struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
+def struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
+    """Shape, dtype and sharding of the numbers that an array, or a part of this shape, is sent as."""
     struct = jax.ShapeDtypeStruct(shape, array.dtype)
     if not jax_compat.is_device_array(array):
         struct = jax.eval_shape(jax.random.key_data, struct)
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
-def _like(received: Any, array: Any) -> Any:
+def as_sent(received: Any, array: Any) -> Any:
     """Gives a received array the form of the one that was sent: random keys where that has random keys."""
     if jax_compat.is_device_array(array):
         return received
     return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))
 
 
-# Where stages live.
-#
 # A stage lives on a group of devices, a mesh with the axes `replica` and `model`: along `model` are the
 # devices that compute a stage together, mostly one. State is `replicated` over the replicas of a group, and
 # whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose groups
 # have the devices of that replica.
 #
-# Groups may be on devices of other processes: what is put there has no content here (`remote`), and what
-# goes from process to process is sent (`crossing`).
+# Groups may be on devices of other processes: what is put there has no content here (`absent`), and what
+# goes from process to process is sent (`move`).
 
 HOST_MEMORY = "pinned_host"
 
@@ -312,7 +306,10 @@ def make_groups(
 
 
 def check_processes(groups: Sequence[DeviceGroup]) -> None:
-    """Raises a ValueError if devices that compute a stage together are in several processes."""
+    """Raises a ValueError if devices that compute a stage together are in several processes.
+
+    Between processes, each device sends its part to its counterpart.
+    """
     for group in groups:
         for replica, devices in enumerate(group.replicated.mesh.devices):
             processes = sorted({device.process_index for device in devices})
@@ -435,12 +432,12 @@ def _expand(part: jax.Array, axis: int) -> jax.Array:
 
 
 def divided_in_replica(sharding: NamedSharding) -> PartitionSpec:
-    """How a sharding of a group divides a replica's part over its devices."""
+    """The partition of a replica's part over its devices, in a sharding of a group."""
     return normal_partition([MODEL if MODEL in names_of(entry) else None for entry in sharding.spec])
 
 
 def partition_of(array: Any) -> PartitionSpec:
-    """How an array is divided over the devices of each replica; not at all if it lies on no group."""
+    """The partition of an array over the devices of each replica; WHOLE if it lies on no group."""
     sharding = group_sharding(array)
     if sharding is None or sharding.is_fully_replicated:
         return WHOLE

@@ -256,7 +256,7 @@ class Supply:
 
     @contextlib.contextmanager
     def through(self, wrap: Callable[[Take], Take]) -> Iterator[None]:
-        """Inside the `with` block, takes through what `wrap` makes of the take."""
+        """Wraps the take inside a `with` block."""
         inner = self._take
         self._take = wrap(inner)
         try:
@@ -358,5 +358,5 @@ def take_from(elements: Iterable[Any]) -> Take:
 
 
 def take_nothing(count: int) -> list[Any]:
-    """Micro-batches where there is no feed."""
+    """A take where there is no feed: the micro-batches have no leaves."""
     return [()] * count

@@ -28,8 +28,6 @@ from ipu_pipeline.engine.tracing.stage_meshes import MODEL
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import is_readable
 
-# Puts arrays on groups: the only module that moves arrays outside of compiled programs.
-
 
 def put(
     arrays: Sequence[Any],
@@ -85,7 +83,7 @@ def _put(
 
 
 def _partition_on(array: Any, group: DeviceGroup, target: PartitionSpec) -> PartitionSpec:
-    """How an array is to be divided over the devices of a replica when it comes to a group."""
+    """The partition over the devices of a replica that an array gets when it comes to a group."""
     source, partition = group_sharding(array), partition_of(array)
     if source is None or source.mesh == group.replicated.mesh:
         return partition

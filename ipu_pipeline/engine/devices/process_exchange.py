@@ -13,12 +13,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.device_groups import absent, group_sharding, is_here
+from ipu_pipeline.engine.devices.device_groups import (
+    absent,
+    as_numbers,
+    as_sent,
+    group_sharding,
+    is_here,
+    part_on,
+    struct_of_numbers,
+)
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.state import check_exists, check_not_traced
 from ipu_pipeline.ground import jax_compat
-
-# Brings arrays that lie on several devices, also of several processes, to one place.
 
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -62,7 +68,7 @@ def parts_written_here(array: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def rows_written_here(array: Any) -> tuple[int, list[tuple[tuple[int, ...], Any]]]:
-    """What replicas of this process have of a variable of which each has its own values.
+    """The parts that replicas of this process have of a variable of which each has its own values.
 
     Returns:
       The number of replicas, and parts with the place at which each begins in an array with an axis for the
@@ -140,20 +146,17 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
             home_arrays = [results[place] for place in places]
             if is_here(home):
                 # Copies, because the next step may take the originals' memory.
-                copies = [jnp.copy(_as_data(_part_on(array, home))) for array in home_arrays]
+                copies = [jnp.copy(as_numbers(part_on(array, home))) for array in home_arrays]
                 for process, device in devices.items():
                     if process != job.index:
                         links().send(copies, tag, home, device)
                 continue
             local = SingleDeviceSharding(devices[job.index])
-            structs = [
-                jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=local)
-                for struct in (jax.eval_shape(_as_data, array) for array in home_arrays)
-            ]
+            structs = [struct_of_numbers(array, array.shape, local) for array in home_arrays]
             with naming_peers():
                 received = jax.block_until_ready(links().receive(structs, tag, home, devices[job.index]))
             for place, array, data in zip(places, home_arrays, received, strict=True):
-                results[place] = _from_data(data, array)
+                results[place] = as_sent(data, array)
     return results
 
 
@@ -248,25 +251,7 @@ def first_device(process: int) -> Any:
     return next(device for device in jax.devices() if device.process_index == process)
 
 
-def _part_on(array: Any, device: Any) -> Any:
-    return next(shard.data for shard in array.addressable_shards if shard.device == device)
-
-
-def _is_key(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
-
-
-def _as_data(array: Any) -> Any:
-    return jax.random.key_data(array) if _is_key(array) else array
-
-
-def _from_data(data: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)) if _is_key(like) else data
-
-
-# Bytes from process to process, for what is no array of a pipeline.
-#
-# They go the way of arrays, so that no process listens at another port for them.
+# Bytes go the way of arrays, so that no process listens at another port for them.
 
 
 def connect_all() -> None:

@@ -39,8 +39,6 @@ from ipu_pipeline.engine.updates.update_programs import (
 )
 from ipu_pipeline.ground.checks import parse_member
 
-# The arrays that replicas may divide among themselves, instead of each having the whole.
-
 
 class Shard(enum.Enum):
     """The arrays of which each replica has a part (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
@@ -74,7 +72,7 @@ def parse_shard(values: Collection[ShardName | Shard]) -> frozenset[Shard]:
 
 
 def sharding_of(group: DeviceGroup, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
-    """How an array lies on a group of which each replica has a part.
+    """The sharding of an array on a group of which each replica has a part.
 
     It is divided along the first axis whose size is a multiple of the number of replicas; without one, each
     replica has the whole.
@@ -134,9 +132,6 @@ def _one(array: Any) -> Any:
     return array
 
 
-# What a pipeline keeps in the host's memory, and the transfers within compiled programs.
-
-
 class Offload(enum.Enum):
     """The arrays that may be in host memory (memory kind `pinned_host`) while no program uses them.
 
@@ -187,10 +182,9 @@ def store(value: Any, group: DeviceGroup) -> Any:
     return jax.device_put(value, group.host)
 
 
-# Where the state of a pipeline or loop lives, and how it gets there.
-
 NO_LOSS_SCALE = np.float32(1)
-# Processes -> numbers of the pipelines in them, which all of these processes make in the same order.
+# Processes -> numbers of the pipelines in them, which all of these processes make in the same order. One
+# that a process has for itself disturbs no other numbers.
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -245,7 +239,11 @@ class StatePlacement:
         return self.groups[self.traced.owners[name]].is_here
 
     def begin_step(self) -> None:
-        """Begins the next step in the sense of `tag`; all processes do so at the same places."""
+        """Begins the next step in the sense of `tag`; all processes do so at the same places.
+
+        Steps are counted here and not taken from the state, which may be used twice. Before the first one
+        all processes connect, so that it is known at once if one cannot be reached.
+        """
         if self._step == 0 and any(group.is_here for group in self.groups):
             links().warm(self.groups[0].processes)
         self._step += 1
@@ -323,14 +321,14 @@ class StatePlacement:
         )
 
     def sharding_of_variable(self, name: str) -> NamedSharding:
-        """How a variable lies on its group while no program uses it."""
+        """The sharding of a variable on its group while no program uses it."""
         group = self.groups[self.traced.owners[name]]
         if name not in self.sharded:
             return self.sharding_in_program(name, group)
         return sharding_of(group, self.traced.variables[name].shape, self.partitions.get(name, WHOLE))
 
     def sharding_in_program(self, name: str, group: DeviceGroup) -> NamedSharding:
-        """How a variable and its gradient lie on a group while a program of a stage there uses them."""
+        """The sharding of a variable and its gradient on a group while a program there uses them."""
         return group.divided(self.partitions[name]) if name in self.partitions else group.replicated
 
     def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
@@ -345,11 +343,11 @@ class StatePlacement:
         return self.partitions[name]
 
     def partition_of_leaf(self, number: int) -> PartitionSpec:
-        """How a leaf of the optimizer's state is divided within a replica."""
+        """The partition within a replica of a leaf of the optimizer's state."""
         return self._leaf_partitions[number]
 
     def sharding_of_leaf(self, number: int) -> NamedSharding:
-        """How a leaf of the optimizer's state lies on its group."""
+        """The sharding of a leaf of the optimizer's state on its group."""
         assert self.updates is not None
         leaf, partition = self.updates.state_leaves[number], self._leaf_partitions[number]
         group = self.groups[leaf.stage]

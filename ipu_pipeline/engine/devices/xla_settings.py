@@ -15,8 +15,6 @@ import numpy as np
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.ground.host import count_cores
 
-# XLA's options for the programs of a pipeline: which program gets which, and whether XLA takes them.
-
 Options: TypeAlias = "Mapping[str, bool | int | float | str]"
 
 
@@ -146,7 +144,7 @@ def check_compiles(options: CompilerOptions, groups: Sequence[DeviceGroup]) -> N
 
 
 def _compile_trivial(options: Options, group: DeviceGroup) -> str | None:
-    """What XLA says about the options; None if a trivial program compiles."""
+    """Compiles a trivial program with the options. Returns XLA's error, or None."""
     trivial = jax.jit(lambda x: x, in_shardings=group.replicated, compiler_options=dict(options))
     try:
         trivial.lower(np.int32(0)).compile()
@@ -155,18 +153,16 @@ def _compile_trivial(options: Options, group: DeviceGroup) -> str | None:
     return None
 
 
-# The threads of XLA's CPU backend, one of which must be free for what other processes ask for.
-#
-# A program that joins what several processes have, as an all-reduce does, occupies a thread until all of
-# them have come to it. What other processes pull meanwhile goes through a thread, too. If all threads were
-# occupied, two processes could wait for each other for ever: one for what it pulls, the other for the
-# first.
+# One thread of XLA's CPU backend must be free for what other processes ask for. A program that joins what
+# several processes have, as an all-reduce does, occupies a thread until all of them have come to it. What
+# other processes pull meanwhile goes through a thread, too. If all threads were occupied, two processes
+# could wait for each other for ever: one for what it pulls, the other for the first.
 
 _VARIABLE = "PJRT_NPROC"
 
 
 def num_cpu_devices_set() -> int:
-    """How many virtual CPU devices this process has or will have; 1 by default."""
+    """The number of virtual CPU devices that this process has or will have; 1 by default."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
     return configured if configured >= 1 else int(flag.group(1)) if flag else 1

@@ -19,8 +19,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
 from ipu_pipeline.ground.pytrees import check_dtype, check_float_dtype
 
-# User functions that are applied to each micro-batch's gradients, before accumulation.
-
+# User functions applied to each micro-batch's gradients, before accumulation.
 GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
 
 
@@ -78,9 +77,6 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
                 f"{called} must return the gradient's shape and dtype, for {spec}; it returned "
                 f"{described or 'nothing'}."
             )
-
-
-# Accumulates the gradients of a weight update's micro-batches.
 
 
 class Reduction(enum.Enum):
@@ -174,12 +170,9 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
     )
 
 
-# Which of the last stage's values are wanted, and whether for each micro-batch or as a sum.
-
-
 @dataclass(frozen=True, eq=False)
 class Collecting:
-    """What is collected from the last stage."""
+    """The values that are collected from the last stage, for each micro-batch or as a sum."""
 
     places: tuple[int, ...]  # positions among the leaves of what the last stage returns
     has_loss: bool  # whether the loss is collected, too, behind them

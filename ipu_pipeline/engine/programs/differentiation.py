@@ -25,10 +25,10 @@ from ipu_pipeline.engine.tracing.stage_meshes import in_mesh, mesh_of_stages
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Takes the numbers of random keys out of programs, so that those of equal stages are equal.
+# Numbers of random keys are taken out of programs, so that the programs of equal stages are equal.
 #
 # A stage's keys are folded from its micro-batch's key with two numbers each, that of the scope and that of
-# the call (`tracing/keys`). These differ from stage to stage. As constants they would make the programs of
+# the call (`stage_markers`). These differ from stage to stage. As constants they would make the programs of
 # stages differ that are otherwise equal, and XLA would compile each of them.
 
 _NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions, and of micro-batches
@@ -80,14 +80,25 @@ def take_out_key_numbers(
     return jaxprs.FlatJaxpr(inputs, equations, flat.outputs, flat.constants), {**labels, **numbers}
 
 
-# Cuts a stage's joint jaxpr of forward and backward into the programs that run.
+# A stage's jaxpr is differentiated once, by `jax.vjp` on symbolic cotangents, which gives a joint jaxpr of
+# its forward and its backward. What depends on a cotangent is the backward, the rest is the forward, and
+# what crosses from one to the other is a residual, unless the backward can have it without storing it:
 #
-# Equations that depend on a cotangent are the backward. What crosses is a residual, with two exceptions:
-# the runner holds the inputs of the stage anyway, and what depends only on variables and constants is
-# computed again in the backward.
+# 1. inputs of the stage are held by the runner anyway;
+# 2. what depends only on variables and constants is computed again in the backward;
+# 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
+#    beginnings cross.
+#
+# The residuals of `jax.vjp` itself would have to be known by the identity of tracers, include what is made
+# of weights alone, and allow no other cuts.
+#
+# The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
+# are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
+# not computed at all.
 #
 # The backward may be cut in halves: gradients of inputs first, and those of weights in a program of their
-# own. That repeats nothing of the first half, but takes what it needs as further residuals.
+# own. That repeats nothing of the first half, but takes what it needs as further residuals. What prints in
+# the backward does so in the second half, unless the first needs it.
 
 Results: TypeAlias = "Sequence[tuple[Value, Any]]"  # what a program returns, with the atoms
 
@@ -227,7 +238,7 @@ class _Cutter:
         return tuple(jaxprs.aval_struct(var.aval) for var in self.numbers)
 
     def returned(self, variables: Iterable[Any]) -> list[tuple[Value, Any]]:
-        """Some residuals, as results of a program."""
+        """Makes residuals results of a program."""
         return [(Value(ValueKind.RESIDUAL, self.numbers[var]), var) for var in variables]
 
     def cut(self, name: str, results: Results, keep_effects_of: Callable[[Any], bool]) -> StageProgram:
@@ -256,21 +267,6 @@ class _Cutter:
             self.numbers,
         )
 
-
-# Builds forward and backward programs of all stages.
-#
-# A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
-# backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
-# one to the other is a residual, unless the backward can have it without storing it:
-#
-# 1. inputs of the stage are held by the runner anyway;
-# 2. what depends only on variables and constants is computed again in the backward;
-# 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
-#    beginnings cross.
-#
-# The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
-# are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
-# not computed at all.
 
 _RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
 
@@ -434,6 +430,7 @@ def _differentiate(
     is_alike: bool,
 ) -> Joint:
     """Differentiates one stage, given as `evaluate`. Enters the cotangents that it sends into `senders`."""
+    # Arguments: those of the stage, the cotangents, and the scale of the loss if gradients are looked at.
     stage = traced.stages[index]
     received = _received_cotangents(traced, index, senders)
     arguments = _stage_arguments(stage)
@@ -442,6 +439,7 @@ def _differentiate(
     sees_gradients = gradient_map is not None or any(spec.name in enqueued for spec in stage.variables)
     scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and sees_gradients else []
     avals += [jax.ShapeDtypeStruct((), jnp.float32) for _scale in scales]
+    # Which gradients are computed, and which of them are enqueued as well.
     targets = [
         (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
         for position, spec in enumerate(stage.variables)
@@ -462,6 +460,7 @@ def _differentiate(
     ]
     differentiated_outputs = sorted({value.index for value in received})
 
+    # The joint function of forward and backward, traced.
     def joint(*values: Any) -> list[Any]:
         fixed, cotangents = values[: len(arguments)], values[len(arguments) :]
         cotangents, scale = cotangents[: len(received)], cotangents[len(received) :]
@@ -497,6 +496,7 @@ def _differentiate(
         closed_jaxpr = jaxprs.take_apart(
             closed_jaxpr, first.union(range(num_outputs)), range(len(arguments), len(avals))
         )
+    # What the inputs and results of the joint jaxpr are.
     flat = jaxprs.flatten(closed_jaxpr, recomputation.isolate)
     labels = dict(zip(flat.inputs, [*arguments, *received, *scales], strict=True))
     if is_alike:

@@ -11,7 +11,8 @@ differentiated as without recomputation, and its results are kept.
 A segment is `jax.checkpoint` of a jaxpr. This puts barriers into the backward, so that XLA does not use
 values of the forward instead where both are in one program. On a CPU, XLA drops these barriers before it
 looks for common subexpressions (seen with jaxlib 0.10.2). The backward of a segment is therefore put into a
-conditional there, whose predicate is always true although XLA cannot see that.
+conditional there, whose predicate is always true although XLA cannot see that. So is that of a user's own
+`jax.checkpoint`.
 """
 
 from __future__ import annotations

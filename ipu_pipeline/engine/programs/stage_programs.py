@@ -19,11 +19,9 @@ from ipu_pipeline.engine.jaxprs.cpu_forms import draws_bits, with_fast_random_bi
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_core
 
-# Stage programs: pure functions on flat lists of arrays, cut out of a stage's jaxpr.
-
 
 class ValueKind(enum.Enum):
-    """What an argument or a result of a stage program is; `Value.index` says which one."""
+    """The kind of an argument or a result of a stage program; `Value.index` says which one."""
 
     ACCUMULATOR = enum.auto()  # index: position in the stage's variables
     VARIABLE = enum.auto()  # position in the stage's variables
@@ -104,7 +102,7 @@ class StagePrograms:
 
     @property
     def backwards(self) -> tuple[StageProgram, ...]:
-        """What runs after the forward, in order."""
+        """The programs that run after the forward, in order."""
         return tuple(program for program in (self.backward, self.weights) if program is not None)
 
     def map(self, change: Callable[[StageProgram], StageProgram]) -> StagePrograms:
@@ -197,10 +195,8 @@ class _Key:
         return isinstance(other, _Key) and self.atom is other.atom and not is_literal
 
 
-# A stage program for several micro-batches, which it handles one after another.
-#
-# Nothing is merged into one batch. The program is a scan, in which each micro-batch takes over the
-# accumulators and assigned variables from the one before it.
+# A program for several micro-batches merges nothing into one batch. It is a scan, in which each micro-batch
+# takes over the accumulators and assigned variables from the one before it.
 
 _COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
 
@@ -298,7 +294,7 @@ def _is_state(value: Value) -> bool:
 
 
 def _carried(program: StageProgram) -> dict[int, int]:
-    """Arguments that have another value in the next micro-batch -> the results that are this value."""
+    """Maps arguments that change with each micro-batch to the results that are their next values."""
     places = {value: place for place, value in enumerate(program.arguments)}
     carried = {}
     for place, values in enumerate(program.results):
@@ -310,7 +306,7 @@ def _carried(program: StageProgram) -> dict[int, int]:
     return carried
 
 
-# What the arguments and results of stage programs stand for, across stages.
+# Bindings: what the arguments and results of programs stand for, across stages.
 #
 # A program names its values by their position in its own stage (`stage_programs.Value`). Here they get the
 # names that are used outside: a variable its full name, an accumulator its key, a value between stages its
@@ -333,7 +329,7 @@ class BindingKind(enum.Enum):
 
 
 class Binding(NamedTuple):
-    """What a value stands for."""
+    """The name of a value outside of its program."""
 
     kind: BindingKind
     key: Any
@@ -353,14 +349,14 @@ _NAMED = {
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """Finds what values of programs stand for."""
+    """Finds the names of programs' values."""
 
     traced: TracedPipeline  # the pipeline
     # (stage, full name of a variable) -> the key of what that stage accumulates into
     accumulator_keys: Mapping[tuple[int, str], str]
 
     def find(self, index: int, value: Value) -> Binding:
-        """What an argument or a result of a program of stage `index` stands for."""
+        """Finds the name of an argument or a result of a program of stage `index`."""
         stage = self.traced.stages[index]
         kind = value.kind
         if kind in _NAMED:
@@ -390,9 +386,9 @@ class Bindings:
         return Binding(BindingKind.SCALAR, kind)
 
     def arguments(self, index: int, program: StageProgram) -> list[Binding]:
-        """What the arguments of a program of stage `index` stand for."""
+        """The names of the arguments of a program of stage `index`."""
         return [self.find(index, value) for value in program.arguments]
 
     def results(self, index: int, program: StageProgram) -> list[list[Binding]]:
-        """What the results of the program stand for; one result may stand for several values."""
+        """The names of the results of the program; one result may stand for several values."""
         return [[self.find(index, value) for value in values] for values in program.results]

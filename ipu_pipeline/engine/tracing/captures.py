@@ -19,14 +19,12 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import describe
 
-# Traced values from around a program that its functions capture, and errors about those they may not.
-
 Result = TypeVar("Result")
 Rebind: TypeAlias = "Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]"
 
 
 class Captures:
-    """What the functions of one pipeline captured.
+    """The traced values that the functions of one pipeline captured.
 
     Attributes:
       values: the captured traced values, each once. The pipeline takes them as inputs, after those that it
@@ -50,14 +48,14 @@ class Captures:
         self._rebind: Rebind | None = None  # set by `release`
 
     def release(self, rebind: Rebind) -> None:
-        """Lets go of the values. `rebind` has functions capture others in their place within a block."""
+        """Forgets the values. `rebind` makes functions capture others in their place within a block."""
         self.values.clear()
         self._rebind = rebind
 
     def trace_again(
         self, avals: Sequence[jax.ShapeDtypeStruct], trace: Callable[[Captures], Result]
     ) -> Result:
-        """Has the functions traced once more, where captured values keep their positions.
+        """Traces the functions once more; captured values keep their positions.
 
         Args:
           avals: shapes and dtypes of the captured values.
@@ -139,7 +137,7 @@ def _describe_variable(spec: VariableSpec, place: str) -> str:
     )
 
 
-# Finds modules whose parameters have become constants of a stage, where an optimizer does not train them.
+# Modules whose parameters have become constants of a stage, where an optimizer does not train them.
 #
 # A module of Flax nnx has its parameters in it. If a stage only calls it, they are arrays from around the
 # stage, of which JAX makes constants. Arrays as such may be meant to be constants. The parameters of a
@@ -181,9 +179,9 @@ def _has(leaves: Iterable[Any], ids: set[int]) -> bool:
 
 
 def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, Any]]:
-    """All that a function can use: its closure, globals that it names, partials, attributes, and so on.
+    """Yields all that a function can use: its closure, globals that it names, partials, attributes, ...
 
-    Yields values with their names, which are empty for the function itself and what only wraps it.
+    Values come with their names, which are empty for the function itself and what only wraps it.
     """
     if id(value) in visited:
         return

@@ -16,8 +16,6 @@ from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 
-# The function being traced, and the names that its program gives out during the trace.
-#
 # A program is all that is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
 # holds what must be unique or counted within it, so that neither variable names, nor automatic layer
 # names, nor random keys depend on how layers are split into stages.
@@ -128,7 +126,7 @@ def _keep(program_names: ProgramNames) -> Callable[[], None]:
 
 @dataclass(frozen=True, eq=False)
 class Enqueued:
-    """What a function enqueues each time: its target, structure, shapes and dtypes."""
+    """One thing that a function enqueues each time: its target, structure, shapes and dtypes."""
 
     target: Any
     tree: Any
@@ -137,7 +135,7 @@ class Enqueued:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """What a function that is called op by op gets where a traced one leaves markers."""
+    """The values that a function called op by op gets where a traced one leaves markers."""
 
     variables: Mapping[str, Any]  # full name -> value
     key: Any  # the micro-batch's random key
@@ -237,7 +235,7 @@ def is_repeated(equation: Any) -> bool:
     return _AGAIN in jax_compat.scope_names(equation)
 
 
-# What a trace depends on beside the function and its arguments, kept so that more can be traced alike.
+# What a trace depends on beside the function and its arguments, saved so that more can be traced alike.
 
 Result = TypeVar("Result")
 

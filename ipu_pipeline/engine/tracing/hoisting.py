@@ -1,9 +1,10 @@
 """Turns marker equations of a traced function into inputs and outputs.
 
-`get_variable`, `next_rng_key`, `assign` and what enqueues leave markers in a jaxpr (`variables`, `keys`,
-`enqueuing`). `hoist` takes them out: what they read becomes inputs, what they assign or enqueue outputs.
-Markers inside the body of a loop, a conditional or `jax.checkpoint` are reached by building that equation
-again around a body that takes the values as arguments; calls of `jax.jit` are inlined.
+`get_variable`, `next_rng_key`, `assign` and what enqueues leave markers in a jaxpr (`variables`,
+`stage_markers`, `side_outputs`). `hoist` takes them out: what they read becomes inputs, what they assign or
+enqueue outputs. With markers a function is traced once, so what it prints appears once. Markers inside the
+body of a loop, a conditional or `jax.checkpoint` are reached by building that equation again around a body
+that takes the values as arguments; calls of `jax.jit` are inlined.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ import numpy as np
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.cpu_forms import encrypt, threefry_dtype
 
-# Initializers by their names in Keras.
-
 
 def glorot_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """TensorFlow 1's default initializer, for every rank: uniform between -limit and limit.
@@ -151,7 +149,7 @@ class _OtherwiseError(Exception):
 
 
 def draw(initializer: Callable[..., Any], key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Makes what an initializer of JAX gives, or one of Keras's.
+    """Makes the value that an initializer of JAX or Keras gives, without a program for each shape.
 
     Returns:
       An array of NumPy that nobody else has; None if the initializer has to be called: it is another one,
@@ -247,7 +245,7 @@ def _is_key(value: Any) -> bool:
 class _Steps:
     """The equations of a function of scalars that makes an array by element.
 
-    Those of the same function for arrays of other sizes are equal, and have the same hash.
+    The steps of one function for arrays of two sizes are equal, and have the same hash.
     """
 
     def __init__(self, flat: jaxprs.FlatJaxpr, size: int) -> None:
@@ -297,7 +295,7 @@ class _Steps:
         return hash(self._described)
 
     def run(self, length: int, begin: Any, *scalars: Any) -> Any:
-        """Makes some elements."""
+        """Makes the `length` elements from number `begin` on."""
         env = dict(zip(self._inputs, scalars, strict=True))
         for equation in self._equations:
             (var,), name = equation.outvars, equation.primitive.name

@@ -82,7 +82,7 @@ class TracedModel:
     Attributes:
       pipeline: the model as the only stage of a pipeline.
       arguments: shapes and dtypes of its arguments, positional ones and those by name.
-      layer_counts: how many layers of each kind it has, by scope, in which later ones are numbered on.
+      layer_counts: the number of layers of each kind, by scope, in which later ones are numbered on.
       opened_scopes: the variable scopes that it opens.
     """
 
@@ -98,7 +98,7 @@ class ModelGraph:
     Attributes:
       flat: the model without scans over layers.
       specs: inputs of `flat` that are variables -> their specifications.
-      slices: what they are of the model's variables, by full name.
+      slices: the part of a model's variable that each of these is, by full name.
       sources: inputs of `flat` that are the model's own, or the number of updates -> where they come from.
       key: the input of `flat` that is the random key of the micro-batch; None if there is none.
       captured: inputs of `flat` that the model captured -> these traced values.
@@ -229,24 +229,24 @@ class ModelGraph:
                 self._bases.update((var, bases) for var in equation.outvars)
 
     def bases_of(self, atoms: Iterable[Any]) -> frozenset[Any]:
-        """What a stage has to be given to compute atoms: the model's own inputs, and results of nodes."""
+        """The model's own inputs and results of nodes that a stage needs to compute atoms."""
         bases = (self._bases.get(var, frozenset()) for var in jaxprs.variables_in(atoms))
         return frozenset().union(*bases)
 
     def needs_of(self, node: int) -> frozenset[Any]:
-        """What a stage has to be given to compute a node."""
+        """The model's own inputs and results of nodes that a stage needs to compute a node."""
         return self.bases_of(self.flat.equations[node].invars)
 
     @property
     def parameters(self) -> ModelParameters | None:
-        """How variables and the model's pytree of parameters become each other; None if it has none."""
+        """Converts variables to the model's pytree of parameters and back; None if it has none."""
         parts: dict[str, list[str]] = {}
         for part in self.slices.values():
             parts.setdefault(part.origin, []).append(part.name)
         return None if self._layout is None else ModelParameters(self._layout, parts)
 
     def variables_of(self) -> list[frozenset[Any]]:
-        """For each node, the inputs of `flat` that are variables and that it reads."""
+        """The inputs of `flat` that are variables and that each node reads."""
         reading: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.specs}
         node_variables = []
         nodes = set(self.nodes)

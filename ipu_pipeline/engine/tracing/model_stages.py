@@ -25,11 +25,11 @@ from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.pytrees import as_shape, describe, num_bytes, trees_equal
 
-# Cuts a model's graph into parts: runs of its nodes, in an order, between places where little is alive.
+# Parts of a model: runs of its nodes, in an order, cut where few values are live.
 #
-# A part is what is measured, and what a stage has some of. There are more of them than stages, so that
-# these can be equally long, and far fewer than nodes, so that their times add up to those of stages: within
-# a part XLA fuses what it would within a stage.
+# Parts are measured, and stages are made of them. There are more parts than stages, so that stages can be
+# equally long, and far fewer than nodes, so that the parts' times add up to the stages': within a part XLA
+# fuses what it would within a stage.
 
 _FINEST = 2**40  # parts, if all were equally long: then every node is one
 _OF_BYTES = 0.25  # how much a variable's part of the memory counts as a part of the time
@@ -125,7 +125,7 @@ def number_names(names: Iterable[str]) -> list[str]:
 
 
 def _weigh(graph: ModelGraph, variables: Sequence[frozenset[Any]]) -> list[float]:
-    """How much each node counts: its part of the time, and of the memory of variables, once each."""
+    """The weight of each node: its part of the time, and of the memory of variables, once each."""
     equations = graph.flat.equations
     costs = [count_equations([equations[node]]) for node in graph.nodes]
     sizes, counted = [], frozenset[Any]()
@@ -139,7 +139,7 @@ def _weigh(graph: ModelGraph, variables: Sequence[frozenset[Any]]) -> list[float
 def _choose_order(
     before: Sequence[set[int]], costs: Sequence[float], result_bytes: Sequence[int]
 ) -> tuple[Sequence[int], list[int]]:
-    """The order of nodes while which least is alive, and what is alive after each."""
+    """Finds the order of nodes in which the fewest bytes are live, and the bytes live after each node."""
     if not before:
         return (), []
     candidates = []
@@ -167,9 +167,9 @@ def _find_live(order: Sequence[int], before: Sequence[set[int]], result_bytes: S
 
 
 def _choose_cuts(costs: Sequence[float], live: Sequence[int], most: int) -> list[int]:
-    """The ends of the runs: places where little is alive, and between which there is enough to compute.
+    """The ends of the runs: places where few bytes are live, with enough to compute between them.
 
-    Places are taken in the order of what is alive there, if they are far enough from those taken before.
+    Places are taken in ascending order of the bytes live there, if far enough from those already taken.
     """
     number = len(costs)
     reached = list(itertools.accumulate(costs))
@@ -200,10 +200,9 @@ def _join_assigned(graph: ModelGraph, runs: list[list[int]]) -> list[list[int]]:
     return joined_runs
 
 
-# Makes stage functions of the parts of a model.
-#
-# Such a function is like a user's: while it is traced it asks for the variables that its parts read, by the
-# names that the model gave them, and it takes and returns what is alive where the model is cut.
+# Stage functions made of parts. Such a function is like a user's: while it is traced it asks for the
+# variables that its parts read, by the names that the model gave them, and it takes and returns what is
+# live where the model is cut.
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,7 +292,7 @@ class ModelStage:
         }
 
     def _find(self, var: Any, reuses: bool) -> Any:
-        """What the program reads beside its arguments."""
+        """Finds a value that the program reads beside its arguments."""
         graph = self.graph
         if var in graph.specs:
             return self._ask(graph.specs[var], reuses)
@@ -317,7 +316,7 @@ class ModelCut:
     """A model cut into stages, in the same places whatever shapes its micro-batches have.
 
     Attributes:
-      stages: for the shapes that it was split for; they ask here for those of others.
+      stages: the stages for the shapes that it was split for; they ask here for the stages of others.
     """
 
     def __init__(
@@ -388,7 +387,7 @@ def make_model_stages(
     for stage, _entry, atoms in enqueued:
         needs[stage] |= graph.bases_of(atoms)
     needs[last] |= graph.bases_of(graph.returned)
-    # What each stage is given: what is alive at the cut before it, in the order of the model.
+    # What each stage takes: what is live at the cut before it, in the order of the model.
     order = {var: number for number, var in enumerate([*graph.sources, *graph.maker])}
     takes = [
         sorted(

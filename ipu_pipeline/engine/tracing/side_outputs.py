@@ -19,10 +19,9 @@ from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.pytrees import is_readable
 
-# Values that a traced function hands out of its program while the program runs.
-#
 # `enqueue` leaves a marker in the jaxpr being traced, as variables do, and notes in the function's frame
-# what it marks. What traces the function turns the markers into outputs.
+# what it marks. What traces the function turns the markers into outputs. These are no values between
+# stages: they stay on the stage's device, take no slot and cross nothing.
 
 enqueue_p = jax_core.Primitive("enqueue")
 
@@ -81,10 +80,9 @@ def first_leaves(entries: Sequence[Enqueued]) -> list[int]:
     return list(itertools.accumulate((len(entry.avals) for entry in entries), initial=0))
 
 
-# Metrics: scalars with names that stages and weight updates report while a model trains.
-#
-# They stay on the devices until they are read. What a stage reports for each micro-batch is then reduced to
-# one value per weight update.
+# Metrics stay on the devices until they are read. What a stage reports for each micro-batch is then reduced
+# on the host to one value per weight update: to reduce it on the devices, all programs would need another
+# kind of accumulator, for a few numbers per micro-batch.
 
 NUMBERS = "update"  # the name of the numbers of weight updates, beside metrics
 

@@ -131,7 +131,7 @@ StageEntry: TypeAlias = StageFunction | Stage
 
 
 def call_after_parameters(call: Any, function: Callable[..., Any]) -> None:
-    """Gives what calls a function with parameters the function's signature without them, for errors."""
+    """Sets the signature of `call`, for errors: that of `function` without its parameters."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function without a Python signature
@@ -143,7 +143,7 @@ def call_after_parameters(call: Any, function: Callable[..., Any]) -> None:
 
 
 class _StageOfLayers(Stage):
-    """A stage of layers that have parameters, each its own; its parameters are a list of theirs."""
+    """A stage of layers of which each has its own parameters; the stage's are the list of them."""
 
     def __init__(self, layers: Sequence[StageEntry]) -> None:
         """Takes the layers: `Stage`s with names, and functions, whose parameters are None."""
@@ -236,7 +236,7 @@ def flatten_stages(
     """Flattens stages into stage functions level by level, the device of each stage, and their parameters.
 
     Parallel stages at the end are followed by a stage on the first one's device that only joins their
-    results.
+    results, since the loss belongs to a single stage.
     """
     if parameters is not None and isinstance(stages, (list, tuple)):
         stages = with_parameters(stages, parameters, "stages", "parameters")

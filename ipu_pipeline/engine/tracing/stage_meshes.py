@@ -21,11 +21,9 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import is_integer
 
-# Functions for stages that use the number of replicas, or compute together with other replicas.
-#
-# These are primitives of JAX. They are lowered for one replica, unless they are within the program of
-# several (`jax.shard_map` over the axis `replica`), so nothing has to be known about replicas when a stage
-# is traced. A program that has any of them runs on all replicas at once.
+# What stages compute with other replicas are primitives of JAX. They are lowered for one replica, unless
+# they are within the program of several (`jax.shard_map` over the axis `replica`), so nothing has to be
+# known about replicas when a stage is traced. A program that has any of them runs on all replicas at once.
 
 REPLICA = "replica"  # the axis of the replicas
 T = TypeVar("T")
@@ -119,9 +117,6 @@ def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
     return any(find(flat.equations))
 
 
-# The primitives' rules in JAX.
-
-
 def _sum(x: jax.Array) -> jax.Array:
     # XLA's client for CPUs crashes on the sum of a constant in an executable from JAX's cache (seen with
     # jaxlib 0.10.2), so the operand is made non-constant: no index is negative.
@@ -153,11 +148,10 @@ replica_count_p.def_impl(lambda: jnp.int32(1))
 jax_compat.lower_by_axis(replica_count_p, REPLICA, lambda: jnp.int32(1), lambda: _sum(jnp.int32(1)))
 
 
-# Stages that several devices compute together: what is divided over the axis `model`.
-#
-# Each stage then runs on a group of devices. Variables and intermediate values carry a
-# `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner decides from
-# these which device computes what, and where devices exchange results (Xu et al., "GSPMD", 2021).
+# Tensor parallelism: a stage runs on a group of devices along the axis `model`. Variables and intermediate
+# values carry a `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner
+# decides from these which device computes what, and where devices exchange results (Xu et al., "GSPMD",
+# 2021).
 
 MODEL = "model"  # the axis of the devices that compute a stage together
 
@@ -167,7 +161,7 @@ Partitions: TypeAlias = "Mapping[str, PartitionSpec]"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How many devices compute each stage together, and what they divide.
+    """The number of devices that compute each stage together, and what they divide.
 
     Example:
       >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"block0/up": jax.P(None, "model")})
@@ -342,10 +336,9 @@ def _check_partition(partition: Any, shape: Sequence[int], label: str) -> int | 
     return axes[0] if axes else None
 
 
-# The mesh of the devices that compute a stage, set for JAX while the stage's functions run.
-#
-# In it `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of
-# its annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without
+# The mesh of a stage's devices is JAX's current mesh while the stage's functions run. In it
+# `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of its
+# annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without
 # devices, so equal stages stay equal; only where stage functions are called as Python does it have devices.
 
 StageMesh: TypeAlias = AbstractMesh | Mesh

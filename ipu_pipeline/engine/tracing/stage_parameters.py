@@ -18,6 +18,8 @@ from ipu_pipeline.ground.jax_compat import is_traced
 from ipu_pipeline.ground.pytrees import as_shape, describe, describe_structures, is_of_numbers
 
 
+# Sharing needs a name. The identity of arrays would not do: two biases that were made from the same zeros
+# would be tied in silence.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])
 @dataclass(frozen=True, eq=False)
 class Shared:

@@ -36,7 +36,8 @@ from ipu_pipeline.ground.pytrees import is_of_numbers
 #
 # In a function that is being traced, `jnp.zeros(3)` has no value yet. `get_variable` leaves a marker that
 # takes it. When the function has been traced, the equations that it depends on become a program of its own,
-# which makes the initial value whenever one is wanted. It may depend on nothing that the function is given.
+# which makes the initial value. It may depend on nothing that the function is given.
+# (`jax.ensure_compile_time_eval` would start a backend, and make constants of all arrays of a stage.)
 
 _DEPTH = 4  # of functions within functions in which traced values are looked for
 
@@ -188,9 +189,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty: a name that has no value yet
         return None
-
-
-# `variable_scope` opens a scope for variables, as in TensorFlow 1.
 
 
 class _Reuse(enum.Enum):
@@ -353,11 +351,8 @@ def _check(argument: str, name: Any) -> None:
         )
 
 
-# Variables are asked for by name while a function is traced, and collected from its jaxpr afterwards.
-#
 # `get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What
-# traces the function (`stages`) turns the markers into inputs and outputs. A function is therefore traced
-# only once.
+# traces the function (`stages`) turns the markers into inputs and outputs.
 
 read_variable_p = jax_core.Primitive("read_variable")
 assign_variable_p = jax_core.Primitive("assign_variable")
@@ -486,7 +481,7 @@ def _get(
     del regularizer  # `get_variable` has warned about it
     current = frames.current_frame("get_variable")
     existing = current.names.variables.get(full_name)
-    if existing is None:
+    if existing is None:  # also with reuse=True: a program that evaluates is traced before any exists
         spec = make_variable(full_name, shape, dtype, initializer, trainable)
         current.names.variables[full_name] = spec
     else:
