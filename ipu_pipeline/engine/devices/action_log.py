@@ -1,4 +1,4 @@
-"""Which actions this process has started, and which of them it has finished.
+"""The log of the actions that this process has started and finished.
 
 When one of several processes dies or stalls, the others say how far each had come. The
 host starts actions long before devices do them, so each is noted with what it makes, and counts as finished
@@ -61,7 +61,7 @@ class Standing(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Noted:
+class _Entry:
     action: Started
     find_array: Callable[[], Any]  # gives one of the arrays that the action makes; None once that is gone
     num_bytes: int
@@ -80,7 +80,7 @@ class ActionLog:
     def __init__(self) -> None:
         """Makes an empty log."""
         self._lock = threading.Lock()
-        self._noted: collections.deque[_Noted] = collections.deque()
+        self._entries: collections.deque[_Entry] = collections.deque()
         self._finished: Started | None = None
         self._smallest: dict[Any, tuple[int, int]] = {}  # per kind: place and bytes
         self._num_loose = 0  # actions of which no array is held
@@ -99,12 +99,12 @@ class ActionLog:
             sizes = [array.nbytes for array in arrays]
             self._smallest[key] = (sizes.index(min(sizes)), min(sizes))
         place, num_bytes = self._smallest[key]
-        noted = _Noted(action, weakref.ref(arrays[place]), num_bytes, tuple(awaited))
+        entry = _Entry(action, weakref.ref(arrays[place]), num_bytes, tuple(awaited))
         with self._lock:
-            self._noted.append(noted)
+            self._entries.append(entry)
             self._number += 1
             self._num_loose += 1
-            self._hold(noted)
+            self._hold(entry)
             if self._number % _LOOK_EVERY == 0:
                 self._look()
 
@@ -112,26 +112,26 @@ class ActionLog:
         """The progress of this process."""
         with self._lock:
             self._look()
-            oldest = next((noted for noted in self._noted if noted.is_known()), None)
+            oldest = next((entry for entry in self._entries if entry.is_known()), None)
             finished = None if self._finished is None else str(self._finished)
             if oldest is None:
                 return Standing(finished, None, False, self._number)
             lacks_data = not all(map(_is_ready, oldest.awaited))
             return Standing(finished, str(oldest.action), lacks_data, self._number)
 
-    def _hold(self, noted: _Noted) -> None:
-        if noted.held_array is None and (
-            noted.num_bytes <= _LITTLE or self._held_bytes + noted.num_bytes <= _MAX_HELD_BYTES
+    def _hold(self, entry: _Entry) -> None:
+        if entry.held_array is None and (
+            entry.num_bytes <= _LITTLE or self._held_bytes + entry.num_bytes <= _MAX_HELD_BYTES
         ):
-            noted.held_array = noted.find_array()
-            if noted.held_array is not None:
-                self._held_bytes += noted.num_bytes
+            entry.held_array = entry.find_array()
+            if entry.held_array is not None:
+                self._held_bytes += entry.num_bytes
                 self._num_loose -= 1
 
     def _look(self) -> None:
         """Removes actions that are finished, or of which the log can no longer tell."""
-        while self._noted:
-            oldest = self._noted[0]
+        while self._entries:
+            oldest = self._entries[0]
             if oldest.is_known():
                 array = oldest.find_array()
                 if not _has_ended(array):
@@ -139,15 +139,15 @@ class ActionLog:
                 if _is_ready(array):
                     self._finished = oldest.action
                 self._number += 1
-            self._noted.popleft()
+            self._entries.popleft()
             if oldest.held_array is None:
                 self._num_loose -= 1
             else:
                 self._held_bytes -= oldest.num_bytes
-        for noted in self._noted if self._num_loose else ():
+        for entry in self._entries if self._num_loose else ():
             if self._held_bytes >= _MAX_HELD_BYTES:
                 break
-            self._hold(noted)
+            self._hold(entry)
 
 
 def _has_ended(array: Any) -> bool:

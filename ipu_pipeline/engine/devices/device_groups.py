@@ -16,175 +16,6 @@ from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.tracing.stage_meshes import MODEL, REPLICA, normal_partition
 from ipu_pipeline.ground import jax_compat
 
-# Every process runs the same Python. What lies only on devices of other processes is a JAX array here, too,
-# with shape, dtype and sharding, but without a shard. A program whose devices are all elsewhere gives such
-# arrays. So the runner, placement and the weight update are the same as in one process.
-
-
-def is_here(device: Any) -> bool:
-    """Whether a device belongs to this process."""
-    return bool(device.process_index == device.client.process_index())
-
-
-@functools.lru_cache(maxsize=4096)
-def absent(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    """The array that stands in for one on devices of other processes."""
-    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-
-
-class NotRun:
-    """Stands in for a function that other processes run: returns stand-ins for its results."""
-
-    def __init__(self, function: Callable[..., Any], sharding: Any, results: Any = None) -> None:
-        """Traces nothing yet."""
-        self._function = function
-        self._sharding = sharding
-        self._known: dict[Any, Any] = {}
-        self._results = None if results is None else self._make(results)
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Returns stand-ins for the results, found from the shapes and dtypes of the arguments."""
-        if self._results is not None:
-            return self._results
-        leaves, tree = jax.tree.flatten(arguments)
-        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self._known:
-            self._known[key] = self._make(jax.eval_shape(self._function, *arguments))
-        return self._known[key]
-
-    def _make(self, results: Any) -> Any:
-        shardings = jax.tree.broadcast(self._sharding, results)
-        return jax.tree.map(lambda leaf, place: absent(leaf.shape, leaf.dtype, place), results, shardings)
-
-
-def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:
-    """Stand-ins for arrays, or for structs with shapes and dtypes."""
-    return [absent(tuple(array.shape), array.dtype, sharding) for array in arrays]
-
-
-# All processes make the same calls. An array that lies on a group is moved by the processes that have its
-# devices and by the processes that have the target's. Any other array is one that every process has, such
-# as a user's, and each process puts it on its own devices.
-
-
-def group_sharding(array: Any) -> NamedSharding | None:
-    """The sharding of an array that lies on a group; None for an array that every process has."""
-    sharding = array.sharding if isinstance(array, jax.Array) else None
-    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA, MODEL):
-        return sharding
-    return None
-
-
-def is_all_here(sharding: NamedSharding) -> bool:
-    """Whether all devices of a sharding belong to this process."""
-    return all(map(is_here, sharding.mesh.devices.flat))
-
-
-def put_own(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
-    """Puts arrays that every process has on this process's devices of a group."""
-    devices = [device for device in target.mesh.devices.flat if is_here(device)]
-    parts = [
-        jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
-        for device in devices
-    ]
-    return (
-        [join_parts(some, target) for some in zip(*parts, strict=True)]
-        if devices
-        else absent_like(arrays, target)
-    )
-
-
-def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
-    """Whether two groups divide arrays alike, so that each device sends its part to its counterpart."""
-    return source.spec == target.spec and source.mesh.devices.shape == target.mesh.devices.shape
-
-
-def move(
-    arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
-) -> list[Any]:
-    """Moves arrays of one group to another; each device gets them from one device of the first group."""
-    pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
-    crosses = any(from_device.process_index != to_device.process_index for from_device, to_device in pairs)
-    is_possible = source.is_fully_replicated or can_move_parts(source, target)
-    if not is_possible or (crosses and tag is None):
-        devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
-        raise ValueError(
-            f"An array on the devices {devices} is needed in another process. Only what belongs to a "
-            "pipeline is sent from process to process: read it where it is, and give it to all processes "
-            "as an array of NumPy."
-        )
-    parts = []
-    for from_device, to_device in pairs:
-        local = SingleDeviceSharding(to_device)
-        if is_here(from_device):
-            shards = [part_on(array, from_device) for array in arrays]
-            if is_here(to_device):
-                parts.append(jax.device_put(shards, local, may_alias=is_kept))
-                continue
-            if not is_kept or source.memory_kind != target.memory_kind:
-                shards = jax.device_put(shards, SingleDeviceSharding(from_device), may_alias=False)
-            assert tag is not None
-            links().send([as_numbers(array) for array in shards], tag, from_device, to_device)
-        elif is_here(to_device):
-            structs = [struct_of_numbers(array, source.shard_shape(array.shape), local) for array in arrays]
-            assert tag is not None
-            received = links().receive(structs, tag, from_device, to_device)
-            parts.append([as_sent(part, array) for part, array in zip(received, arrays, strict=True)])
-    if not parts:
-        return absent_like(arrays, target)
-    return [
-        jax_compat.make_array(array.shape, target, some)
-        for array, some in zip(arrays, zip(*parts, strict=True), strict=True)
-    ]
-
-
-def join_parts(parts: Sequence[Any], sharding: Any) -> Any:
-    """Makes an array with a replicated sharding from this process's parts, without copying."""
-    return jax_compat.make_array(parts[0].shape, sharding, parts)
-
-
-def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
-    """The device that each target gets its arrays from: one of its replica, else one of its process."""
-    if len(sources) == len(targets):
-        return list(zip(sources, targets, strict=True))
-
-    def find(number: int, target: Any) -> Any:
-        local_sources = [source for source in sources if source.process_index == target.process_index]
-        return local_sources[0] if local_sources else sources[number % len(sources)]
-
-    return [(find(number, target), target) for number, target in enumerate(targets)]
-
-
-def part_on(array: Any, device: Any) -> Any:
-    """The part of an array that a device has."""
-    if len(array.sharding.device_set) == 1:
-        return array
-    return next(shard.data for shard in array.addressable_shards if shard.device == device)
-
-
-# Random keys are arrays of arrays, which are sent as the numbers that they are made of.
-
-
-def as_numbers(array: Any) -> Any:
-    """The numbers that an array is sent as."""
-    return array if jax_compat.is_device_array(array) else jax.random.key_data(array)
-
-
-def struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
-    """Shape, dtype and sharding of the numbers that an array, or a part of this shape, is sent as."""
-    struct = jax.ShapeDtypeStruct(shape, array.dtype)
-    if not jax_compat.is_device_array(array):
-        struct = jax.eval_shape(jax.random.key_data, struct)
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
-
-
-def as_sent(received: Any, array: Any) -> Any:
-    """Gives a received array the form of the one that was sent: random keys where that has random keys."""
-    if jax_compat.is_device_array(array):
-        return received
-    return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))
-
-
 # A stage lives on a group of devices, a mesh with the axes `replica` and `model`: along `model` are the
 # devices that compute a stage together, mostly one. State is `replicated` over the replicas of a group, and
 # whole or `divided` over the devices of each. Micro-batches run in columns, one per replica, whose groups
@@ -194,6 +25,7 @@ def as_sent(received: Any, array: Any) -> Any:
 # goes from process to process is sent (`move`).
 
 HOST_MEMORY = "pinned_host"
+WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,9 +197,6 @@ def _own_parts(array: Any) -> list[Any]:
     return [shards[device] for device in array.sharding.mesh.devices.flat if device in shards]
 
 
-WHOLE = PartitionSpec()
-
-
 def over_replicas(
     mesh: Any, function: Callable[..., Any], arguments: Any = WHOLE, results: Any = WHOLE
 ) -> Callable[..., Any]:
@@ -447,3 +276,172 @@ def partition_of(array: Any) -> PartitionSpec:
 def names_of(entry: Any) -> tuple[str, ...]:
     """The axes of a mesh that an entry of a `PartitionSpec` names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+# Every process runs the same Python. What lies only on devices of other processes is a JAX array here, too,
+# with shape, dtype and sharding, but without a shard. A program whose devices are all elsewhere gives such
+# arrays. So the runner, placement and the weight update are the same as in one process.
+
+
+def is_here(device: Any) -> bool:
+    """Whether a device belongs to this process."""
+    return bool(device.process_index == device.client.process_index())
+
+
+@functools.lru_cache(maxsize=4096)
+def absent(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    """The array that stands in for one on devices of other processes."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+class NotRun:
+    """Stands in for a function that other processes run: returns stand-ins for its results."""
+
+    def __init__(self, function: Callable[..., Any], sharding: Any, results: Any = None) -> None:
+        """Traces nothing yet."""
+        self._function = function
+        self._sharding = sharding
+        self._known: dict[Any, Any] = {}
+        self._results = None if results is None else self._make(results)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Returns stand-ins for the results, found from the shapes and dtypes of the arguments."""
+        if self._results is not None:
+            return self._results
+        leaves, tree = jax.tree.flatten(arguments)
+        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._known:
+            self._known[key] = self._make(jax.eval_shape(self._function, *arguments))
+        return self._known[key]
+
+    def _make(self, results: Any) -> Any:
+        shardings = jax.tree.broadcast(self._sharding, results)
+        return jax.tree.map(lambda leaf, place: absent(leaf.shape, leaf.dtype, place), results, shardings)
+
+
+def absent_like(arrays: Sequence[Any], sharding: Any) -> list[Any]:
+    """Stand-ins for arrays, or for structs with shapes and dtypes."""
+    return [absent(tuple(array.shape), array.dtype, sharding) for array in arrays]
+
+
+# All processes make the same calls. An array that lies on a group is moved by the processes that have its
+# devices and by the processes that have the target's. Any other array is one that every process has, such
+# as a user's, and each process puts it on its own devices.
+
+
+def group_sharding(array: Any) -> NamedSharding | None:
+    """The sharding of an array that lies on a group; None for an array that every process has."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (REPLICA, MODEL):
+        return sharding
+    return None
+
+
+def is_all_here(sharding: NamedSharding) -> bool:
+    """Whether all devices of a sharding belong to this process."""
+    return all(map(is_here, sharding.mesh.devices.flat))
+
+
+def put_here(arrays: Sequence[Any], target: NamedSharding) -> list[Any]:
+    """Puts arrays that every process has on this process's devices of a group."""
+    devices = [device for device in target.mesh.devices.flat if is_here(device)]
+    parts = [
+        jax.device_put(list(arrays), SingleDeviceSharding(device, memory_kind=target.memory_kind))
+        for device in devices
+    ]
+    return (
+        [join_parts(some, target) for some in zip(*parts, strict=True)]
+        if devices
+        else absent_like(arrays, target)
+    )
+
+
+def can_move_parts(source: NamedSharding, target: NamedSharding) -> bool:
+    """Whether two groups divide arrays alike, so that each device sends its part to its counterpart."""
+    return source.spec == target.spec and source.mesh.devices.shape == target.mesh.devices.shape
+
+
+def move(
+    arrays: Sequence[Any], source: NamedSharding, target: NamedSharding, tag: Tag | None, is_kept: bool
+) -> list[Any]:
+    """Moves arrays of one group to another; each device gets them from one device of the first group."""
+    pairs = _pair(list(source.mesh.devices.flat), list(target.mesh.devices.flat))
+    crosses = any(from_device.process_index != to_device.process_index for from_device, to_device in pairs)
+    is_possible = source.is_fully_replicated or can_move_parts(source, target)
+    if not is_possible or (crosses and tag is None):
+        devices = ", ".join(f"{d.id} (process {d.process_index})" for d in source.mesh.devices.flat)
+        raise ValueError(
+            f"An array on the devices {devices} is needed in another process. Only what belongs to a "
+            "pipeline is sent from process to process: read it where it is, and give it to all processes "
+            "as an array of NumPy."
+        )
+    parts = []
+    for from_device, to_device in pairs:
+        local = SingleDeviceSharding(to_device)
+        if is_here(from_device):
+            shards = [part_on(array, from_device) for array in arrays]
+            if is_here(to_device):
+                parts.append(jax.device_put(shards, local, may_alias=is_kept))
+                continue
+            if not is_kept or source.memory_kind != target.memory_kind:
+                shards = jax.device_put(shards, SingleDeviceSharding(from_device), may_alias=False)
+            assert tag is not None
+            links().send([as_numbers(array) for array in shards], tag, from_device, to_device)
+        elif is_here(to_device):
+            structs = [struct_of_numbers(array, source.shard_shape(array.shape), local) for array in arrays]
+            assert tag is not None
+            received = links().receive(structs, tag, from_device, to_device)
+            parts.append([as_sent(part, array) for part, array in zip(received, arrays, strict=True)])
+    if not parts:
+        return absent_like(arrays, target)
+    return [
+        jax_compat.make_array(array.shape, target, some)
+        for array, some in zip(arrays, zip(*parts, strict=True), strict=True)
+    ]
+
+
+def join_parts(parts: Sequence[Any], sharding: Any) -> Any:
+    """Makes an array with a replicated sharding from this process's parts, without copying."""
+    return jax_compat.make_array(parts[0].shape, sharding, parts)
+
+
+def _pair(sources: list[Any], targets: list[Any]) -> list[tuple[Any, Any]]:
+    """The device that each target gets its arrays from: one of its replica, else one of its process."""
+    if len(sources) == len(targets):
+        return list(zip(sources, targets, strict=True))
+
+    def find(number: int, target: Any) -> Any:
+        local_sources = [source for source in sources if source.process_index == target.process_index]
+        return local_sources[0] if local_sources else sources[number % len(sources)]
+
+    return [(find(number, target), target) for number, target in enumerate(targets)]
+
+
+def part_on(array: Any, device: Any) -> Any:
+    """The part of an array that a device has."""
+    if len(array.sharding.device_set) == 1:
+        return array
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+# Random keys are arrays of arrays, which are sent as the numbers that they are made of.
+
+
+def as_numbers(array: Any) -> Any:
+    """The numbers that an array is sent as."""
+    return array if jax_compat.is_device_array(array) else jax.random.key_data(array)
+
+
+def struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
+    """Shape, dtype and sharding of the numbers that an array, or a part of this shape, is sent as."""
+    struct = jax.ShapeDtypeStruct(shape, array.dtype)
+    if not jax_compat.is_device_array(array):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def as_sent(received: Any, array: Any) -> Any:
+    """Gives a received array the form of the one that was sent: random keys where that has random keys."""
+    if jax_compat.is_device_array(array):
+        return received
+    return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))

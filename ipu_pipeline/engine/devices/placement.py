@@ -20,7 +20,7 @@ from ipu_pipeline.engine.devices.device_groups import (
     is_here,
     move,
     partition_of,
-    put_own,
+    put_here,
 )
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.process_exchange import whole
@@ -97,31 +97,31 @@ def _put_as(
     """Puts arrays on a group with one of its shardings."""
     offloaded = sharding.memory_kind == HOST_MEMORY
     placed = list(arrays)
-    away = [
+    to_move = [
         place
         for place, array in enumerate(arrays)
         if not (isinstance(array, jax.Array) and array.sharding == sharding)
     ]
-    if group.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in away):
-        sources = {place: group_sharding(arrays[place]) for place in away}
+    if group.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in to_move):
+        sources = {place: group_sharding(arrays[place]) for place in to_move}
         for number, source in enumerate(dict.fromkeys(sources.values())):
             if is_all_here(sharding) and (source is None or is_all_here(source)):
                 continue  # done below, as in a process that runs alone
-            places = [place for place in away if sources[place] == source]
+            places = [place for place in to_move if sources[place] == source]
             moving = [arrays[place] for place in places]
             move_tag = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
             for place, array in zip(places, _bring(moving, source, group, sharding, move_tag), strict=True):
                 placed[place] = array
-                away.remove(place)
-    if not offloaded and group.send is not None and all(_is_plain(arrays[place]) for place in away):
-        for place in away:
+                to_move.remove(place)
+    if not offloaded and group.send is not None and all(_is_plain(arrays[place]) for place in to_move):
+        for place in to_move:
             placed[place] = group.send(arrays[place], is_copied)
-    elif away:
-        moving = [arrays[place] for place in away]
+    elif to_move:
+        moving = [arrays[place] for place in to_move]
         if is_copied:
             moving = [array if isinstance(array, jax.Array) else np.array(array) for array in moving]
         moved = jax.device_put(moving, sharding)
-        for place, array in zip(away, moved, strict=True):
+        for place, array in zip(to_move, moved, strict=True):
             placed[place] = array
     return placed
 
@@ -139,7 +139,7 @@ def _bring(
 ) -> list[Any]:
     """Moves arrays in several processes from where all of them are to a sharding of a group."""
     if source is None:
-        return put_own(arrays, sharding)
+        return put_here(arrays, sharding)
     if source.mesh == sharding.mesh:
         return _relocate(arrays, sharding)
     target = NamedSharding(sharding.mesh, sharding.spec)
@@ -181,12 +181,12 @@ def keep(arrays: Sequence[Any]) -> list[Any]:
     stand-ins for arrays in other processes, stay the same objects.
     """
     result: list[Any] = [np.asarray(array) if _is_on_host(array) else array for array in arrays]
-    away = [
+    to_copy = [
         place for place, array in enumerate(result) if isinstance(array, jax.Array) and is_readable(array)
     ]
-    originals = [result[place] for place in away]
+    originals = [result[place] for place in to_copy]
     copies = jax.device_put(originals, [array.sharding for array in originals], may_alias=False)
-    for place, copy in zip(away, copies, strict=True):
+    for place, copy in zip(to_copy, copies, strict=True):
         result[place] = copy
     return result
 

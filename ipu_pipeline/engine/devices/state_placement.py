@@ -294,20 +294,20 @@ class StatePlacement:
         kind = str((group.host if is_offloaded else group.replicated).memory_kind)
         targets = [sharding.with_memory_kind(kind) for sharding in shardings]
         placed = list(arrays)
-        brought = [place for place, array in enumerate(placed) if self._is_elsewhere(array)]
-        if brought:  # by all processes: those without a part in the groups may count steps differently
-            gathered = read_gathered([placed[place] for place in brought])
-            for place, array in zip(brought, gathered, strict=True):
+        to_read = [place for place, array in enumerate(placed) if self._is_elsewhere(array)]
+        if to_read:  # by all processes: those without a part in the groups may count steps differently
+            gathered = read_gathered([placed[place] for place in to_read])
+            for place, array in zip(to_read, gathered, strict=True):
                 placed[place] = array if group.is_here else absent(array.shape, array.dtype, targets[place])
-        away = [
+        to_move = [
             place
             for place, (array, sharding) in enumerate(zip(arrays, targets, strict=True))
             if not (isinstance(array, jax.Array) and array.sharding == sharding)
         ]
-        partitions = [divided_in_replica(targets[place]) for place in away]
-        moved = put_host_copies([placed[place] for place in away], group, is_offloaded, tag, partitions)
-        moved = share_out(moved, [targets[place] for place in away], group)
-        for place, array in zip(away, moved, strict=True):
+        partitions = [divided_in_replica(targets[place]) for place in to_move]
+        moved = put_host_copies([placed[place] for place in to_move], group, is_offloaded, tag, partitions)
+        moved = share_out(moved, [targets[place] for place in to_move], group)
+        for place, array in zip(to_move, moved, strict=True):
             placed[place] = array
         return placed
 

@@ -18,8 +18,8 @@ from ipu_pipeline.ground.host import count_cores
 Options: TypeAlias = "Mapping[str, bool | int | float | str]"
 
 
-class _Given(NamedTuple):
-    """Options as they were given: the argument's name, the stage (None: all stages) and the options."""
+class _Argument(NamedTuple):
+    """An argument with options: its name, the stage (None: all stages) and the options."""
 
     argument: str
     stage: int | None
@@ -40,7 +40,7 @@ class CompilerOptions:
     update: Options  # for the weight update's programs
     whole: Options  # for the one program of all stages, where they are on one device
     # the options as they were given, with the stage that each is checked on
-    given: tuple[tuple[_Given, int], ...]
+    arguments: tuple[tuple[_Argument, int], ...]
 
     def of_forward(self, stage: int) -> Options:
         """The options of a stage's forward program."""
@@ -68,16 +68,18 @@ def plan_options(
     if not trains and (backward is not None or update is not None):
         name = called["update_options" if backward is None else "backward_options"]
         raise ValueError(f"{name} goes with an optimizer; the pipeline only runs forwards.")
-    forwards = [_Given(called["forward_options"], n, options) for n, options in enumerate(forward or ())]
-    backwards = [_Given(called["backward_options"], n, options) for n, options in enumerate(backward or ())]
-    updates = [] if update is None else [_Given(called["update_options"], None, update)]
+    forwards = [_Argument(called["forward_options"], n, options) for n, options in enumerate(forward or ())]
+    backwards = [
+        _Argument(called["backward_options"], n, options) for n, options in enumerate(backward or ())
+    ]
+    updates = [] if update is None else [_Argument(called["update_options"], None, update)]
     for entry in (*forwards, *backwards, *updates):
         _check_types(entry)
     for many in (forwards, backwards):
         if len(many) > num_stages:
             raise ValueError(f"{many[0].argument} has {len(many)} entries for {num_stages} stages.")
 
-    def of_stage(many: Sequence[_Given], index: int) -> list[_Given]:
+    def of_stage(many: Sequence[_Argument], index: int) -> list[_Argument]:
         return [entry for entry in many if entry.stage == index]
 
     last = num_stages - 1
@@ -91,14 +93,14 @@ def plan_options(
         backward=() if is_one_program else tuple(_merge(of_stage(backwards, n), "") for n in range(last)),
         update=_merge(updates, ""),
         whole=_merge(entries, reason) if is_one_program else {},
-        given=tuple((entry, entry.stage or 0) for entry in entries),
+        arguments=tuple((entry, entry.stage or 0) for entry in entries),
     )
 
 
 _ARGUMENTS = ("forward_options", "backward_options", "update_options")
 
 
-def _check_types(entry: _Given) -> None:
+def _check_types(entry: _Argument) -> None:
     if not isinstance(entry.options, Mapping):
         raise TypeError(f"{entry} must be a dict of compiler options; got {entry.options!r}.")
     for name, value in entry.options.items():
@@ -111,10 +113,10 @@ def _check_types(entry: _Given) -> None:
             )
 
 
-def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
+def _merge(parts: Iterable[_Argument], why: str) -> dict[str, Any]:
     """The options of one program. Raises a ValueError if they contradict each other."""
     merged: dict[str, Any] = {}
-    origins: dict[str, _Given] = {}
+    origins: dict[str, _Argument] = {}
     for entry in parts:
         for name, value in entry.options.items():
             first = origins.setdefault(name, entry)
@@ -131,7 +133,7 @@ def check_compiles(options: CompilerOptions, groups: Sequence[DeviceGroup]) -> N
     """Compiles trivial programs with the options that were given."""
     results: dict[tuple[Any, ...], str | None] = {}
     faults = []
-    for entry, stage in options.given:
+    for entry, stage in options.arguments:
         for name, value in entry.options.items():
             key = (groups[stage].devices[0].platform, name, type(value), value)
             if key not in results and groups[stage].is_here:

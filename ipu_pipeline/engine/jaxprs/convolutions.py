@@ -1,4 +1,24 @@
-"""Convolutions as products of matrices, for a CPU."""
+"""Convolutions as products of matrices, for a CPU.
+
+XLA's CPU compiler has fast kernels for convolutions of one layout only. It converts others to it in the
+entry computation of a program, but not in the bodies of loops (JAX issue 12868), where a gradient of a
+kernel, and everything that has channels before lengths, takes 10 to 80 times as long. Groups are slow
+everywhere. Products of matrices are fast in any layout and place, so each convolution becomes one: of its
+windows as columns (Chellapilla et al. 2006, "High performance convolutional neural networks for document
+processing"), made block by block, so that they stay in the processor's cache.
+benchmarks/against_torch_models shows the gain. To transpose there and back for XLA's fast kernels took
+1.3 to 1.9 times as long (3 x 3; 64 channels of 32 x 32 to 512 of 4 x 4), and did not help with groups.
+
+This comes after differentiation, so that each of a layer's three convolutions gets the form that suits it:
+
+* Few taps (`multiply_windows`; forwards, and gradients of inputs without strides): columns are windows of
+  images.
+* A dilated image (`scatter_products`; gradients of inputs with strides, and transposed convolutions):
+  each element is multiplied by all taps, and the products are added where they belong. No product has a
+  zero.
+* Few results (`correlate_windows`; gradients of kernels): columns are windows, and the sum goes over
+  places.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +219,7 @@ def dilate(conv: Convolution, image: Any) -> Any:
     return jax.lax.pad(image, jnp.zeros((), image.dtype), config)
 
 
-def canonical(conv: Convolution, image: Any, kernel: Any) -> Any:
+def convolve_in_xla(conv: Convolution, image: Any, kernel: Any) -> Any:
     """A convolution in the layout that is fast everywhere: (N, *lengths, C), (*taps, I, O)."""
     last = image.ndim - 1
     lengths = tuple(range(1, last))
@@ -219,7 +239,7 @@ def canonical(conv: Convolution, image: Any, kernel: Any) -> Any:
     return in_order(result, (0, last, *lengths), conv.numbers.out_spec)
 
 
-def gathered(conv: Convolution, image: Any, kernel: Any) -> Any:
+def multiply_windows(conv: Convolution, image: Any, kernel: Any) -> Any:
     """Multiplies windows of images, as columns, by the kernel. The image must have no holes."""
     spec, groups = conv.numbers.lhs_spec, conv.feature_groups
     layout = Layout.of(spec, spec[1])
@@ -258,7 +278,7 @@ def gathered(conv: Convolution, image: Any, kernel: Any) -> Any:
     return layout.join(result, conv.numbers.out_spec)
 
 
-def scattered(conv: Convolution, image: Any, kernel: Any) -> Any:
+def scatter_products(conv: Convolution, image: Any, kernel: Any) -> Any:
     """Multiplies each element of an image by all taps, and adds up. There must be no strides."""
     spec, groups = conv.numbers.lhs_spec, conv.feature_groups
     layout = Layout.of(spec, spec[1])
@@ -306,7 +326,7 @@ def scattered(conv: Convolution, image: Any, kernel: Any) -> Any:
     return layout.join(result, conv.numbers.out_spec)
 
 
-def correlated(conv: Convolution, image: Any, kernel: Any) -> Any:
+def correlate_windows(conv: Convolution, image: Any, kernel: Any) -> Any:
     """Multiplies the kernel, as columns, by windows of images. For few places, or groups of the batch."""
     (batch, channels, *lengths), (outputs, inputs, *taps) = conv.numbers.lhs_spec, conv.numbers.rhs_spec
     groups = conv.batch_groups
@@ -487,23 +507,6 @@ def _cut(array: Any, size: int) -> Any:
     return array.reshape(-1, size, *array.shape[1:])
 
 
-# XLA's CPU compiler has fast kernels for convolutions of one layout only. It converts others to it in the
-# entry computation of a program, but not in the bodies of loops (JAX issue 12868), where a gradient of a
-# kernel, and everything that has channels before lengths, takes 10 to 80 times as long. Groups are slow
-# everywhere. Products of matrices are fast in any layout and place, so each convolution becomes one: of its
-# windows as columns (Chellapilla et al. 2006, "High performance convolutional neural networks for document
-# processing"), made block by block, so that they stay in the processor's cache.
-# benchmarks/against_torch_models shows the gain. To transpose there and back for XLA's fast kernels took
-# 1.3 to 1.9 times as long (3 x 3; 64 channels of 32 x 32 to 512 of 4 x 4), and did not help with groups.
-#
-# This comes after differentiation, so that each of a layer's three convolutions gets the form that suits
-# it:
-#
-# * Few taps (`gathered`; forwards, and gradients of inputs without strides): columns are windows of images.
-# * A dilated image (`scattered`; gradients of inputs with strides, and transposed convolutions): each
-#   element is multiplied by all taps, and the products are added where they belong. No product has a zero.
-# * Few results (`correlated`; gradients of kernels): columns are windows, and the sum goes over places.
-
 _NAME = "conv_general_dilated"
 
 
@@ -565,7 +568,7 @@ def _inline(convolution: Convolution, equation: Any, inputs: tuple[Any, Any]) ->
 def _compute(conv: Convolution, image: Any, kernel: Any) -> Any:
     """Computes a convolution in the form that suits it."""
     if conv.has_many_windows:
-        return canonical(conv, image, kernel)
+        return convolve_in_xla(conv, image, kernel)
     # Sums of narrow floats are wide, and are rounded once: here, where XLA sees the result's cast.
     return _product(conv, image, kernel).astype(image.dtype)
 
@@ -573,13 +576,13 @@ def _compute(conv: Convolution, image: Any, kernel: Any) -> Any:
 def _product(conv: Convolution, image: Any, kernel: Any) -> Any:
     if conv.is_correlation:
         if max(conv.holes) > 1 and max(conv.dilation) > 1:
-            return correlated(conv.without_holes(), dilate(conv, image), kernel)
-        return correlated(conv, image, kernel)
+            return correlate_windows(conv.without_holes(), dilate(conv, image), kernel)
+        return correlate_windows(conv, image, kernel)
     if max(conv.stride) == 1 and (max(conv.holes) > 1 or conv.is_better_scattered(image, kernel)):
-        return scattered(conv, image, kernel)
+        return scatter_products(conv, image, kernel)
     if max(conv.holes) > 1:
-        return gathered(conv.without_holes(), dilate(conv, image), kernel)
-    return gathered(conv, image, kernel)
+        return multiply_windows(conv.without_holes(), dilate(conv, image), kernel)
+    return multiply_windows(conv, image, kernel)
 
 
 def _read(equation: Any) -> Convolution | None:

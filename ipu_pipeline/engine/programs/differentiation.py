@@ -1,4 +1,25 @@
-"""Differentiation of stages: forward and backward programs, cut out of the joint jaxpr of each."""
+"""Differentiation of stages: forward and backward programs, cut out of the joint jaxpr of each.
+
+A stage's jaxpr is differentiated once, by `jax.vjp` on symbolic cotangents, which gives a joint jaxpr of
+its forward and its backward. What depends on a cotangent is the backward, the rest is the forward, and
+what crosses from one to the other is a residual, unless the backward can have it without storing it:
+
+1. inputs of the stage are held by the runner anyway;
+2. what depends only on variables and constants is computed again in the backward;
+3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
+   beginnings cross.
+
+The residuals of `jax.vjp` itself would have to be known by the identity of tracers, include what is made
+of weights alone, and allow no other cuts.
+
+The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
+are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
+not computed at all.
+
+The backward may be cut in halves: gradients of inputs first, and those of weights in a program of their
+own. That repeats nothing of the first half, but takes what it needs as further residuals. What prints in
+the backward does so in the second half, unless the first needs it.
+"""
 
 from __future__ import annotations
 
@@ -24,81 +45,6 @@ from ipu_pipeline.engine.tracing.faults import add_derivative_note
 from ipu_pipeline.engine.tracing.stage_meshes import in_mesh, mesh_of_stages
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_compat, jax_core
-
-# Numbers of random keys are taken out of programs, so that the programs of equal stages are equal.
-#
-# A stage's keys are folded from its micro-batch's key with two numbers each, that of the scope and that of
-# the call (`stage_markers`). These differ from stage to stage. As constants they would make the programs of
-# stages differ that are otherwise equal, and XLA would compile each of them.
-
-_NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions, and of micro-batches
-
-
-def find_alike(stages: Sequence[TracedStage]) -> frozenset[int]:
-    """The stages that draw random keys and may be equal but for the numbers of these."""
-    signatures = [
-        (
-            tuple(equation.primitive.name for equation in stage.flat.equations),
-            tuple(str(var.aval) for var in stage.flat.inputs),
-        )
-        for stage in stages
-    ]
-    counts = Counter(signatures)
-    return frozenset(
-        index
-        for index, (stage, signature) in enumerate(zip(stages, signatures, strict=True))
-        if stage.uses_key and counts[signature] > 1
-    )
-
-
-def take_out_key_numbers(
-    flat: jaxprs.FlatJaxpr, labels: dict[Any, Value]
-) -> tuple[jaxprs.FlatJaxpr, dict[Any, Value]]:
-    """Makes the numbers of a stage's random keys further inputs.
-
-    Returns:
-      The jaxpr, and the labels of all its inputs. Keys that are drawn within loops, conditionals and
-      segments that are computed again keep their numbers.
-    """
-    folds = {var: 0 for var, value in labels.items() if value.kind is ValueKind.KEY}
-    numbers: dict[Any, Value] = {}
-    equations = []
-    for equation in flat.equations:
-        if equation.primitive.name == "random_fold_in":
-            key, number = equation.invars
-            num_folds = folds.get(key, _NUM_FOLDS)
-            is_literal = isinstance(number, jax_core.Literal)
-            if num_folds < _NUM_FOLDS and is_literal == (num_folds >= _NUM_BEFORE):
-                (folded,) = equation.outvars
-                folds[folded] = num_folds + 1
-                if is_literal:
-                    var = jax_core.Var(number.aval)
-                    numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
-                    equation = equation.replace(invars=[key, var])
-        equations.append(equation)
-    inputs = [*flat.inputs, *numbers]
-    return jaxprs.FlatJaxpr(inputs, equations, flat.outputs, flat.constants), {**labels, **numbers}
-
-
-# A stage's jaxpr is differentiated once, by `jax.vjp` on symbolic cotangents, which gives a joint jaxpr of
-# its forward and its backward. What depends on a cotangent is the backward, the rest is the forward, and
-# what crosses from one to the other is a residual, unless the backward can have it without storing it:
-#
-# 1. inputs of the stage are held by the runner anyway;
-# 2. what depends only on variables and constants is computed again in the backward;
-# 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
-#    beginnings cross.
-#
-# The residuals of `jax.vjp` itself would have to be known by the identity of tracers, include what is made
-# of weights alone, and allow no other cuts.
-#
-# The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
-# are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
-# not computed at all.
-#
-# The backward may be cut in halves: gradients of inputs first, and those of weights in a program of their
-# own. That repeats nothing of the first half, but takes what it needs as further residuals. What prints in
-# the backward does so in the second half, unless the first needs it.
 
 Results: TypeAlias = "Sequence[tuple[Value, Any]]"  # what a program returns, with the atoms
 
@@ -577,3 +523,58 @@ def _received_cotangents(
         if source == Source("output", position, index)
         for sender in senders.get(source, ())
     ]
+
+
+# Numbers of random keys are taken out of programs, so that the programs of equal stages are equal.
+#
+# A stage's keys are folded from its micro-batch's key with two numbers each, that of the scope and that of
+# the call (`stage_markers`). These differ from stage to stage. As constants they would make the programs of
+# stages differ that are otherwise equal, and XLA would compile each of them.
+
+_NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions, and of micro-batches
+
+
+def find_alike(stages: Sequence[TracedStage]) -> frozenset[int]:
+    """The stages that draw random keys and may be equal but for the numbers of these."""
+    signatures = [
+        (
+            tuple(equation.primitive.name for equation in stage.flat.equations),
+            tuple(str(var.aval) for var in stage.flat.inputs),
+        )
+        for stage in stages
+    ]
+    counts = Counter(signatures)
+    return frozenset(
+        index
+        for index, (stage, signature) in enumerate(zip(stages, signatures, strict=True))
+        if stage.uses_key and counts[signature] > 1
+    )
+
+
+def take_out_key_numbers(
+    flat: jaxprs.FlatJaxpr, labels: dict[Any, Value]
+) -> tuple[jaxprs.FlatJaxpr, dict[Any, Value]]:
+    """Makes the numbers of a stage's random keys further inputs.
+
+    Returns:
+      The jaxpr, and the labels of all its inputs. Keys that are drawn within loops, conditionals and
+      segments that are computed again keep their numbers.
+    """
+    folds = {var: 0 for var, value in labels.items() if value.kind is ValueKind.KEY}
+    numbers: dict[Any, Value] = {}
+    equations = []
+    for equation in flat.equations:
+        if equation.primitive.name == "random_fold_in":
+            key, number = equation.invars
+            num_folds = folds.get(key, _NUM_FOLDS)
+            is_literal = isinstance(number, jax_core.Literal)
+            if num_folds < _NUM_FOLDS and is_literal == (num_folds >= _NUM_BEFORE):
+                (folded,) = equation.outvars
+                folds[folded] = num_folds + 1
+                if is_literal:
+                    var = jax_core.Var(number.aval)
+                    numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
+                    equation = equation.replace(invars=[key, var])
+        equations.append(equation)
+    inputs = [*flat.inputs, *numbers]
+    return jaxprs.FlatJaxpr(inputs, equations, flat.outputs, flat.constants), {**labels, **numbers}

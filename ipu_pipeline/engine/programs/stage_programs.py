@@ -236,7 +236,7 @@ def chunk_programs(
 
 
 def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram:
-    carried = _carried(program)
+    carried = _find_carried(program)
     counts = [place for place, value in enumerate(program.arguments) if value.kind in _COUNTS]
     stacked = [
         place
@@ -293,7 +293,7 @@ def _is_state(value: Value) -> bool:
     return value.kind in (ValueKind.ACCUMULATOR, ValueKind.ASSIGNED)
 
 
-def _carried(program: StageProgram) -> dict[int, int]:
+def _find_carried(program: StageProgram) -> dict[int, int]:
     """Maps arguments that change with each micro-batch to the results that are their next values."""
     places = {value: place for place, value in enumerate(program.arguments)}
     carried = {}

@@ -200,20 +200,20 @@ def find_frame() -> Frame | None:
     return _frame.get()
 
 
-def current_frame(wanted_by: str) -> Frame:
+def current_frame(caller: str) -> Frame:
     """The frame of the function being traced."""
     current = _frame.get()
     if current is None:
         raise RuntimeError(
-            f"{wanted_by} was called outside of a program. Call it in a computational stage, or in the "
+            f"{caller} was called outside of a program. Call it in a computational stage, or in the "
             "function that is given to ipu_compiler.compile."
         )
     return current
 
 
-def current_values(wanted_by: str) -> Values:
+def current_values(caller: str) -> Values:
     """The values for the function that is called op by op; raises like `current_frame`."""
-    values = current_frame(wanted_by).values
+    values = current_frame(caller).values
     assert values is not None, "a marker was evaluated in a function that is traced"
     return values
 

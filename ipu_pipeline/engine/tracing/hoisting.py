@@ -71,6 +71,7 @@ def hoist(
     first_rule: jaxprs.EquationRule | None = None,
 ) -> Hoisted:
     """Takes the markers out of a traced function."""
+    # What the markers become; `rule` fills it in, in the order of the equations.
     reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
     latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
     assigned: dict[VariableSpec, None] = {}
@@ -116,6 +117,7 @@ def hoist(
         num_equations += replaced is None
         return replaced
 
+    # The function without markers, with what they became among its inputs and outputs.
     flat = jaxprs.flatten(closed_jaxpr, rule)
     resolve(flat.equations, flat.constants, initialized, place)
     flat = jaxprs.FlatJaxpr(

@@ -127,8 +127,8 @@ class ModelGraph:
         (stage,) = traced.pipeline.stages
         specs = stage.variables
         variables = dict(zip(stage.flat.inputs, specs, strict=False))
-        stacked_ones = [var for var, spec in variables.items() if spec not in stage.assigned]
-        unrolled = jaxprs.unroll_layers(stage.flat, stacked_ones if cut_scans else [])
+        scan_candidates = [var for var, spec in variables.items() if spec not in stage.assigned]
+        unrolled = jaxprs.unroll_layers(stage.flat, scan_candidates if cut_scans else [])
         self.flat = unrolled.flat
         self.specs: dict[Any, VariableSpec] = {}
         self.slices: dict[str, Slice] = {}

@@ -95,13 +95,13 @@ def _find_cpu() -> Any:
 def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
     if 0 in spec.shape:  # Keras's initializers divide by the sizes
         return jnp.zeros(spec.shape, spec.dtype)
-    own_key = key
+    variable_key = key
     if getattr(spec.initializer, "needs_key", True):
-        own_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
+        variable_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
     try:
-        value: Any = draw(spec.initializer, own_key, spec.shape, spec.dtype)
+        value: Any = draw(spec.initializer, variable_key, spec.shape, spec.dtype)
         if value is None:
-            value = spec.initializer(own_key, spec.shape, spec.dtype)
+            value = spec.initializer(variable_key, spec.shape, spec.dtype)
         if jax_compat.is_traced(value):
             value = jnp.array(value)  # raises if its trace has ended
     except Exception as error:

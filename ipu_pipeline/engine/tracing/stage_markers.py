@@ -108,12 +108,12 @@ def next_rng_key() -> jax.Array:
     return draw_key("next_rng_key")
 
 
-def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
+def draw_key(caller: str, mend: str = "") -> jax.Array:
     """The key that `next_rng_key` returns, for a function that a user called."""
-    current = frames.current_frame(wanted_by)
+    current = frames.current_frame(caller)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(
-            f"{wanted_by} was called outside of a computational stage, in {current.place}. It needs a "
+            f"{caller} was called outside of a computational stage, in {current.place}. It needs a "
             f"random key, and only a stage has one for each micro-batch: call it in a stage.{mend}"
         )
     scope = scopes.current_scope()

@@ -100,11 +100,11 @@ class TracedPipeline:
         self, captured: Sequence[jax.ShapeDtypeStruct], read_numbers: Sequence[int]
     ) -> TracedPipeline:
         """Adds inputs to the pipeline, some of which are outputs, too."""
-        given_inputs = self.given
-        first = len(jax.tree.leaves(given_inputs))
+        inputs = self.given
+        first = len(jax.tree.leaves(inputs))
         return dataclasses.replace(
             self,
-            inputs=(*given_inputs, *captured),
+            inputs=(*inputs, *captured),
             num_captured=len(captured),
             outputs=(*self.outputs, *(Source("input", first + number) for number in read_numbers)),
             output_avals=(*self.output_avals, *(captured[number] for number in read_numbers)),
