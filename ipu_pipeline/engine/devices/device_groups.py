@@ -118,7 +118,7 @@ class DeviceGroup:
 def make_groups(
     devices: Sequence[Any], device_mapping: Sequence[int], num_replicas: int = 1, num_devices: int = 1
 ) -> tuple[DeviceGroup, ...]:
-    """The groups of all stages."""
+    """Makes the groups of all stages."""
     ipus = sorted(set(device_mapping))
     size = ipus[-1] + 1
     flat_devices = np.array(devices[: num_replicas * size * num_devices])
@@ -181,7 +181,7 @@ def join(parts: Sequence[Any], group: DeviceGroup) -> Any:
     sharding = NamedSharding(
         group.replicated.mesh, partition_of(first), memory_kind=first.sharding.memory_kind
     )
-    local_shards = [shard for part in parts for shard in _own_parts(part)]
+    local_shards = [shard for part in parts for shard in _local_parts(part)]
     return (
         jax_compat.make_array(first.shape, sharding, local_shards)
         if local_shards
@@ -189,7 +189,7 @@ def join(parts: Sequence[Any], group: DeviceGroup) -> Any:
     )
 
 
-def _own_parts(array: Any) -> list[Any]:
+def _local_parts(array: Any) -> list[Any]:
     """The parts of an array on this process's devices, in the order of the devices."""
     if len(array.sharding.device_set) == 1:
         return [array] if array.is_fully_addressable else []
@@ -243,7 +243,7 @@ def _first_copy(array: Any) -> Any:
     """The first device's copy of an array that each device has whole."""
     if len(array.sharding.device_set) == 1:
         return array
-    local_parts = _own_parts(array)
+    local_parts = _local_parts(array)
     if local_parts:
         return local_parts[0]
     first = SingleDeviceSharding(array.sharding.mesh.devices.flat[0])
@@ -441,7 +441,7 @@ def struct_of_numbers(array: Any, shape: Sequence[int], sharding: Any) -> Any:
 
 
 def as_sent(received: Any, array: Any) -> Any:
-    """Gives a received array the form of the one that was sent: random keys where that has random keys."""
+    """Converts received numbers to the form of the array that was sent: random keys if it has those."""
     if jax_compat.is_device_array(array):
         return received
     return jax.random.wrap_key_data(received, impl=jax.random.key_impl(array))

@@ -265,7 +265,7 @@ class Supply:
             self._take = inner
 
     def __call__(self, count: int) -> list[Any]:
-        """Takes at least one micro-batch, and at most `wanted`."""
+        """Takes at least one micro-batch, and at most `count`."""
         pending = self._pending
         if not pending:
             self.is_taking = True
@@ -301,7 +301,7 @@ class Supply:
         return shapes_of(self._pending[0])
 
     def in_a_row(self, count: int) -> list[Any]:
-        """Takes `wanted` micro-batches, or as many in a row as have the shapes of the first one."""
+        """Takes `count` micro-batches, or as many in a row as have the shapes of the first one."""
         elements = gather(self, count, count)
         shapes = shapes_of(elements[0])
         number = next((n for n, item in enumerate(elements) if shapes_of(item) != shapes), len(elements))

@@ -201,7 +201,7 @@ class StatePlacement:
         shard: Collection[Shard] = (),
         partitions: Partitions = MappingProxyType({}),
     ) -> None:
-        """Jits the programs that make optimizer state; XLA compiles each at its first call."""
+        """Decides which arrays are offloaded, shared out and divided."""
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
         self.offloads_activations = Offload.ACTIVATIONS in offload
@@ -253,7 +253,7 @@ class StatePlacement:
         return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
 
     def name_agreement(self, topic: str) -> tuple[str, int]:
-        """Names and counts what the processes are about to agree on: they see whether they mean the same.
+        """Names and counts what the processes are about to agree on, so that a mismatch shows.
 
         Unlike steps, agreements are counted alike in processes without a part in the groups.
         """

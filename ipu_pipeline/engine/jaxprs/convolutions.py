@@ -79,7 +79,7 @@ class Convolution:
 
     @property
     def has_many_windows(self) -> bool:
-        """Whether it stays a convolution, because its windows would make too large a program."""
+        """Whether it stays a convolution, because its windows would make the program too large."""
         return (self.num_places if self.is_correlation else self.num_taps) > _MAX_TAPS
 
     def can_reverse(self, axes: Sequence[int]) -> bool:
@@ -196,7 +196,7 @@ class Layout(NamedTuple):
 
 
 def in_order(array: Any, spec: Sequence[int], target_spec: Sequence[int]) -> Any:
-    """Transposes an array so that the axes at `spec` come to be those at `wanted`."""
+    """Transposes an array so that the axes at `spec` come to be those at `target_spec`."""
     order = [0] * array.ndim
     for source, target in zip(spec, target_spec, strict=True):
         order[target] = source
@@ -220,7 +220,7 @@ def dilate(conv: Convolution, image: Any) -> Any:
 
 
 def convolve_in_xla(conv: Convolution, image: Any, kernel: Any) -> Any:
-    """A convolution in the layout that is fast everywhere: (N, *lengths, C), (*taps, I, O)."""
+    """Convolves in the layout that is fast everywhere: (N, *lengths, C), (*taps, I, O)."""
     last = image.ndim - 1
     lengths = tuple(range(1, last))
     taps = tuple(range(last - 1))
@@ -430,7 +430,7 @@ def _stack(layout: Layout, windows: Sequence[Any]) -> Any:
 def _multiply(
     conv: Convolution, layout: Layout, weights: Any, axis: int, columns: Any, is_plain: bool
 ) -> Any:
-    """Columns times weights: the outputs in the place of the channels."""
+    """Multiplies columns by weights: the outputs are in the place of the channels."""
     wide = _sum_dtype(columns.dtype)
     inner = layout.groups + 1
     if layout.is_last:
@@ -586,7 +586,7 @@ def _product(conv: Convolution, image: Any, kernel: Any) -> Any:
 
 
 def _read(equation: Any) -> Convolution | None:
-    """The convolution of an equation; None if there is none, or if it had better stay as it is."""
+    """Reads an equation's convolution; None if there is none, or if it should stay as it is."""
     if equation.primitive.name != _NAME:
         return None
     image, kernel, result = (var.aval for var in (*equation.invars, *equation.outvars))

@@ -143,7 +143,7 @@ def threefry_dtype() -> Any:
 def _make_call(
     keys: tuple[int, ...], bit_width: int, shape: tuple[int, ...], is_partitionable: bool
 ) -> Callable[..., Any]:
-    """Jits what random bits mean for JAX, with the cipher written out."""
+    """Jits JAX's definition of random bits, with the cipher written out."""
     del is_partitionable  # it is read where the bits are drawn
 
     def draw(data: Any) -> Any:

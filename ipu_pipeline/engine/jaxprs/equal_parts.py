@@ -173,7 +173,7 @@ class _Division:
         self.components = list(components.values())
 
     def _find(self, var: Any) -> Any:
-        """The array that stands for the component of one."""
+        """The array that stands for the component of an array."""
         root = var
         while (parent := self._parents.setdefault(root, root)) is not root:
             root = parent
@@ -224,7 +224,7 @@ class _Division:
         return list(partials), passed
 
     def _number_scalars(self, scalars: dict[Any, int]) -> dict[Any, int]:
-        """Numbers the scalars that depend on no array, such that those of the same number are equal."""
+        """Numbers the scalars that depend on no array; scalars of the same number are equal."""
         numbers: dict[Any, int] = {}
         for equation in self._jaxpr.eqns:
             if any(map(self._roots_of, (*equation.invars, *equation.outvars))):

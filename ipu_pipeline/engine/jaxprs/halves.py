@@ -92,10 +92,10 @@ def _take_apart(flat: FlatJaxpr, first: Sequence[Atom], depending: Collection[Va
     halves: dict[int, Any] = {}  # the number of an equation -> what takes its place
     for number in reversed(range(len(flat.equations))):
         equation = flat.equations[number]
-        first_places = [place for place in _wanted(equation) if equation.outvars[place] in required]
+        first_places = [place for place in _used_places(equation) if equation.outvars[place] in required]
         if not first_places:
             continue
-        second_places = [place for place in _wanted(equation) if place not in first_places]
+        second_places = [place for place in _used_places(equation) if place not in first_places]
         is_in = depending is None or any(var in depending for var in equation.outvars)
         make = _find_maker(equation) if second_places and is_in and not equation.effects else None
         apart = None if make is None else make(equation, first_places, second_places)
@@ -116,13 +116,13 @@ def _take_apart(flat: FlatJaxpr, first: Sequence[Atom], depending: Collection[Va
 
 @dataclass(frozen=True, eq=False)
 class _Apart:
-    """An equation as two."""
+    """The two halves of an equation."""
 
     closed_jaxpr: Any  # takes the equation's inputs, returns those of its results that something reads
     read_first: Sequence[int]  # the places of the inputs that the first half reads
 
 
-def _wanted(equation: Equation) -> list[int]:
+def _used_places(equation: Equation) -> list[int]:
     """The places of an equation's results that something reads."""
     return [n for n, var in enumerate(equation.outvars) if not isinstance(var, jax_core.DropVar)]
 
@@ -144,7 +144,7 @@ def _trace(equation: Equation, halved: Callable[..., dict[int, Any]], read_first
 
     def function(*inputs: Any) -> list[Any]:
         results = halved(*inputs)
-        return [results[place] for place in _wanted(equation)]
+        return [results[place] for place in _used_places(equation)]
 
     avals = [aval_struct(atom.aval) for atom in equation.invars]
     return _Apart(jax.make_jaxpr(function)(*avals), sorted(read_first))

@@ -35,7 +35,7 @@ def has_shard_map(equations: Iterable[Equation]) -> bool:
 
 
 def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
-    """The equations that name devices which values are to be on, more than one, at any depth."""
+    """Yields the equations, at any depth, that name several devices for values to be on."""
     for equation in equations:
         mesh = getattr(equation.params.get("sharding"), "mesh", equation.params.get("mesh"))
         if isinstance(mesh, Mesh) and mesh.size > 1:
@@ -45,7 +45,7 @@ def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
 
 
 def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equation]:
-    """The equations that compute along an axis of a mesh, or with a device's number on it, at any depth."""
+    """Yields the equations, at any depth, that compute along a mesh axis or with a number on it."""
     for equation in equations:
         named = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
         names = [part for value in named for part in (value if isinstance(value, tuple) else (value,))]
@@ -56,7 +56,7 @@ def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equat
 
 
 def without_mesh(closed_jaxpr: Any, *, is_differentiated: bool) -> Any:
-    """Makes a jaxpr's types as they are without a mesh, and drops constraints on a mesh of one device."""
+    """Takes the mesh out of a jaxpr's types, and drops constraints on a mesh of one device."""
     return _Rewriting(not is_differentiated).close(closed_jaxpr)
 
 

@@ -85,7 +85,7 @@ def split(joint: Joint, reduction: Reduction) -> StagePrograms:
     """Makes forward and backward two programs."""
     cutter = _Cutter(joint)
     backward = cutter.cut_later("backward", joint.pulled, cutter.stored, joint.is_backward)
-    results = [*joint.results, *cutter.returned(cutter.numbers)]
+    results = [*joint.results, *cutter.as_results(cutter.numbers)]
     return StagePrograms(
         cutter.cut("forward", results, keep_effects_of=joint.is_forward),
         None if backward is None else accumulation.accumulate(backward, reduction),
@@ -117,14 +117,16 @@ def halve(joint: Joint, reduction: Reduction, is_last: bool, is_scaled: bool) ->
     weights = cutter.cut_later("weight_gradients", second, cutter.stored | saved, is_second)
     is_rest = jaxprs.any_equation if weights is None else lambda equation: not is_second(equation)
     if is_last:
-        results = [*joint.results, *first, *cutter.returned(cutter.numbers)]
+        results = [*joint.results, *first, *cutter.as_results(cutter.numbers)]
         forward = cutter.cut("forward_input_gradients", results, keep_effects_of=is_rest)
         backward = None
         dtype = joint.stage.output_avals[-1].dtype
         forward = stage_programs.seed(forward, dtype, is_scaled)
         weights = None if weights is None else stage_programs.seed(weights, dtype, is_scaled)
     else:
-        passed = cutter.returned(var for var in cutter.numbers if var in saved and var not in cutter.stored)
+        passed = cutter.as_results(
+            var for var in cutter.numbers if var in saved and var not in cutter.stored
+        )
         backward = cutter.cut_later(
             "input_gradients",
             [*first, *passed],
@@ -132,7 +134,7 @@ def halve(joint: Joint, reduction: Reduction, is_last: bool, is_scaled: bool) ->
             lambda equation: joint.is_backward(equation) and is_rest(equation),
         )
         sent = {var for _value, var in passed}
-        results = [*joint.results, *cutter.returned(var for var in cutter.numbers if var not in sent)]
+        results = [*joint.results, *cutter.as_results(var for var in cutter.numbers if var not in sent)]
         forward = cutter.cut("forward", results, keep_effects_of=joint.is_forward)
     return StagePrograms(
         forward,
@@ -183,7 +185,7 @@ class _Cutter:
         """Shapes and dtypes of the residuals, by number."""
         return tuple(jaxprs.aval_struct(var.aval) for var in self.numbers)
 
-    def returned(self, variables: Iterable[Any]) -> list[tuple[Value, Any]]:
+    def as_results(self, variables: Iterable[Any]) -> list[tuple[Value, Any]]:
         """Makes residuals results of a program."""
         return [(Value(ValueKind.RESIDUAL, self.numbers[var]), var) for var in variables]
 
@@ -398,7 +400,7 @@ def _differentiate(
         if source in differentiable
     ]
     places = [arguments.index(of) for _value, of in targets]
-    observed = [  # the gradient's place in `wanted`, and the number of its leaf
+    observed = [  # the gradient's place in `targets`, and the number of its leaf
         (place, number)
         for place, (value, _of) in enumerate(targets)
         if value.kind is ValueKind.ACCUMULATOR
@@ -535,7 +537,7 @@ _NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions,
 
 
 def find_alike(stages: Sequence[TracedStage]) -> frozenset[int]:
-    """The stages that draw random keys and may be equal but for the numbers of these."""
+    """Finds the stages that draw random keys and may be equal but for the numbers of these."""
     signatures = [
         (
             tuple(equation.primitive.name for equation in stage.flat.equations),

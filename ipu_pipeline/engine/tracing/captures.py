@@ -36,7 +36,7 @@ class Captures:
         may_capture: Callable[[Any], bool] | None = None,
         find_name: Callable[[Any], str | None] | None = None,
     ) -> None:
-        """Begins without any.
+        """Begins without captured values.
 
         Args:
           may_capture: says whether a traced value is a placeholder's, and may be captured; None: none may.

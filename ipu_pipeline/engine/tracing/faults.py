@@ -71,7 +71,7 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        """Begins without any."""
+        """Begins without faults."""
         self.stand_ins: dict[str, VariableSpec] = {}
         self.has_constant_modules = False
         self._faults: list[_Fault] = []
@@ -84,7 +84,7 @@ class Faults:
         """Notes an error that ended something."""
         where: list[str] = []
         if arguments is not None:
-            self._failure, where = error, _where_it_ended(error, arguments)
+            self._failure, where = error, _end_location(error, arguments)
         self._faults.append(_Fault(place, error, where))
 
     def add_known(self, place: str, error: Exception | None) -> None:
@@ -96,13 +96,13 @@ class Faults:
         """Notes an error that would have been raised here, in the function that is being traced."""
         stack = traceback.walk_stack(inspect.currentframe())
         inside = itertools.takewhile(lambda entry: _module_of(entry[0]) != _TRACES_STAGES, stack)
-        where = _where(scopes.current_scope(), arguments, _user_line(inside))
+        where = _location(scopes.current_scope(), arguments, _user_line(inside))
         if not any(fault.place == place and str(fault.error) == str(error) for fault in self._faults):
             self._faults.append(_Fault(place, error, where))
 
     @contextlib.contextmanager
     def collecting(self, place: str) -> Iterator[None]:
-        """Notes an error that ends a `with` block, and goes on behind the block."""
+        """Notes an error that ends a `with` block, and continues after the block."""
         try:
             yield
         except Exception as error:
@@ -133,7 +133,7 @@ class Faults:
 
 def add_note(error: BaseException, place: str, arguments: str) -> None:
     """Adds a note to an error that ended a function's trace: where that happened."""
-    error.add_note(_note(place, _where_it_ended(error, arguments)))
+    error.add_note(_note(place, _end_location(error, arguments)))
 
 
 def add_derivative_note(error: BaseException, place: str) -> None:
@@ -237,19 +237,19 @@ def _note(place: str, where: list[str]) -> str:
     return "\n  ".join([f"This happened while tracing {place}", *where])
 
 
-def _where(scope: str, arguments: str, line: str) -> list[str]:
+def _location(scope: str, arguments: str, line: str) -> list[str]:
     parts = {"in scope": scope, "on": arguments, "at": line}
     return [f"{word} {text}" for word, text in parts.items() if text]
 
 
-def _where_it_ended(error: BaseException, arguments: str) -> list[str]:
+def _end_location(error: BaseException, arguments: str) -> list[str]:
     entries = reversed(list(traceback.walk_tb(error.__traceback__)))
-    where = _where(scopes.failed_scope(error) or scopes.current_scope(), arguments, _user_line(entries))
+    where = _location(scopes.failed_scope(error) or scopes.current_scope(), arguments, _user_line(entries))
     return [*where, *_mends(error)]
 
 
 def _mends(error: BaseException) -> list[str]:
-    """Advice on an error that was raised by a library that does not know of pipelines."""
+    """Advice on an error of a library that does not know of pipelines."""
     mends = [mend for text, mend in _MESH_MENDS.items() if text in str(error)]
     if mends:
         return mends

@@ -60,7 +60,7 @@ class ProgramNames:
     host_tables: dict[str, Any] = field(default_factory=dict)
 
     def copy(self) -> ProgramNames:
-        """The names as they are now."""
+        """Copies the names as they are now."""
         copies = {part.name: getattr(self, part.name).copy() for part in dataclasses.fields(self)}
         return ProgramNames(**copies)
 
@@ -83,7 +83,7 @@ class ProgramNames:
 @contextlib.contextmanager
 def unchanged(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gives out."""
-    restore = _keep(program_names)
+    restore = _make_restore(program_names)
     try:
         yield
     finally:
@@ -93,7 +93,7 @@ def unchanged(program_names: ProgramNames) -> Iterator[None]:
 @contextlib.contextmanager
 def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gave out if it ends in an error."""
-    restore = _keep(program_names)
+    restore = _make_restore(program_names)
     try:
         yield
     except BaseException:
@@ -101,7 +101,7 @@ def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
         raise
 
 
-def _keep(program_names: ProgramNames) -> Callable[[], None]:
+def _make_restore(program_names: ProgramNames) -> Callable[[], None]:
     """Returns a function that restores the names as they are now."""
     copies = [
         (collection, collection.copy())
@@ -178,7 +178,7 @@ class Frame:
         return self.training
 
     def note_variable(self, spec: VariableSpec) -> None:
-        """Called with each variable that the function asks for."""
+        """Receives each variable that the function asks for."""
 
 
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)

@@ -145,7 +145,7 @@ _BY_NUMPY: dict[str, Callable[..., Any]] = {
 
 
 class _OtherwiseError(Exception):
-    """An initializer is something else than operations by element on random bits."""
+    """An initializer is not made of operations by element on random bits."""
 
 
 def draw(initializer: Callable[..., Any], key: Any, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -258,7 +258,7 @@ def dividing(size: int) -> Iterator[_Tracing]:
 
 
 def mesh_of_stages() -> AbstractMesh:
-    """The mesh of the stages that are being traced: a replica's devices, one where nobody said more."""
+    """The mesh of the stages that are being traced: a replica's devices, by default one."""
     tracing = _tracing.get()
     shape = (1, 1 if tracing is None else tracing.size)
     # "Explicit" ones, which a newer JAX has by default, would have each stage say how its values lie.
@@ -390,7 +390,7 @@ def stage_mesh() -> StageMesh:
 
 @contextlib.contextmanager
 def in_mesh(mesh: StageMesh) -> Iterator[None]:
-    """Makes a mesh that of the stage that is traced or called in a `with` block."""
+    """Sets the mesh of the stage that is traced or called in a `with` block."""
     token = _mesh.set(mesh)
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     try:

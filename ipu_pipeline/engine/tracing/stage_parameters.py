@@ -85,7 +85,7 @@ def is_maker(value: Any) -> bool:
 
 
 def find_shapes(parameters: Any, label: str) -> Any:
-    """The parameters with shapes in place of what functions make of a random key."""
+    """Replaces functions of a random key in parameters by the shapes of what they make."""
     if is_maker(parameters):
         parameters = _shapes_of(parameters, label)
 
@@ -259,7 +259,7 @@ _OF_A_MODEL = (
 
 
 def check_length(label: str, value: Any, number: int) -> None:
-    """Raises a ValueError if `given` is not a list of `number` pytrees, one for each stage."""
+    """Raises a ValueError if `value` is not a list of `number` pytrees, one for each stage."""
     if not isinstance(value, (list, tuple)) or len(value) != number:
         kind = f"a {type(value).__name__}" + (
             f" of {len(value)}" if isinstance(value, (list, tuple)) else ""

@@ -345,7 +345,7 @@ def _get(
 
 
 def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | None:
-    """The error if a variable that exists cannot be asked for in this way; else None."""
+    """Finds the error if an existing variable cannot be asked for in this way; else None."""
     if not scopes.is_reusing():
         return ValueError(
             f"Variable {spec.name} already exists, disallowed. Did you mean to set reuse=True in "
@@ -429,7 +429,7 @@ def assign_sub(name: str | jax.Array, value: Any) -> None:
 
 
 def _give(caller: str, name: str | jax.Array, compute: Callable[[jax.Array], Any]) -> None:
-    """Gives a variable the value that is computed from the one that it has."""
+    """Assigns a variable the value that is computed from its present one."""
     current = frames.current_frame(caller)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(
@@ -546,7 +546,7 @@ def make_variable(
 
 
 def as_constant(initializer: Any) -> Any:
-    """Makes a list that has computed values one value; anything else is returned as it is."""
+    """Joins a list that has computed values to one value; anything else is returned as it is."""
     is_list = isinstance(initializer, (list, tuple))
     if is_list and any(map(jax_compat.is_traced, jax.tree.leaves(initializer))):
         return jnp.asarray(initializer)
@@ -596,7 +596,7 @@ def resolve(
 
 
 def _find_traced(value: Any, depth: int, visited: set[int]) -> Iterator[bool]:
-    """True for each traced value that a function has: in its closure, its defaults, or its partials."""
+    """Yields True for each traced value that a function has: in its closure, defaults or partials."""
     if id(value) in visited or depth == 0:
         return
     visited.add(id(value))
