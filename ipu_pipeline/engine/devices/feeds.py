@@ -91,9 +91,9 @@ class Feed:
     def add(self, leaves: Sequence[Any]) -> Element:
         """Takes a micro-batch. Safe to call from several threads; shares no memory with NumPy arrays."""
         if not self._is_block and (self._size == 1 or any(isinstance(leaf, jax.Array) for leaf in leaves)):
-            own = copy_leaves(leaves)
-            stack = Stack([], self._place(own), 1) if self._size == 1 else None
-            return Element(stack, 0, own, self.shapes)
+            copies = copy_leaves(leaves)
+            stack = Stack([], self._place(copies), 1) if self._size == 1 else None
+            return Element(stack, 0, copies, self.shapes)
         if any(map(is_key, leaves)):  # NumPy has none
             return Element(None, 0, copy_leaves(leaves), self.shapes)
         arrays = [np.asarray(leaf) for leaf in leaves]
@@ -208,7 +208,7 @@ class PlacedMicroBatches:
         self._number = number
         self._elements = elements
 
-    def taker(self, runner: Any, every: int) -> Take:
+    def taker(self, runner: Any, num_wanted: int) -> Take:
         """A function that takes them.
 
         Raises:
@@ -219,9 +219,9 @@ class PlacedMicroBatches:
                 "micro_batches: they were placed by another pipeline, or before this one got other devices "
                 "or recomputation; call its place_micro_batches again."
             )
-        if self._number != every:
+        if self._number != num_wanted:
             raise ValueError(
-                f"micro_batches: {self._number} were placed, but a step has {every}. Place that many."
+                f"micro_batches: {self._number} were placed, but a step has {num_wanted}. Place that many."
             )
         return take_from(self._elements)
 
@@ -247,16 +247,16 @@ class Supply:
         self.num_taken, self.is_taking = 0, False
         self.taken: list[Any] | None = None
         self._take, self._resolve = take, resolve
-        self._left: collections.deque[Any] = collections.deque()
+        self._pending: collections.deque[Any] = collections.deque()
 
     @property
     def num_left(self) -> int:
         """The number of micro-batches that were taken from the take, and not from here."""
-        return len(self._left)
+        return len(self._pending)
 
     @contextlib.contextmanager
     def through(self, wrap: Callable[[Take], Take]) -> Iterator[None]:
-        """Inside the `with` block, takes through what `wrap` makes of the take."""
+        """Wraps the take inside a `with` block."""
         inner = self._take
         self._take = wrap(inner)
         try:
@@ -264,47 +264,47 @@ class Supply:
         finally:
             self._take = inner
 
-    def __call__(self, wanted: int) -> list[Any]:
-        """Takes at least one micro-batch, and at most `wanted`."""
-        left = self._left
-        if not left:
+    def __call__(self, count: int) -> list[Any]:
+        """Takes at least one micro-batch, and at most `count`."""
+        pending = self._pending
+        if not pending:
             self.is_taking = True
-            taken = list(self._take(wanted))
+            fetched = list(self._take(count))
             self.is_taking = False
-            self.num_taken += len(taken)
+            self.num_taken += len(fetched)
             if self.taken is not None:
-                self.taken += taken
-            if self._resolve is None or NEW_SHAPES not in map(shapes_of, taken):
-                return taken
-            left.extend(taken)
-        found: list[Any] = []
-        while left and len(found) < wanted:
-            element = left[0]
+                self.taken += fetched
+            if self._resolve is None or NEW_SHAPES not in map(shapes_of, fetched):
+                return fetched
+            pending.extend(fetched)
+        elements: list[Any] = []
+        while pending and len(elements) < count:
+            element = pending[0]
             if shapes_of(element) == NEW_SHAPES and self._resolve is not None:
                 try:
                     element = self._resolve(element)
                 except Exception:
-                    if not found:
+                    if not elements:
                         raise
                     break
-            left.popleft()
-            found.append(element)
-        return found
+            pending.popleft()
+            elements.append(element)
+        return elements
 
     def give_back(self, elements: Sequence[Any]) -> None:
         """Gives back the last micro-batches that were taken."""
-        self._left.extendleft(reversed(elements))
+        self._pending.extendleft(reversed(elements))
 
     def next_shapes(self) -> int:
         """The number of the shapes of the next micro-batch."""
         self.give_back(self(1))
-        return shapes_of(self._left[0])
+        return shapes_of(self._pending[0])
 
-    def in_a_row(self, wanted: int) -> list[Any]:
-        """Takes `wanted` micro-batches, or as many in a row as have the shapes of the first one."""
-        elements = gather(self, wanted, wanted)
+    def in_a_row(self, count: int) -> list[Any]:
+        """Takes `count` micro-batches, or as many in a row as have the shapes of the first one."""
+        elements = gather(self, count, count)
         shapes = shapes_of(elements[0])
-        number = next((n for n, one in enumerate(elements) if shapes_of(one) != shapes), len(elements))
+        number = next((n for n, item in enumerate(elements) if shapes_of(item) != shapes), len(elements))
         self.give_back(elements[number:])
         return elements[:number]
 
@@ -314,10 +314,10 @@ class Supply:
         It raises `OtherShapes` if there is another one among them, and then takes nothing.
         """
 
-        def take(wanted: int) -> list[Any]:
-            elements = self(wanted)
-            if len(elements) < wanted:
-                elements += gather(self, wanted - len(elements), wanted - len(elements))
+        def take(count: int) -> list[Any]:
+            elements = self(count)
+            if len(elements) < count:
+                elements += gather(self, count - len(elements), count - len(elements))
             for element in elements:
                 if shapes_of(element) != shapes:
                     self.give_back(elements)
@@ -332,31 +332,31 @@ def shapes_of(element: Any) -> int:
     return element.shapes if isinstance(element, Element) else getattr(element, "shapes", 0)
 
 
-def gather(take: Take, wanted: int, at_least: int) -> list[Any]:
+def gather(take: Take, count: int, at_least: int) -> list[Any]:
     """Micro-batches from `take`, which may give fewer at once than it is asked for, but at least one."""
     elements: list[Any] = []
-    while len(elements) < wanted:
+    while len(elements) < count:
         try:
-            taken = take(wanted - len(elements))
+            fetched = take(count - len(elements))
         except Exception:
             if len(elements) < at_least:
                 raise
             break
-        if not taken:
+        if not fetched:
             raise RuntimeError(
-                f"take returned no micro-batch, of {wanted - len(elements)} that were asked for; it must "
+                f"take returned no micro-batch, of {count - len(elements)} that were asked for; it must "
                 "return at least one, or raise an error."
             )
-        elements += taken
+        elements += fetched
     return elements
 
 
 def take_from(elements: Iterable[Any]) -> Take:
     """A take of the elements that are given, in their order."""
-    left = iter(elements)
-    return lambda wanted: list(itertools.islice(left, wanted))
+    remaining = iter(elements)
+    return lambda count: list(itertools.islice(remaining, count))
 
 
-def take_nothing(wanted: int) -> list[Any]:
-    """Micro-batches where there is no feed."""
-    return [()] * wanted
+def take_nothing(count: int) -> list[Any]:
+    """A take where there is no feed: the micro-batches have no leaves."""
+    return [()] * count

@@ -23,13 +23,13 @@ from ipu_pipeline.engine import peers
 from ipu_pipeline.ground import jax_processes
 from ipu_pipeline.ground.errors import ProcessError
 
-# Short texts between the hosts of two processes, which wait for them before a step begins.
+# A control channel carries short texts, which hosts wait for before a step begins.
 #
-# As an array (`links`) a text takes 0.6 ms, of which 0.3 ms are work of the host; through the coordinator's
-# store, 0.8 ms. Here it takes 0.02 ms (two processes on two busy cores). A step cannot hide this time,
-# since it begins after the text has come. Two processes share one connection, on which texts keep their
-# order. The process of the greater number connects, and proves that it has read what the other has left in
-# the store.
+# As an array (see `Links`) a text takes 0.6 ms, of which 0.3 ms are work of the host; through the
+# coordinator's store, 0.8 ms. Here it takes 0.02 ms (two processes on two busy cores). A step cannot hide
+# this time, since it begins after the text has come. Two processes share one connection, on which texts
+# keep their order. The process of the greater number connects, and proves that it has read what the other
+# has left in the store.
 
 Address = tuple[str, int, str]  # host, port, and a secret in hexadecimal digits
 
@@ -75,13 +75,13 @@ class ControlChannel:
                 self._check()
                 continue
             try:
-                found = self._read(connection, _NUM_SECRET + _NUM_DIGITS, time.monotonic() + _SILENCE)
-                if not hmac.compare_digest(found[:_NUM_SECRET], self._secret.encode()):
+                greeting = self._read(connection, _NUM_SECRET + _NUM_DIGITS, time.monotonic() + _SILENCE)
+                if not hmac.compare_digest(greeting[:_NUM_SECRET], self._secret.encode()):
                     raise ConnectionError("Another program has connected.")
             except OSError:
                 connection.close()
                 continue
-            self._keep(int(found[_NUM_SECRET:]), connection)
+            self._keep(int(greeting[_NUM_SECRET:]), connection)
         return self._sockets[peer]
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
@@ -90,19 +90,19 @@ class ControlChannel:
 
     def _write(self, connection: socket.socket, content: bytes) -> None:
         connection.settimeout(_CHANNEL_SLICE)
-        left = memoryview(content)
-        while left:
+        remaining = memoryview(content)
+        while remaining:
             try:
-                left = left[connection.send(left) :]
+                remaining = remaining[connection.send(remaining) :]
             except TimeoutError:
                 self._check()
 
     def _read(self, connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
         connection.settimeout(_CHANNEL_SLICE)
-        found = b""
-        while len(found) < size:
+        content = b""
+        while len(content) < size:
             try:
-                part = connection.recv(size - len(found))
+                part = connection.recv(size - len(content))
             except TimeoutError:
                 self._check()
                 if deadline is not None and time.monotonic() > deadline:
@@ -110,8 +110,8 @@ class ControlChannel:
                 continue
             if not part:
                 raise ConnectionError("The other process has closed its connection.")
-            found += part
-        return found
+            content += part
+        return content
 
 
 def _frame(text: str) -> bytes:
@@ -124,12 +124,11 @@ def _frame(text: str) -> bytes:
 # Each process has a server (`jax.experimental.transfer`) from which others pull arrays. A transfer has a
 # tag, which both sides derive from its edge, its step, and its number within the step. What arrives is
 # therefore what was meant, in whatever order the two sides come to it. If they disagree, the receiver waits
-# for something that never comes, instead of taking something else.
+# for something that never comes, instead of taking something else. (`ppermute` and JAX's own cross-host
+# `device_put` match by order.)
 #
 # An array that is to be pulled must be neither donated nor deleted before that (though it may go out of
 # scope). If a program is to take an array's memory, a copy is sent.
-#
-# Short texts that hosts wait for go by a `ControlChannel`.
 
 _LOOPBACK = "127.0.0.1"
 _KEY = "ipu_pipeline/links"
@@ -149,9 +148,9 @@ class Tag(NamedTuple):
 @functools.cache
 def links() -> Links:
     """The links of this process. The first call starts its server."""
-    others = peers.current()
-    if others is not None:
-        return Links(others.store, others.address)
+    job = peers.current()
+    if job is not None:
+        return Links(job.store, job.address)
     return Links(jax_processes.key_value_store(), _LOOPBACK)
 
 
@@ -169,11 +168,11 @@ def naming_peers() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not peers.may_come_from(error):
             raise
-        others, deadline = peers.current(), time.monotonic() + _AFTER_ERROR
+        job, deadline = peers.current(), time.monotonic() + _AFTER_ERROR
         while time.monotonic() < deadline and (peers.is_of_collective(error) or _awaits()):
             check_peers()
-            if others is not None:
-                others.check()
+            if job is not None:
+                job.check()
             time.sleep(0.01)
         raise
 
@@ -184,7 +183,7 @@ def _awaits() -> bool:
 
 
 class Links:
-    """What one process sends to others, and gets from them. Safe to use from several threads.
+    """The transfers of one process to and from others. Safe to use from several threads.
 
     Attributes:
       process: this one's number.
@@ -206,16 +205,17 @@ class Links:
             )
         self._lock = threading.Lock()
         self._connections: dict[int, Any] = {}  # process -> connection
+        # Of each message an array, until it has come: an error in its place names the process.
         self._received: collections.deque[tuple[int, Tag, Any]] = collections.deque()
         self._failure: ProcessError | None = None
         self._channel = ControlChannel(self.process, host, _check_others)
-        self._told: dict[int, dict[str, Any]] = {}  # process -> what it has told, see below
-        told = {
+        self._contacts: dict[int, dict[str, Any]] = {}  # process -> where it listens, see below
+        contact = {
             "address": self._server.address(),
             "machine": socket.gethostname(),
             "control": self._channel.address,
         }
-        self._store.key_value_set(f"{_KEY}/{self.process}", json.dumps(told))
+        self._store.key_value_set(f"{_KEY}/{self.process}", json.dumps(contact))
 
     def send(self, arrays: Sequence[Any], tag: Tag, source: Any, target: Any) -> None:
         """Lets another process pull arrays, as soon as they have been computed. Does not wait."""
@@ -317,7 +317,7 @@ class Links:
             return self._channel.receive(peer, self._control_address)
 
     def _control_address(self, peer: int) -> Address:
-        address: Address = tuple(self._read_told(peer)["control"])
+        address: Address = tuple(self._read_contact(peer)["control"])
         return address
 
     @contextlib.contextmanager
@@ -332,34 +332,34 @@ class Links:
                 time.sleep(0.01)
             raise ProcessError(f"Process {peer} has ended: {error}") from error
 
-    def _read_told(self, peer: int) -> dict[str, Any]:
-        if peer not in self._told:
-            self._told[peer] = json.loads(self.read(str(peer)))
-        return self._told[peer]
+    def _read_contact(self, peer: int) -> dict[str, Any]:
+        if peer not in self._contacts:
+            self._contacts[peer] = json.loads(self.read(str(peer)))
+        return self._contacts[peer]
 
     def _connect(self, peer: int) -> Any:
-        known = self._connections.get(peer)
-        if known is not None:
-            return known
-        told = self._read_told(peer)
-        host = told["address"].rpartition(":")[0]
-        if host == _LOOPBACK and told["machine"] != socket.gethostname():
+        if peer in self._connections:
+            return self._connections[peer]
+        contact = self._read_contact(peer)
+        address = contact["address"]
+        host = address.rpartition(":")[0]
+        if host == _LOOPBACK and contact["machine"] != socket.gethostname():
             raise ProcessError(
-                f"Process {peer} is on another machine ({told['machine']}) and listens on {host} only. "
+                f"Process {peer} is on another machine ({contact['machine']}) and listens on {host} only. "
                 "Give each process the address by which the others reach it."
             )
         try:
-            connection = self._server.connect(told["address"])
+            connection = self._server.connect(address)
         except jax.errors.JaxRuntimeError as error:
-            raise ProcessError(f"Process {peer} does not answer at {told['address']} ({error}).") from error
+            raise ProcessError(f"Process {peer} does not answer at {address} ({error}).") from error
         with self._lock:
             return self._connections.setdefault(peer, connection)
 
 
 def _check_others() -> None:
-    others = peers.current()
-    if others is not None:
-        others.check()
+    job = peers.current()
+    if job is not None:
+        job.check()
 
 
 def _is_ready(array: Any) -> bool:

@@ -20,15 +20,13 @@ from ipu_pipeline.engine.devices.device_groups import (
     is_here,
     move,
     partition_of,
-    put_own,
+    put_here,
 )
 from ipu_pipeline.engine.devices.links import Tag
 from ipu_pipeline.engine.devices.process_exchange import whole
 from ipu_pipeline.engine.tracing.stage_meshes import MODEL
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import is_readable
-
-# Puts arrays on groups: the only module that moves arrays outside of compiled programs.
 
 
 def put(
@@ -73,24 +71,24 @@ def _put(
         return _put_as(arrays, group, whole_there, is_copied, tag)
     placed, by_partition = list(arrays), dict[PartitionSpec, list[int]]()
     for place, array in enumerate(arrays):
-        wanted = WHOLE if partitions is None else partitions[place]
-        by_partition.setdefault(_partition_on(array, group, wanted), []).append(place)
+        target_partition = WHOLE if partitions is None else partitions[place]
+        by_partition.setdefault(_partition_on(array, group, target_partition), []).append(place)
     for partition, places in by_partition.items():
         sharding = NamedSharding(whole_there.mesh, partition, memory_kind=whole_there.memory_kind)
-        own = None if tag is None or not partition else tag._replace(edge=f"{tag.edge}, {partition}")
-        moved = _put_as([arrays[place] for place in places], group, sharding, is_copied, own or tag)
+        part_tag = tag if tag is None or not partition else tag._replace(edge=f"{tag.edge}, {partition}")
+        moved = _put_as([arrays[place] for place in places], group, sharding, is_copied, part_tag)
         for place, array in zip(places, moved, strict=True):
             placed[place] = array
     return placed
 
 
-def _partition_on(array: Any, group: DeviceGroup, wanted: PartitionSpec) -> PartitionSpec:
-    """How an array is to be divided over the devices of a replica when it comes to a group."""
+def _partition_on(array: Any, group: DeviceGroup, target: PartitionSpec) -> PartitionSpec:
+    """The partition over the devices of a replica that an array gets when it comes to a group."""
     source, partition = group_sharding(array), partition_of(array)
     if source is None or source.mesh == group.replicated.mesh:
         return partition
-    is_alike = partition == wanted and source.mesh.shape[MODEL] == group.replicated.mesh.shape[MODEL]
-    return wanted if is_alike else WHOLE
+    is_alike = partition == target and source.mesh.shape[MODEL] == group.replicated.mesh.shape[MODEL]
+    return target if is_alike else WHOLE
 
 
 def _put_as(
@@ -99,31 +97,31 @@ def _put_as(
     """Puts arrays on a group with one of its shardings."""
     offloaded = sharding.memory_kind == HOST_MEMORY
     placed = list(arrays)
-    away = [
+    to_move = [
         place
         for place, array in enumerate(arrays)
         if not (isinstance(array, jax.Array) and array.sharding == sharding)
     ]
-    if group.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in away):
-        sources = {place: group_sharding(arrays[place]) for place in away}
+    if group.has_peers or any(_is_partly_elsewhere(arrays[place]) for place in to_move):
+        sources = {place: group_sharding(arrays[place]) for place in to_move}
         for number, source in enumerate(dict.fromkeys(sources.values())):
             if is_all_here(sharding) and (source is None or is_all_here(source)):
                 continue  # done below, as in a process that runs alone
-            places = [place for place in away if sources[place] == source]
-            found = [arrays[place] for place in places]
-            own = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
-            for place, array in zip(places, _bring(found, source, group, sharding, own), strict=True):
+            places = [place for place in to_move if sources[place] == source]
+            moving = [arrays[place] for place in places]
+            move_tag = None if tag is None else tag._replace(edge=f"{tag.edge} ({number})")
+            for place, array in zip(places, _bring(moving, source, group, sharding, move_tag), strict=True):
                 placed[place] = array
-                away.remove(place)
-    if not offloaded and group.send is not None and all(_is_plain(arrays[place]) for place in away):
-        for place in away:
+                to_move.remove(place)
+    if not offloaded and group.send is not None and all(_is_plain(arrays[place]) for place in to_move):
+        for place in to_move:
             placed[place] = group.send(arrays[place], is_copied)
-    elif away:
-        found = [arrays[place] for place in away]
+    elif to_move:
+        moving = [arrays[place] for place in to_move]
         if is_copied:
-            found = [array if isinstance(array, jax.Array) else np.array(array) for array in found]
-        moved = jax.device_put(found, sharding)
-        for place, array in zip(away, moved, strict=True):
+            moving = [array if isinstance(array, jax.Array) else np.array(array) for array in moving]
+        moved = jax.device_put(moving, sharding)
+        for place, array in zip(to_move, moved, strict=True):
             placed[place] = array
     return placed
 
@@ -141,7 +139,7 @@ def _bring(
 ) -> list[Any]:
     """Moves arrays in several processes from where all of them are to a sharding of a group."""
     if source is None:
-        return put_own(arrays, sharding)
+        return put_here(arrays, sharding)
     if source.mesh == sharding.mesh:
         return _relocate(arrays, sharding)
     target = NamedSharding(sharding.mesh, sharding.spec)
@@ -155,11 +153,11 @@ def _relocate(arrays: Sequence[Any], sharding: NamedSharding) -> list[Any]:
     """Gives arrays of a group another sharding of the same group."""
     if not any(map(is_here, sharding.mesh.devices.flat)):
         return absent_like(arrays, sharding)
-    found = list(arrays)
-    if any(array.sharding.spec != sharding.spec for array in found):
+    current = list(arrays)
+    if any(array.sharding.spec != sharding.spec for array in current):
         device = NamedSharding(sharding.mesh, sharding.spec)
-        found = jax.jit(_same, out_shardings=[device] * len(found))(found)
-    moved: list[Any] = jax.device_put(found, sharding)
+        current = jax.jit(_same, out_shardings=[device] * len(current))(current)
+    moved: list[Any] = jax.device_put(current, sharding)
     return moved
 
 
@@ -183,12 +181,12 @@ def keep(arrays: Sequence[Any]) -> list[Any]:
     stand-ins for arrays in other processes, stay the same objects.
     """
     result: list[Any] = [np.asarray(array) if _is_on_host(array) else array for array in arrays]
-    away = [
+    to_copy = [
         place for place, array in enumerate(result) if isinstance(array, jax.Array) and is_readable(array)
     ]
-    found = [result[place] for place in away]
-    copies = jax.device_put(found, [array.sharding for array in found], may_alias=False)
-    for place, copy in zip(away, copies, strict=True):
+    originals = [result[place] for place in to_copy]
+    copies = jax.device_put(originals, [array.sharding for array in originals], may_alias=False)
+    for place, copy in zip(to_copy, copies, strict=True):
         result[place] = copy
     return result
 
@@ -227,11 +225,11 @@ class Constants:
 
     def key(self, key: Any, group: DeviceGroup) -> Any:
         """A random key on a group. The last one is kept: steps use the same key, and placing is slow."""
-        known = self._keys.get(group.ipu)
-        if known is None or known[0] is not key:
+        entry = self._keys.get(group.ipu)
+        if entry is None or entry[0] is not key:
             (placed,) = put([key], group)
-            known = self._keys[group.ipu] = (key, placed)
-        return known[1]
+            entry = self._keys[group.ipu] = (key, placed)
+        return entry[1]
 
     def key_number(self, number: int, group: DeviceGroup) -> Any:
         """A uint32 scalar on a group, with which random keys are folded; made once."""
@@ -241,9 +239,9 @@ class Constants:
 
     def scalar(self, number: int, group: DeviceGroup) -> Any:
         """An int32 scalar on a group; small ones are made once."""
-        known = self._scalars.get((group.ipu, number))
-        if known is None:
-            (known,) = put([np.int32(number)], group)
+        value = self._scalars.get((group.ipu, number))
+        if value is None:
+            (value,) = put([np.int32(number)], group)
             if number < _MAX_SCALARS:
-                self._scalars[group.ipu, number] = known
-        return known
+                self._scalars[group.ipu, number] = value
+        return value

@@ -13,12 +13,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ipu_pipeline.engine import peers
-from ipu_pipeline.engine.devices.device_groups import absent, group_sharding, is_here
+from ipu_pipeline.engine.devices.device_groups import (
+    absent,
+    as_numbers,
+    as_sent,
+    group_sharding,
+    is_here,
+    part_on,
+    struct_of_numbers,
+)
 from ipu_pipeline.engine.devices.links import Tag, links, naming_peers
 from ipu_pipeline.engine.state import check_exists, check_not_traced
 from ipu_pipeline.ground import jax_compat
-
-# Brings arrays that lie on several devices, also of several processes, to one place.
 
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -31,13 +37,13 @@ def only_if_written_here(array: Any) -> Any:
     NumPy, process 0. That one also has to describe arrays that are elsewhere, and keeps what stands for
     them.
     """
-    others = peers.current()
-    if others is None:
+    job = peers.current()
+    if job is None:
         return array
     array = whole(array)
     sharding = group_sharding(array)
-    is_written = others.index == 0 if sharding is None else is_here(sharding.mesh.devices.flat[0])
-    if is_written or others.index == 0:
+    is_written = job.index == 0 if sharding is None else is_here(sharding.mesh.devices.flat[0])
+    if is_written or job.index == 0:
         return array
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
@@ -50,19 +56,19 @@ def parts_written_here(array: Any) -> list[tuple[tuple[int, ...], Any]]:
     """
     sharding = group_sharding(array)
     if sharding is None:
-        others = peers.current()
-        return [((0,) * array.ndim, array)] if others is None or others.index == 0 else []
+        job = peers.current()
+        return [((0,) * array.ndim, array)] if job is None or job.index == 0 else []
     if len(sharding.device_set) == 1:
         return [((0,) * array.ndim, array)] if is_here(sharding.mesh.devices.flat[0]) else []
     return [
-        (tuple(one.start or 0 for one in shard.index), shard.data)
+        (tuple(axis_slice.start or 0 for axis_slice in shard.index), shard.data)
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]
 
 
 def rows_written_here(array: Any) -> tuple[int, list[tuple[tuple[int, ...], Any]]]:
-    """What replicas of this process have of a variable of which each has its own values.
+    """The parts that replicas of this process have of a variable of which each has its own values.
 
     Returns:
       The number of replicas, and parts with the place at which each begins in an array with an axis for the
@@ -72,12 +78,12 @@ def rows_written_here(array: Any) -> tuple[int, list[tuple[tuple[int, ...], Any]
     if sharding is None:  # not placed, so there is one value for all
         return 1, [((0, *begin), part) for begin, part in parts_written_here(array)]
     devices = sharding.mesh.devices  # replica by replica
-    rows = {device: row for row, own in enumerate(devices) for device in own}
-    found: dict[tuple[int, ...], Any] = {}
+    rows = {device: row for row, replica_devices in enumerate(devices) for device in replica_devices}
+    parts: dict[tuple[int, ...], Any] = {}
     for shard in array.addressable_shards:
-        begin = (rows[shard.device], *(one.start or 0 for one in shard.index))
-        found.setdefault(begin, shard.data)
-    return len(devices), list(found.items())
+        begin = (rows[shard.device], *(axis_slice.start or 0 for axis_slice in shard.index))
+        parts.setdefault(begin, shard.data)
+    return len(devices), list(parts.items())
 
 
 def spread_rows(rows: Any, like: Any) -> Any:
@@ -90,8 +96,8 @@ def spread_rows(rows: Any, like: Any) -> Any:
             SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
             may_alias=False,
         )
-        for replica, own in enumerate(sharding.mesh.devices)
-        for device in own
+        for replica, replica_devices in enumerate(sharding.mesh.devices)
+        for device in replica_devices
         if device in indices
     ]
     return jax_compat.make_array(like.shape, sharding, parts) if parts else like
@@ -122,39 +128,36 @@ def read_gathered(arrays: Sequence[Any]) -> list[Any]:
     Returns:
       The arrays that this process has, as they are; copies of the others, on a device of this process.
     """
-    others, found = peers.current(), list(arrays)
-    if others is None:
-        return found
-    found = list(map(whole, found))
+    job, results = peers.current(), list(arrays)
+    if job is None:
+        return results
+    results = list(map(whole, results))
     by_home: dict[Any, list[int]] = {}  # the device that has them -> positions
-    for place, array in enumerate(found):
+    for place, array in enumerate(results):
         sharding = group_sharding(array)
         if sharding is not None:
             by_home.setdefault(sharding.mesh.devices.flat[0], []).append(place)
     with _lock:  # in the same order in all processes
         if by_home:
-            links().warm(range(others.count))
-        devices = {process: first_device(process) for process in range(others.count)}
+            links().warm(range(job.count))
+        devices = {process: first_device(process) for process in range(job.count)}
         for home, places in by_home.items():
             tag = Tag("a read by all processes", next(_numbers))
-            own = [found[place] for place in places]
+            home_arrays = [results[place] for place in places]
             if is_here(home):
                 # Copies, because the next step may take the originals' memory.
-                copies = [jnp.copy(_as_data(_part_on(array, home))) for array in own]
+                copies = [jnp.copy(as_numbers(part_on(array, home))) for array in home_arrays]
                 for process, device in devices.items():
-                    if process != others.index:
+                    if process != job.index:
                         links().send(copies, tag, home, device)
                 continue
-            local = SingleDeviceSharding(devices[others.index])
-            structs = [
-                jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=local)
-                for struct in (jax.eval_shape(_as_data, array) for array in own)
-            ]
+            local = SingleDeviceSharding(devices[job.index])
+            structs = [struct_of_numbers(array, array.shape, local) for array in home_arrays]
             with naming_peers():
-                received = jax.block_until_ready(links().receive(structs, tag, home, devices[others.index]))
-            for place, array, data in zip(places, own, received, strict=True):
-                found[place] = _from_data(data, array)
-    return found
+                received = jax.block_until_ready(links().receive(structs, tag, home, devices[job.index]))
+            for place, array, data in zip(places, home_arrays, received, strict=True):
+                results[place] = as_sent(data, array)
+    return results
 
 
 def gathered(tree: Any, device: Any = None) -> Any:
@@ -190,10 +193,10 @@ def gathered(tree: Any, device: Any = None) -> Any:
     peers.check_joined("engine.gathered")
     leaves, structure = jax.tree.flatten(tree)
     places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-    found = read_gathered([leaves[place] for place in places])
+    readable = read_gathered([leaves[place] for place in places])
     if device is None:
-        known = (_first_part(array) for array in found if isinstance(array, jax.Array))
-        device = next((part.device for part in known), jax.local_devices()[0])
+        first_parts = (_first_part(array) for array in readable if isinstance(array, jax.Array))
+        device = next((part.device for part in first_parts), jax.local_devices()[0])
     if not isinstance(device, jax.Device):
         raise TypeError(f"engine.gathered: device must be a device of JAX; got {device!r}.")
     if device.process_index != jax.process_index():
@@ -204,7 +207,7 @@ def gathered(tree: Any, device: Any = None) -> Any:
     # Of arrays that all devices have whole, only one copy counts.
     parts = [
         _first_part(array).data if isinstance(array, jax.Array) and array.is_fully_replicated else array
-        for array in found
+        for array in readable
     ]
     copies = jax.device_put(parts, SingleDeviceSharding(device), may_alias=False)
     for place, copy in zip(places, copies, strict=True):
@@ -219,27 +222,27 @@ def _first_part(array: jax.Array) -> Any:
 @peers.one_thread("reading what other processes have")
 def share_stacks(stacks: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     """Shares the results that one process has with all of them. All call it, in the same order."""
-    others = peers.current()
-    if others is None or not stacks:
+    job = peers.current()
+    if job is None or not stacks:
         return list(stacks)
-    sizes = list(map(int, others.exchange("sizes of results", str(len(stacks[0])))))
+    sizes = list(map(int, job.exchange("sizes of results", str(len(stacks[0])))))
     owner = sizes.index(max(sizes))
     with _lock:
-        links().warm(range(others.count))
-        devices = [first_device(process) for process in range(others.count)]
+        links().warm(range(job.count))
+        devices = [first_device(process) for process in range(job.count)]
         tag = Tag("results for all processes", next(_numbers))
-        if owner == others.index:
+        if owner == job.index:
             arrays = jax.device_put(list(stacks), devices[owner], may_alias=False)
-            for process in set(range(others.count)) - {owner}:
+            for process in set(range(job.count)) - {owner}:
                 links().send(arrays, tag, devices[owner], devices[process])
             return list(stacks)
-        local = SingleDeviceSharding(devices[others.index])
+        local = SingleDeviceSharding(devices[job.index])
         structs = [
             jax.ShapeDtypeStruct((sizes[owner], *stack.shape[1:]), stack.dtype, sharding=local)
             for stack in stacks
         ]
         with naming_peers():
-            received = links().receive(structs, tag, devices[owner], devices[others.index])
+            received = links().receive(structs, tag, devices[owner], devices[job.index])
             return [np.asarray(array) for array in received]
 
 
@@ -248,57 +251,39 @@ def first_device(process: int) -> Any:
     return next(device for device in jax.devices() if device.process_index == process)
 
 
-def _part_on(array: Any, device: Any) -> Any:
-    return next(shard.data for shard in array.addressable_shards if shard.device == device)
-
-
-def _is_key(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
-
-
-def _as_data(array: Any) -> Any:
-    return jax.random.key_data(array) if _is_key(array) else array
-
-
-def _from_data(data: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)) if _is_key(like) else data
-
-
-# Bytes from process to process, for what is no array of a pipeline.
-#
-# They go the way of arrays, so that no process listens at another port for them.
+# Bytes go the way of arrays, so that no process listens at another port for them.
 
 
 def connect_all() -> None:
     """Connects all processes of the run; all of them call it before they exchange bytes."""
-    others = peers.current()
-    if others is not None:
-        links().warm(range(others.count))
+    job = peers.current()
+    if job is not None:
+        links().warm(range(job.count))
 
 
-def offer_bytes(what: str, number: int, listeners: Collection[int], content: Any) -> None:
+def offer_bytes(edge: str, number: int, listeners: Collection[int], content: Any) -> None:
     """Lets other processes fetch bytes. Does not wait for them."""
-    others = peers.current()
-    assert others is not None
-    source = first_device(others.index)
+    job = peers.current()
+    assert job is not None
+    source = first_device(job.index)
     array = np.frombuffer(content, np.uint8)
     size = np.array([array.size], np.int64).view(np.uint8)
     arrays = jax.device_put([size, array], source, may_alias=False)
     for process in listeners:
         for part, sent in enumerate(arrays):
-            links().send([sent], Tag(what, number, part), source, first_device(process))
+            links().send([sent], Tag(edge, number, part), source, first_device(process))
 
 
-def fetch_bytes(what: str, number: int, teller: int) -> memoryview:
+def fetch_bytes(edge: str, number: int, teller: int) -> memoryview:
     """Waits for bytes that another process offers to this one; see `offer_bytes`."""
-    others = peers.current()
-    assert others is not None
-    source, target = first_device(teller), first_device(others.index)
+    job = peers.current()
+    assert job is not None
+    source, target = first_device(teller), first_device(job.index)
 
     def fetch(part: int, size: int) -> np.ndarray[Any, Any]:
         struct = jax.ShapeDtypeStruct((size,), np.uint8, sharding=SingleDeviceSharding(target))
         with naming_peers():
-            received = links().receive([struct], Tag(what, number, part), source, target)
+            received = links().receive([struct], Tag(edge, number, part), source, target)
             return np.asarray(*jax.block_until_ready(received))
 
     (size,) = fetch(0, 8).view(np.int64)

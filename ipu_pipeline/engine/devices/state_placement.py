@@ -39,8 +39,6 @@ from ipu_pipeline.engine.updates.update_programs import (
 )
 from ipu_pipeline.ground.checks import parse_member
 
-# The arrays that replicas may divide among themselves, instead of each having the whole.
-
 
 class Shard(enum.Enum):
     """The arrays of which each replica has a part (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
@@ -74,7 +72,7 @@ def parse_shard(values: Collection[ShardName | Shard]) -> frozenset[Shard]:
 
 
 def sharding_of(group: DeviceGroup, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
-    """How an array lies on a group of which each replica has a part.
+    """The sharding of an array on a group of which each replica has a part.
 
     It is divided along the first axis whose size is a multiple of the number of replicas; without one, each
     replica has the whole.
@@ -88,18 +86,18 @@ def sharding_of(group: DeviceGroup, shape: Sequence[int], partition: PartitionSp
 
 def share_out(arrays: Sequence[Any], shardings: Sequence[NamedSharding], group: DeviceGroup) -> list[Any]:
     """Gives arrays on a group, or in host memory for it, other shardings in the same memory."""
-    found = list(arrays)
+    results = list(arrays)
     places = [
         place
         for place, (array, sharding) in enumerate(zip(arrays, shardings, strict=True))
         if array.sharding != sharding
     ]
-    targets = [shardings[place].with_memory_kind(found[place].sharding.memory_kind) for place in places]
+    targets = [shardings[place].with_memory_kind(results[place].sharding.memory_kind) for place in places]
     if places:
-        moved = _reshard([found[place] for place in places], targets, group)
+        moved = _reshard([results[place] for place in places], targets, group)
         for place, array in zip(places, moved, strict=True):
-            found[place] = array
-    return found
+            results[place] = array
+    return results
 
 
 def gather_replicas(arrays: Sequence[Any], group: DeviceGroup) -> list[Any]:
@@ -132,9 +130,6 @@ def _same(arrays: list[Any]) -> list[Any]:
 
 def _one(array: Any) -> Any:
     return array
-
-
-# What a pipeline keeps in the host's memory, and the transfers within compiled programs.
 
 
 class Offload(enum.Enum):
@@ -187,10 +182,9 @@ def store(value: Any, group: DeviceGroup) -> Any:
     return jax.device_put(value, group.host)
 
 
-# Where the state of a pipeline or loop lives, and how it gets there.
-
 NO_LOSS_SCALE = np.float32(1)
-# Processes -> numbers of the pipelines in them, which all of these processes make in the same order.
+# Processes -> numbers of the pipelines in them, which all of these processes make in the same order. One
+# that a process has for itself disturbs no other numbers.
 _numbers: collections.defaultdict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -207,23 +201,23 @@ class StatePlacement:
         shard: Collection[Shard] = (),
         partitions: Partitions = MappingProxyType({}),
     ) -> None:
-        """Jits the programs that make optimizer state; XLA compiles each at its first call."""
+        """Decides which arrays are offloaded, shared out and divided."""
         self.offloads_state = Offload.WEIGHT_UPDATE_VARIABLES in offload
         self.offloads_accumulators = Offload.GRADIENT_ACCUMULATION_BUFFERS in offload
         self.offloads_activations = Offload.ACTIVATIONS in offload
         self.offloaded: frozenset[str] = frozenset()  # full names of variables
         assigned = {spec.name for stage in traced.stages for spec in stage.assigned}
         if Offload.WEIGHTS in offload:
-            known = traced.variables.items()
-            self.offloaded = frozenset(n for n, spec in known if spec.trainable or n not in assigned)
+            specs = traced.variables.items()
+            self.offloaded = frozenset(n for n, spec in specs if spec.trainable or n not in assigned)
         self.partitions = partitions
         has_replicas = groups[0].num_replicas > 1
         self.shards_state = has_replicas and Shard.OPTIMIZER_STATE in shard
         self.sharded: frozenset[str] = frozenset()  # full names of variables
         if has_replicas and Shard.WEIGHTS in shard:
-            whole = assigned | traced.shared()
-            known = traced.variables.items()
-            self.sharded = frozenset(n for n, spec in known if spec.trainable and n not in whole)
+            unsharded = assigned | traced.shared()
+            specs = traced.variables.items()
+            self.sharded = frozenset(n for n, spec in specs if spec.trainable and n not in unsharded)
         self.accumulator_plan = accumulator_plan
         self.traced = traced
         self.updates = updates
@@ -245,7 +239,11 @@ class StatePlacement:
         return self.groups[self.traced.owners[name]].is_here
 
     def begin_step(self) -> None:
-        """Begins the next step in the sense of `tag`; all processes do so at the same places."""
+        """Begins the next step in the sense of `tag`; all processes do so at the same places.
+
+        Steps are counted here and not taken from the state, which may be used twice. Before the first one
+        all processes connect, so that it is known at once if one cannot be reached.
+        """
         if self._step == 0 and any(group.is_here for group in self.groups):
             links().warm(self.groups[0].processes)
         self._step += 1
@@ -254,13 +252,13 @@ class StatePlacement:
         """The tag of a transfer between processes; None if there are no others."""
         return Tag(f"{self._name}, {edge}", self._step, number) if self.has_peers else None
 
-    def name_agreement(self, what: str) -> tuple[str, int]:
-        """Names and counts what the processes are about to agree on: they see whether they mean the same.
+    def name_agreement(self, topic: str) -> tuple[str, int]:
+        """Names and counts what the processes are about to agree on, so that a mismatch shows.
 
         Unlike steps, agreements are counted alike in processes without a part in the groups.
         """
         self._num_agreements += 1
-        return f"{self._name}, {what}", self._num_agreements
+        return f"{self._name}, {topic}", self._num_agreements
 
     def place_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Places the variables that the pipeline has, each on its home's group.
@@ -294,24 +292,24 @@ class StatePlacement:
     ) -> list[Any]:
         """Puts arrays on a group, with shardings; those already there stay the same objects."""
         kind = str((group.host if is_offloaded else group.replicated).memory_kind)
-        wanted = [sharding.with_memory_kind(kind) for sharding in shardings]
-        found = list(arrays)
-        brought = [place for place, array in enumerate(found) if self._is_elsewhere(array)]
-        if brought:  # by all processes: those without a part in the groups may count steps differently
-            read = read_gathered([found[place] for place in brought])
-            for place, array in zip(brought, read, strict=True):
-                found[place] = array if group.is_here else absent(array.shape, array.dtype, wanted[place])
-        away = [
+        targets = [sharding.with_memory_kind(kind) for sharding in shardings]
+        placed = list(arrays)
+        to_read = [place for place, array in enumerate(placed) if self._is_elsewhere(array)]
+        if to_read:  # by all processes: those without a part in the groups may count steps differently
+            gathered = read_gathered([placed[place] for place in to_read])
+            for place, array in zip(to_read, gathered, strict=True):
+                placed[place] = array if group.is_here else absent(array.shape, array.dtype, targets[place])
+        to_move = [
             place
-            for place, (array, sharding) in enumerate(zip(arrays, wanted, strict=True))
+            for place, (array, sharding) in enumerate(zip(arrays, targets, strict=True))
             if not (isinstance(array, jax.Array) and array.sharding == sharding)
         ]
-        partitions = [divided_in_replica(wanted[place]) for place in away]
-        moved = put_host_copies([found[place] for place in away], group, is_offloaded, tag, partitions)
-        moved = share_out(moved, [wanted[place] for place in away], group)
-        for place, array in zip(away, moved, strict=True):
-            found[place] = array
-        return found
+        partitions = [divided_in_replica(targets[place]) for place in to_move]
+        moved = put_host_copies([placed[place] for place in to_move], group, is_offloaded, tag, partitions)
+        moved = share_out(moved, [targets[place] for place in to_move], group)
+        for place, array in zip(to_move, moved, strict=True):
+            placed[place] = array
+        return placed
 
     def _is_elsewhere(self, array: Any) -> bool:
         """Whether an array lies only in processes in which the pipeline has no device."""
@@ -323,14 +321,14 @@ class StatePlacement:
         )
 
     def sharding_of_variable(self, name: str) -> NamedSharding:
-        """How a variable lies on its group while no program uses it."""
+        """The sharding of a variable on its group while no program uses it."""
         group = self.groups[self.traced.owners[name]]
         if name not in self.sharded:
             return self.sharding_in_program(name, group)
         return sharding_of(group, self.traced.variables[name].shape, self.partitions.get(name, WHOLE))
 
     def sharding_in_program(self, name: str, group: DeviceGroup) -> NamedSharding:
-        """How a variable and its gradient lie on a group while a program of a stage there uses them."""
+        """The sharding of a variable and its gradient on a group while a program there uses them."""
         return group.divided(self.partitions[name]) if name in self.partitions else group.replicated
 
     def _partition_of_leaf(self, leaf: StateLeaf) -> PartitionSpec:
@@ -345,11 +343,11 @@ class StatePlacement:
         return self.partitions[name]
 
     def partition_of_leaf(self, number: int) -> PartitionSpec:
-        """How a leaf of the optimizer's state is divided within a replica."""
+        """The partition within a replica of a leaf of the optimizer's state."""
         return self._leaf_partitions[number]
 
     def sharding_of_leaf(self, number: int) -> NamedSharding:
-        """How a leaf of the optimizer's state lies on its group."""
+        """The sharding of a leaf of the optimizer's state on its group."""
         assert self.updates is not None
         leaf, partition = self.updates.state_leaves[number], self._leaf_partitions[number]
         group = self.groups[leaf.stage]
@@ -387,13 +385,13 @@ class StatePlacement:
         if value.kind == UpdateKind.GRADIENT:
             return self.sharding_in_program(value.key, group)
         if value.kind == UpdateKind.PARAMETER:
-            own = self.sharding_of_variable(value.key)
+            sharding = self.sharding_of_variable(value.key)
             partition = self.partitions.get(value.key, WHOLE)
         elif value.kind == UpdateKind.STATE:
-            own, partition = self.sharding_of_leaf(value.key), self._leaf_partitions[value.key]
+            sharding, partition = self.sharding_of_leaf(value.key), self._leaf_partitions[value.key]
         else:
             return group.replicated
-        return own if own.mesh == group.replicated.mesh else group.divided(partition)
+        return sharding if sharding.mesh == group.replicated.mesh else group.divided(partition)
 
     def place_accumulators(self, accumulators: Mapping[str, Any]) -> dict[str, Any]:
         """Places accumulators, each on its group; returns them by key."""
@@ -401,26 +399,26 @@ class StatePlacement:
         if self.has_peers:
             self.begin_step()
         for key, value in accumulators.items():
-            known, tag = self._accumulator(key), self.tag(f"accumulator {key}")
-            group = self.groups[known.stage]
-            sharding = self.sharding_in_program(known.variable, group)
+            accumulator, tag = self._accumulator(key), self.tag(f"accumulator {key}")
+            group = self.groups[accumulator.stage]
+            sharding = self.sharding_in_program(accumulator.variable, group)
             (placed[key],) = self._place_as([value], group, [sharding], self.offloads_accumulators, tag)
         return placed
 
     def make_accumulators(
-        self, dtypes: Mapping[str, Any], known: Mapping[str, Any] | None = None
+        self, dtypes: Mapping[str, Any], values: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Makes the accumulators of the variables' gradients, placed, by key; zeros where none is known."""
         variables = self.traced.variables
         keys = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
-        found: dict[str, Any] = {}
-        for key, value in (known or {}).items():
-            own = key if key in keys else variable_of(key)
-            found[own] = np.asarray(found[own]) + np.asarray(value) if own in found else value
+        arrays: dict[str, Any] = {}
+        for old_key, value in (values or {}).items():
+            key = old_key if old_key in keys else variable_of(old_key)
+            arrays[key] = np.asarray(arrays[key]) + np.asarray(value) if key in arrays else value
         for key, name in keys.items():
-            if key not in found:
-                found[key] = np.zeros(variables[name].shape, dtypes[name])
-        return self.place_accumulators(found)
+            if key not in arrays:
+                arrays[key] = np.zeros(variables[name].shape, dtypes[name])
+        return self.place_accumulators(arrays)
 
     def _accumulator(self, key: str) -> Accumulator:
         return self.accumulator_plan.extra.get(key) or Accumulator(key, self.traced.owners[key])
@@ -434,22 +432,22 @@ class StatePlacement:
         return [
             self._place_as(
                 [leaf],
-                self.groups[known.stage],
+                self.groups[state_leaf.stage],
                 [self.sharding_of_leaf(number)],
                 self.offloads_state,
                 self.tag("optimizer state", number),
             )[0]
-            for number, (known, leaf) in enumerate(zip(updates.state_leaves, leaves, strict=True))
+            for number, (state_leaf, leaf) in enumerate(zip(updates.state_leaves, leaves, strict=True))
         ]
 
     def loss_scale(self, optimizer_state: Any) -> Any:
         """Returns the scale that the backward starts from; 1 without loss scaling."""
-        known = None if self.updates is None else self.updates.loss_scale
-        if known is None:
+        scale = None if self.updates is None else self.updates.loss_scale
+        if scale is None:
             return NO_LOSS_SCALE
         if optimizer_state is None:
-            return np.float32(known.initial)
-        return jax.tree.leaves(optimizer_state)[known.leaf]
+            return np.float32(scale.initial)
+        return jax.tree.leaves(optimizer_state)[scale.leaf]
 
     def results_of(self, program: UpdateProgram) -> dict[str, Any]:
         """Arguments of `jax.jit` that say where the results of an update's program lie."""

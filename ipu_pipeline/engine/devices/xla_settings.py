@@ -15,13 +15,11 @@ import numpy as np
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.ground.host import count_cores
 
-# XLA's options for the programs of a pipeline: which program gets which, and whether XLA takes them.
-
 Options: TypeAlias = "Mapping[str, bool | int | float | str]"
 
 
-class _Given(NamedTuple):
-    """Options as they were given: the argument's name, the stage (None: all stages) and the options."""
+class _Argument(NamedTuple):
+    """An argument with options: its name, the stage (None: all stages) and the options."""
 
     argument: str
     stage: int | None
@@ -42,7 +40,7 @@ class CompilerOptions:
     update: Options  # for the weight update's programs
     whole: Options  # for the one program of all stages, where they are on one device
     # the options as they were given, with the stage that each is checked on
-    given: tuple[tuple[_Given, int], ...]
+    arguments: tuple[tuple[_Argument, int], ...]
 
     def of_forward(self, stage: int) -> Options:
         """The options of a stage's forward program."""
@@ -70,60 +68,62 @@ def plan_options(
     if not trains and (backward is not None or update is not None):
         name = called["update_options" if backward is None else "backward_options"]
         raise ValueError(f"{name} goes with an optimizer; the pipeline only runs forwards.")
-    forwards = [_Given(called["forward_options"], n, one) for n, one in enumerate(forward or ())]
-    backwards = [_Given(called["backward_options"], n, one) for n, one in enumerate(backward or ())]
-    updates = [] if update is None else [_Given(called["update_options"], None, update)]
-    for given in (*forwards, *backwards, *updates):
-        _check_types(given)
+    forwards = [_Argument(called["forward_options"], n, options) for n, options in enumerate(forward or ())]
+    backwards = [
+        _Argument(called["backward_options"], n, options) for n, options in enumerate(backward or ())
+    ]
+    updates = [] if update is None else [_Argument(called["update_options"], None, update)]
+    for entry in (*forwards, *backwards, *updates):
+        _check_types(entry)
     for many in (forwards, backwards):
         if len(many) > num_stages:
             raise ValueError(f"{many[0].argument} has {len(many)} entries for {num_stages} stages.")
 
-    def of_stage(many: Sequence[_Given], index: int) -> list[_Given]:
-        return [given for given in many if given.stage == index]
+    def of_stage(many: Sequence[_Argument], index: int) -> list[_Argument]:
+        return [entry for entry in many if entry.stage == index]
 
     last = num_stages - 1
     merged = [_merge(of_stage(forwards, index), "") for index in range(last)]
     fused = "forward and backward of the last stage are one program"
-    both = [*of_stage(forwards, last), *of_stage(backwards, last)]
-    everything = [*forwards, *backwards, *updates]
-    whole = "all stages are on one device and so one program"
+    last_stage = [*of_stage(forwards, last), *of_stage(backwards, last)]
+    entries = [*forwards, *backwards, *updates]
+    reason = "all stages are on one device and so one program"
     return CompilerOptions(
-        forward=() if is_one_program else (*merged, _merge(both, fused)),
+        forward=() if is_one_program else (*merged, _merge(last_stage, fused)),
         backward=() if is_one_program else tuple(_merge(of_stage(backwards, n), "") for n in range(last)),
         update=_merge(updates, ""),
-        whole=_merge(everything, whole) if is_one_program else {},
-        given=tuple((given, given.stage or 0) for given in everything),
+        whole=_merge(entries, reason) if is_one_program else {},
+        arguments=tuple((entry, entry.stage or 0) for entry in entries),
     )
 
 
 _ARGUMENTS = ("forward_options", "backward_options", "update_options")
 
 
-def _check_types(given: _Given) -> None:
-    if not isinstance(given.options, Mapping):
-        raise TypeError(f"{given} must be a dict of compiler options; got {given.options!r}.")
-    for name, value in given.options.items():
+def _check_types(entry: _Argument) -> None:
+    if not isinstance(entry.options, Mapping):
+        raise TypeError(f"{entry} must be a dict of compiler options; got {entry.options!r}.")
+    for name, value in entry.options.items():
         if not isinstance(name, str):
-            raise TypeError(f"{given}: the names of compiler options are strings; got {name!r}.")
+            raise TypeError(f"{entry}: the names of compiler options are strings; got {name!r}.")
         if type(value) not in (bool, int, float, str):
             raise TypeError(
-                f"{given}: the compiler option {name} must be a boolean, an integer, a float or a string; "
+                f"{entry}: the compiler option {name} must be a boolean, an integer, a float or a string; "
                 f"got {value!r}."
             )
 
 
-def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
+def _merge(parts: Iterable[_Argument], why: str) -> dict[str, Any]:
     """The options of one program. Raises a ValueError if they contradict each other."""
     merged: dict[str, Any] = {}
-    origins: dict[str, _Given] = {}
-    for given in parts:
-        for name, value in given.options.items():
-            first = origins.setdefault(name, given)
-            known = merged.setdefault(name, value)
-            if (type(known), known) != (type(value), value):
+    origins: dict[str, _Argument] = {}
+    for entry in parts:
+        for name, value in entry.options.items():
+            first = origins.setdefault(name, entry)
+            earlier = merged.setdefault(name, value)
+            if (type(earlier), earlier) != (type(value), value):
                 raise ValueError(
-                    f"The compiler option {name} is {known!r} in {first} and {value!r} in {given}, but "
+                    f"The compiler option {name} is {earlier!r} in {first} and {value!r} in {entry}, but "
                     f"{why}. Give it one value, or leave it out in all but one."
                 )
     return merged
@@ -131,22 +131,22 @@ def _merge(parts: Iterable[_Given], why: str) -> dict[str, Any]:
 
 def check_compiles(options: CompilerOptions, groups: Sequence[DeviceGroup]) -> None:
     """Compiles trivial programs with the options that were given."""
-    known: dict[tuple[Any, ...], str | None] = {}
+    results: dict[tuple[Any, ...], str | None] = {}
     faults = []
-    for given, stage in options.given:
-        for name, value in given.options.items():
+    for entry, stage in options.arguments:
+        for name, value in entry.options.items():
             key = (groups[stage].devices[0].platform, name, type(value), value)
-            if key not in known and groups[stage].is_here:
-                known[key] = _compile_trivial({name: value}, groups[stage])
-            error = known.get(key)
+            if key not in results and groups[stage].is_here:
+                results[key] = _compile_trivial({name: value}, groups[stage])
+            error = results.get(key)
             if error is not None:
-                faults.append(f"{given}: the compiler option {name} with the value {value!r}: {error}")
+                faults.append(f"{entry}: the compiler option {name} with the value {value!r}: {error}")
     if faults:
         raise ValueError("XLA refuses compiler options.\n" + "\n".join(faults))
 
 
 def _compile_trivial(options: Options, group: DeviceGroup) -> str | None:
-    """What XLA says about the options; None if a trivial program compiles."""
+    """Compiles a trivial program with the options. Returns XLA's error, or None."""
     trivial = jax.jit(lambda x: x, in_shardings=group.replicated, compiler_options=dict(options))
     try:
         trivial.lower(np.int32(0)).compile()
@@ -155,18 +155,16 @@ def _compile_trivial(options: Options, group: DeviceGroup) -> str | None:
     return None
 
 
-# The threads of XLA's CPU backend, one of which must be free for what other processes ask for.
-#
-# A program that joins what several processes have, as an all-reduce does, occupies a thread until all of
-# them have come to it. What other processes pull meanwhile goes through a thread, too. If all threads were
-# occupied, two processes could wait for each other for ever: one for what it pulls, the other for the
-# first.
+# One thread of XLA's CPU backend must be free for what other processes ask for. A program that joins what
+# several processes have, as an all-reduce does, occupies a thread until all of them have come to it. What
+# other processes pull meanwhile goes through a thread, too. If all threads were occupied, two processes
+# could wait for each other for ever: one for what it pulls, the other for the first.
 
 _VARIABLE = "PJRT_NPROC"
 
 
 def num_cpu_devices_set() -> int:
-    """How many virtual CPU devices this process has or will have; 1 by default."""
+    """The number of virtual CPU devices that this process has or will have; 1 by default."""
     flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # made at run time
     return configured if configured >= 1 else int(flag.group(1)) if flag else 1
@@ -174,9 +172,9 @@ def num_cpu_devices_set() -> int:
 
 def keep_one_free() -> None:
     """Makes XLA's CPU backend, which must not have started yet, create more threads than devices."""
-    wanted = num_cpu_devices_set() + 1
-    if _num_threads() < wanted:
-        os.environ[_VARIABLE] = f"{wanted}"
+    num_threads = num_cpu_devices_set() + 1
+    if _num_threads() < num_threads:
+        os.environ[_VARIABLE] = f"{num_threads}"
 
 
 def warn_unless_one_is_free(groups: Sequence[DeviceGroup]) -> None:

@@ -23,11 +23,14 @@ from ipu_pipeline.engine.jaxprs.flat import (
     has_callbacks,
     has_primitive,
     is_inlined,
+    is_var,
     lift_captures,
     map_atoms,
     reduce,
+    replace_atoms,
     substitute,
     take_out_constants,
+    variables_in,
 )
 from ipu_pipeline.engine.jaxprs.halves import find_computed, find_kept, take_apart
 from ipu_pipeline.engine.jaxprs.meshes import (
@@ -64,15 +67,18 @@ __all__ = [
     "has_primitive",
     "has_shard_map",
     "is_inlined",
+    "is_var",
     "join_losses",
     "lift_captures",
     "map_atoms",
     "reduce",
+    "replace_atoms",
     "substitute",
     "take_apart",
     "take_out_constants",
     "turn_products",
     "unroll_layers",
     "uses_mesh",
+    "variables_in",
     "without_mesh",
 ]

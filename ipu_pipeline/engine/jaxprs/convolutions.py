@@ -1,4 +1,24 @@
-"""Convolutions as products of matrices, for a CPU."""
+"""Convolutions as products of matrices, for a CPU.
+
+XLA's CPU compiler has fast kernels for convolutions of one layout only. It converts others to it in the
+entry computation of a program, but not in the bodies of loops (JAX issue 12868), where a gradient of a
+kernel, and everything that has channels before lengths, takes 10 to 80 times as long. Groups are slow
+everywhere. Products of matrices are fast in any layout and place, so each convolution becomes one: of its
+windows as columns (Chellapilla et al. 2006, "High performance convolutional neural networks for document
+processing"), made block by block, so that they stay in the processor's cache.
+benchmarks/against_torch_models shows the gain. To transpose there and back for XLA's fast kernels took
+1.3 to 1.9 times as long (3 x 3; 64 channels of 32 x 32 to 512 of 4 x 4), and did not help with groups.
+
+This comes after differentiation, so that each of a layer's three convolutions gets the form that suits it:
+
+* Few taps (`multiply_windows`; forwards, and gradients of inputs without strides): columns are windows of
+  images.
+* A dilated image (`scatter_products`; gradients of inputs with strides, and transposed convolutions):
+  each element is multiplied by all taps, and the products are added where they belong. No product has a
+  zero.
+* Few results (`correlate_windows`; gradients of kernels): columns are windows, and the sum goes over
+  places.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +33,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ipu_pipeline.engine.jaxprs.flat import has_primitive, map_atoms
+from ipu_pipeline.engine.jaxprs.flat import has_primitive, is_var, map_atoms, rewriting
 from ipu_pipeline.ground import jax_compat, jax_core
-
-# The description of a convolution, and the layouts of its arrays.
-#
-# `convolutions` reads these from programs, and `convolution_forms` computes them.
 
 _MAX_TAPS = 64  # each tap adds equations; a convolution with more taps stays as it is
 
@@ -63,7 +79,7 @@ class Convolution:
 
     @property
     def has_many_windows(self) -> bool:
-        """Whether it stays a convolution, because its windows would make too large a program."""
+        """Whether it stays a convolution, because its windows would make the program too large."""
         return (self.num_places if self.is_correlation else self.num_taps) > _MAX_TAPS
 
     def can_reverse(self, axes: Sequence[int]) -> bool:
@@ -105,15 +121,15 @@ class Windows:
     def of(self, array: Any, first_axis: int) -> list[Any]:
         """Returns the windows in order; their axes are those from `first_axis` on."""
         padded = self._pad(array, first_axis)
-        found = []
+        parts = []
         for place in itertools.product(*map(range, self.num)):
             starts, limits, steps = [0] * array.ndim, list(padded.shape), [1] * array.ndim
             for i, index in enumerate(place):
                 starts[first_axis + i] = index * self.apart[i]
                 limits[first_axis + i] = starts[first_axis + i] + self._spans[i]
                 steps[first_axis + i] = self.step[i]
-            found.append(jax.lax.slice(padded, starts, limits, steps))
-        return found
+            parts.append(jax.lax.slice(padded, starts, limits, steps))
+        return parts
 
     def map_rows(self, function: Callable[[list[Any]], Any], array: Any, first_axis: int) -> Any:
         """Applies a function to the windows in each place of the first axis, and stacks the results."""
@@ -175,21 +191,19 @@ class Layout(NamedTuple):
         axis = self.groups
         joined = array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
         last = joined.ndim - 1
-        own = (0, last, *range(1, last)) if self.is_last else tuple(range(joined.ndim))
-        return in_order(joined, own, spec)
+        order = (0, last, *range(1, last)) if self.is_last else tuple(range(joined.ndim))
+        return in_order(joined, order, spec)
 
 
-def in_order(array: Any, spec: Sequence[int], wanted: Sequence[int]) -> Any:
-    """Transposes an array so that the axes at `spec` come to be those at `wanted`."""
+def in_order(array: Any, spec: Sequence[int], target_spec: Sequence[int]) -> Any:
+    """Transposes an array so that the axes at `spec` come to be those at `target_spec`."""
     order = [0] * array.ndim
-    for source, target in zip(spec, wanted, strict=True):
+    for source, target in zip(spec, target_spec, strict=True):
         order[target] = source
     return array.transpose(order)
 
 
-# Forms in which a convolution is computed as products of matrices; `convolutions` chooses among them.
-#
-# Each takes the convolution, the image and the kernel, and gives the result in the dtype of sums.
+# The forms: each takes a convolution, an image and a kernel, and gives the result in the dtype of sums.
 
 _BLOCK_BYTES = 3 * 2**20  # of columns at a time: about a core's share of the last-level cache
 _MAX_SUMMED = 8  # images whose products are summed in one go; each adds equations
@@ -197,148 +211,148 @@ _FEW_TAPS = 9  # in a sum of so few, computing it several times does no harm
 _FEW_PLACES = 256  # if an image has fewer places, a block's images go into one product
 
 
-def dilate(own: Convolution, image: Any) -> Any:
+def dilate(conv: Convolution, image: Any) -> Any:
     """Puts the image's holes into it."""
     config = [(0, 0, 0)] * image.ndim
-    for axis, holes in zip(own.numbers.lhs_spec[2:], own.holes, strict=True):
+    for axis, holes in zip(conv.numbers.lhs_spec[2:], conv.holes, strict=True):
         config[axis] = (0, 0, holes - 1)
     return jax.lax.pad(image, jnp.zeros((), image.dtype), config)
 
 
-def canonical(own: Convolution, image: Any, kernel: Any) -> Any:
-    """A convolution in the layout that is fast everywhere: (N, *lengths, C), (*taps, I, O)."""
+def convolve_in_xla(conv: Convolution, image: Any, kernel: Any) -> Any:
+    """Convolves in the layout that is fast everywhere: (N, *lengths, C), (*taps, I, O)."""
     last = image.ndim - 1
     lengths = tuple(range(1, last))
     taps = tuple(range(last - 1))
-    made = jax.lax.conv_general_dilated(
-        in_order(image, own.numbers.lhs_spec, (0, last, *lengths)),
-        in_order(kernel, own.numbers.rhs_spec, (last, last - 1, *taps)),
-        own.stride,
-        own.padding,
-        own.holes,
-        own.dilation,
+    result = jax.lax.conv_general_dilated(
+        in_order(image, conv.numbers.lhs_spec, (0, last, *lengths)),
+        in_order(kernel, conv.numbers.rhs_spec, (last, last - 1, *taps)),
+        conv.stride,
+        conv.padding,
+        conv.holes,
+        conv.dilation,
         jax.lax.ConvDimensionNumbers((0, last, *lengths), (last, last - 1, *taps), (0, last, *lengths)),
-        own.feature_groups,
-        own.batch_groups,
-        own.precision,
+        conv.feature_groups,
+        conv.batch_groups,
+        conv.precision,
     )
-    return in_order(made, (0, last, *lengths), own.numbers.out_spec)
+    return in_order(result, (0, last, *lengths), conv.numbers.out_spec)
 
 
-def gathered(own: Convolution, image: Any, kernel: Any) -> Any:
-    """Windows of images, as columns, times the kernel. Convolves an image without holes."""
-    spec, groups = own.numbers.lhs_spec, own.feature_groups
+def multiply_windows(conv: Convolution, image: Any, kernel: Any) -> Any:
+    """Multiplies windows of images, as columns, by the kernel. The image must have no holes."""
+    spec, groups = conv.numbers.lhs_spec, conv.feature_groups
     layout = Layout.of(spec, spec[1])
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
-    low = tuple(low for low, _high in own.padding)
-    windows = Windows(low, own.taps, own.dilation, own.places, own.stride)
+    low = tuple(low for low, _high in conv.padding)
+    windows = Windows(low, conv.taps, conv.dilation, conv.places, conv.stride)
 
     def of(images: Any) -> list[Any]:
         """The windows, in the order of the kernel's taps."""
-        found = windows.of(images, layout.lengths)
-        return found[::-1] if own.is_reversed else found
+        parts = windows.of(images, layout.lengths)
+        return parts[::-1] if conv.is_reversed else parts
 
-    if own.num_channels == groups > 1:
-        by_tap = _by_tap(own, kernel, layout)
+    if conv.num_channels == groups > 1:
+        by_tap = _by_tap(conv, kernel, layout)
 
         def add(images: Any) -> Any:
             return sum(window * weights for window, weights in zip(of(images), by_tap, strict=True))
 
-        made = _map_blocks(add, _widen(images), _sum_size(own, len(images)))
-        return layout.join(made, own.numbers.out_spec)
+        result = _map_blocks(add, _widen(images), _sum_size(conv, len(images)))
+        return layout.join(result, conv.numbers.out_spec)
     # The columns are in the order in which kernels usually lie beside such images, and need not be moved:
     # tap by tap the channels if these are last, else channel by channel the taps.
-    weights = _split_kernel(own, kernel, "OTI" if layout.is_last else "OIT")
+    weights = _split_kernel(conv, kernel, "OTI" if layout.is_last else "OIT")
     weights = weights.reshape(*weights.shape[:2], -1)
-    is_plain = own.num_taps == 1 and not layout.is_last and own.num_places >= _FEW_PLACES
+    is_plain = conv.num_taps == 1 and not layout.is_last and conv.num_places >= _FEW_PLACES
 
     def product(images: Any) -> Any:
         columns = _stack(layout, of(images))
-        return _multiply(own, layout, weights, 2, columns, is_plain)
+        return _multiply(conv, layout, weights, 2, columns, is_plain)
 
-    num_bytes = own.num_taps * own.num_places * own.num_channels * image.dtype.itemsize
+    num_bytes = conv.num_taps * conv.num_places * conv.num_channels * image.dtype.itemsize
     if is_plain:
-        made = product(images)
+        result = product(images)
     else:
-        made = _map_blocks(product, images, _block_size(images.shape[0], num_bytes))
-    return layout.join(made, own.numbers.out_spec)
+        result = _map_blocks(product, images, _block_size(images.shape[0], num_bytes))
+    return layout.join(result, conv.numbers.out_spec)
 
 
-def scattered(own: Convolution, image: Any, kernel: Any) -> Any:
-    """Each element of an image times all taps, added where they belong. It must have no strides."""
-    spec, groups = own.numbers.lhs_spec, own.feature_groups
+def scatter_products(conv: Convolution, image: Any, kernel: Any) -> Any:
+    """Multiplies each element of an image by all taps, and adds up. There must be no strides."""
+    spec, groups = conv.numbers.lhs_spec, conv.feature_groups
     layout = Layout.of(spec, spec[1])
     if kernel.size > image.size:
         # With images on the left of products, XLA takes a kernel as it lies; with kernels, not.
         layout = layout._replace(is_last=True)
     images = layout.split(image, spec[0], spec[1], spec[2:], groups)
-    is_plain = not layout.is_last and math.prod(own.lengths) >= _FEW_PLACES
+    is_plain = not layout.is_last and math.prod(conv.lengths) >= _FEW_PLACES
 
     def place(parts: Sequence[Any]) -> Any:
         """Sums the taps' products, each where it belongs."""
         total = None
-        taps = list(itertools.product(*map(range, own.taps)))
-        for tap, part in zip(taps[::-1] if own.is_reversed else taps, parts, strict=True):
+        taps = list(itertools.product(*map(range, conv.taps)))
+        for tap, part in zip(taps[::-1] if conv.is_reversed else taps, parts, strict=True):
             config = [(0, 0, 0)] * part.ndim
             for i, axis in enumerate(range(layout.lengths, layout.lengths + layout.num_axes)):
-                low = own.padding[i][0] - tap[i] * own.dilation[i]
-                length = (part.shape[axis] - 1) * own.holes[i] + 1
-                config[axis] = (low, own.places[i] - low - length, own.holes[i] - 1)
+                low = conv.padding[i][0] - tap[i] * conv.dilation[i]
+                length = (part.shape[axis] - 1) * conv.holes[i] + 1
+                config[axis] = (low, conv.places[i] - low - length, conv.holes[i] - 1)
             placed = jax.lax.pad(part, jnp.zeros((), part.dtype), config)
             total = placed if total is None else total + placed
         return total
 
-    if own.num_channels == groups > 1:
-        made = place([_widen(images) * weights for weights in _by_tap(own, kernel, layout)])
-        return layout.join(made, own.numbers.out_spec)
+    if conv.num_channels == groups > 1:
+        result = place([_widen(images) * weights for weights in _by_tap(conv, kernel, layout)])
+        return layout.join(result, conv.numbers.out_spec)
     # The order is that of forwards' kernels: a gradient's outputs are the forward's inputs.
-    has_taps_first = own.numbers.rhs_spec[2] == 0
-    weights = _split_kernel(own, kernel, "TOI" if has_taps_first else "IOT")
+    has_taps_first = conv.numbers.rhs_spec[2] == 0
+    weights = _split_kernel(conv, kernel, "TOI" if has_taps_first else "IOT")
     parted, tap_axis = (weights.shape[1:3], 0) if has_taps_first else (weights.shape[2:], 1)
     flat = weights.reshape(groups, *((-1, weights.shape[3]) if has_taps_first else (weights.shape[1], -1)))
     channels = 2 if has_taps_first else 1
 
     def product(images: Any) -> Any:
-        made = _multiply(own, layout, flat, channels, images, is_plain)
+        products = _multiply(conv, layout, flat, channels, images, is_plain)
         inner = layout.groups + 1
-        made = made.reshape(*made.shape[:inner], *parted, *made.shape[inner + 1 :])
-        taps = range(own.num_taps)
-        parts = [jax.lax.index_in_dim(made, tap, inner + tap_axis, keepdims=False) for tap in taps]
+        products = products.reshape(*products.shape[:inner], *parted, *products.shape[inner + 1 :])
+        taps = range(conv.num_taps)
+        parts = [jax.lax.index_in_dim(products, tap, inner + tap_axis, keepdims=False) for tap in taps]
         return place(parts)
 
-    num_bytes = own.num_taps * own.num_outputs * math.prod(own.lengths) * image.dtype.itemsize
-    size = min(_block_size(len(images), num_bytes), _sum_size(own, len(images)))
-    made = _map_blocks(product, images, size)
-    return layout.join(made, own.numbers.out_spec)
+    num_bytes = conv.num_taps * conv.num_outputs * math.prod(conv.lengths) * image.dtype.itemsize
+    size = min(_block_size(len(images), num_bytes), _sum_size(conv, len(images)))
+    result = _map_blocks(product, images, size)
+    return layout.join(result, conv.numbers.out_spec)
 
 
-def correlated(own: Convolution, image: Any, kernel: Any) -> Any:
-    """The kernel, as columns, times windows of images. For few places, or groups of the batch."""
-    (batch, channels, *lengths), (outputs, inputs, *taps) = own.numbers.lhs_spec, own.numbers.rhs_spec
-    groups = own.batch_groups
-    by_kernel = max(own.holes) > 1
+def correlate_windows(conv: Convolution, image: Any, kernel: Any) -> Any:
+    """Multiplies the kernel, as columns, by windows of images. For few places, or groups of the batch."""
+    (batch, channels, *lengths), (outputs, inputs, *taps) = conv.numbers.lhs_spec, conv.numbers.rhs_spec
+    groups = conv.batch_groups
+    by_kernel = max(conv.holes) > 1
     num_windowed = kernel.shape[outputs] if by_kernel else image.shape[batch]
     is_depthwise = num_windowed == groups > 1
-    layout = Layout(False, len(lengths)) if is_depthwise else Layout.of(own.numbers.lhs_spec, batch)
+    layout = Layout(False, len(lengths)) if is_depthwise else Layout.of(conv.numbers.lhs_spec, batch)
     correlate = _correlate_each if is_depthwise else _correlate
     images = layout.split(image, channels, batch, lengths, groups)
     kernels = layout.split(kernel, inputs, outputs, taps, groups)
-    low = tuple(low for low, _high in own.padding)
+    low = tuple(low for low, _high in conv.padding)
     if by_kernel:
         # By windows of the kernel, which has no holes: place * stride + tap - low = index * holes, so
         # tap = (places - 1 - place) * stride + index * holes - ((places - 1) * stride - low), in reverse.
-        low = tuple((n - 1) * s - p for n, s, p in zip(own.places, own.stride, low, strict=True))
-        windows = Windows(low, own.places, own.stride, own.lengths, own.holes)
-        made = correlate(own, layout, windows, kernels, images)
-        made = jnp.flip(made, range(3, made.ndim)).swapaxes(1, 2)
+        low = tuple((n - 1) * s - p for n, s, p in zip(conv.places, conv.stride, low, strict=True))
+        windows = Windows(low, conv.places, conv.stride, conv.lengths, conv.holes)
+        result = correlate(conv, layout, windows, kernels, images)
+        result = jnp.flip(result, range(3, result.ndim)).swapaxes(1, 2)
     else:
-        windows = Windows(low, own.places, own.stride, own.taps, own.dilation)
-        made = correlate(own, layout, windows, images, kernels)
-    made = made.swapaxes(0, 1)  # (batch, groups, outputs, *places)
-    return Layout(False, layout.num_axes).join(made, own.numbers.out_spec)
+        windows = Windows(low, conv.places, conv.stride, conv.taps, conv.dilation)
+        result = correlate(conv, layout, windows, images, kernels)
+    result = result.swapaxes(0, 1)  # (batch, groups, outputs, *places)
+    return Layout(False, layout.num_axes).join(result, conv.numbers.out_spec)
 
 
-def _correlate(own: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
+def _correlate(conv: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
     """Products summed over outer axes and lengths: (groups, inner of images, of kernels, *windows)."""
     inner = layout.groups + 1
     summed = (0, *range(layout.lengths, layout.lengths + layout.num_axes))
@@ -349,18 +363,18 @@ def _correlate(own: Convolution, layout: Layout, windows: Windows, images: Any, 
         columns = _stack(layout, windows.of(images, layout.lengths))
         numbers = ((summed, summed), ((layout.groups,), (layout.groups,)))
         pair = (columns, kernels) if layout.is_last else (kernels, columns)
-        return jax.lax.dot_general(*pair, numbers, own.precision, preferred_element_type=wide)
+        return jax.lax.dot_general(*pair, numbers, conv.precision, preferred_element_type=wide)
 
     num_bytes = math.prod((*windows.num, *windows.size, num_groups, num_images)) * images.dtype.itemsize
     size = _block_size(images.shape[0], num_bytes)
-    made = _sum_blocks(product, images, kernels, size)
+    products = _sum_blocks(product, images, kernels, size)
     if layout.is_last:
-        made = made.reshape(num_groups, *windows.num, num_images, num_kernels)
-        return jnp.moveaxis(made, (-2, -1), (1, 2))
-    return made.reshape(num_groups, num_kernels, num_images, *windows.num).swapaxes(1, 2)
+        products = products.reshape(num_groups, *windows.num, num_images, num_kernels)
+        return jnp.moveaxis(products, (-2, -1), (1, 2))
+    return products.reshape(num_groups, num_kernels, num_images, *windows.num).swapaxes(1, 2)
 
 
-def _correlate_each(_own: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
+def _correlate_each(_conv: Convolution, layout: Layout, windows: Windows, images: Any, kernels: Any) -> Any:
     """`_correlate` where each group has one image, with channels before lengths.
 
     XLA sums one element after another. It vectorizes sums of a few arrays, here one of each image, and
@@ -371,35 +385,35 @@ def _correlate_each(_own: Convolution, layout: Layout, windows: Windows, images:
     ones = jnp.ones(math.prod(windows.size), kernels.dtype)
 
     def product(images: Any, kernels: Any) -> Any:
-        def row(found: list[Any]) -> Any:
-            sums = (sum(window[i] * kernels[i] for i in range(len(kernels))) for window in found)
-            return jnp.stack([each.reshape(num_groups * num_kernels, -1) for each in sums]) @ ones
+        def row(row_windows: list[Any]) -> Any:
+            sums = (sum(window[i] * kernels[i] for i in range(len(kernels))) for window in row_windows)
+            return jnp.stack([total.reshape(num_groups * num_kernels, -1) for total in sums]) @ ones
 
         rows = windows.map_rows(row, images, layout.lengths)
         return jnp.moveaxis(rows.reshape(-1, num_groups, num_kernels), 0, -1)
 
     size = _largest_divisor(images.shape[0], _MAX_SUMMED)
-    made = _sum_blocks(product, images, kernels, size)
-    return made.reshape(num_groups, 1, num_kernels, *windows.num)
+    products = _sum_blocks(product, images, kernels, size)
+    return products.reshape(num_groups, 1, num_kernels, *windows.num)
 
 
-def _split_kernel(own: Convolution, kernel: Any, order: str) -> Any:
+def _split_kernel(conv: Convolution, kernel: Any, order: str) -> Any:
     """The kernel as (groups, *order): outputs O and channels I of a group, and taps T."""
-    outputs, channels, *taps = own.numbers.rhs_spec
-    groups = own.feature_groups
+    outputs, channels, *taps = conv.numbers.rhs_spec
+    groups = conv.feature_groups
     axes: dict[str, Sequence[int]] = {"O": (outputs,), "I": (channels,), "T": taps}
-    sizes = {"O": own.num_outputs // groups, "I": own.num_channels // groups, "T": own.num_taps}
+    sizes = {"O": conv.num_outputs // groups, "I": conv.num_channels // groups, "T": conv.num_taps}
     moved = kernel.transpose([axis for letter in order for axis in axes[letter]])
     before = [sizes[letter] for letter in order[: order.index("O")]]
     behind = [sizes[letter] for letter in order[order.index("O") :]]
     return jnp.moveaxis(moved.reshape(*before, groups, *behind), len(before), 0)
 
 
-def _by_tap(own: Convolution, kernel: Any, layout: Layout) -> list[Any]:
+def _by_tap(conv: Convolution, kernel: Any, layout: Layout) -> list[Any]:
     """The weights of each tap, of a kernel with one channel, for multiplication by an image."""
-    weights = _widen(_split_kernel(own, kernel, "TOI")[..., 0])
+    weights = _widen(_split_kernel(conv, kernel, "TOI")[..., 0])
     spread = weights if layout.is_last else weights.reshape(*weights.shape, *(1,) * layout.num_axes)
-    return [spread[:, tap] for tap in range(own.num_taps)]
+    return [spread[:, tap] for tap in range(conv.num_taps)]
 
 
 def _stack(layout: Layout, windows: Sequence[Any]) -> Any:
@@ -414,28 +428,28 @@ def _stack(layout: Layout, windows: Sequence[Any]) -> Any:
 
 
 def _multiply(
-    own: Convolution, layout: Layout, weights: Any, axis: int, columns: Any, is_plain: bool
+    conv: Convolution, layout: Layout, weights: Any, axis: int, columns: Any, is_plain: bool
 ) -> Any:
-    """Columns times weights: the outputs in the place of the channels."""
+    """Multiplies columns by weights: the outputs are in the place of the channels."""
     wide = _sum_dtype(columns.dtype)
     inner = layout.groups + 1
     if layout.is_last:
-        made = jax.lax.dot_general(
+        products = jax.lax.dot_general(
             columns,
             weights,
             (((inner,), (axis,)), ((inner - 1,), (0,))),
-            own.precision,
+            conv.precision,
             preferred_element_type=wide,
         )
-        return jnp.moveaxis(made, 0, -2)
+        return jnp.moveaxis(products, 0, -2)
     if is_plain:
         weights = jnp.broadcast_to(weights, (columns.shape[0], *weights.shape))
         numbers = (((axis + 1,), (2,)), ((0, 1), (0, 1)))
-        return jax.lax.dot_general(weights, columns, numbers, own.precision, preferred_element_type=wide)
-    made = jax.lax.dot_general(
-        weights, columns, (((axis,), (2,)), ((0,), (1,))), own.precision, preferred_element_type=wide
+        return jax.lax.dot_general(weights, columns, numbers, conv.precision, preferred_element_type=wide)
+    products = jax.lax.dot_general(
+        weights, columns, (((axis,), (2,)), ((0,), (1,))), conv.precision, preferred_element_type=wide
     )
-    return jnp.moveaxis(made, 2, 0)
+    return jnp.moveaxis(products, 2, 0)
 
 
 def _sum_dtype(dtype: Any) -> Any:
@@ -456,13 +470,13 @@ def _block_size(number: int, num_bytes: int) -> int:
     return _largest_divisor(number, max(1, _BLOCK_BYTES // num_bytes))
 
 
-def _sum_size(own: Convolution, number: int) -> int:
+def _sum_size(conv: Convolution, number: int) -> int:
     """The number of images, of `number`, that are summed over the taps at a time.
 
     With many taps it is not all of them, because XLA computes a sum that is not the result of a loop again
     for each operation that takes it.
     """
-    return _largest_divisor(number, max(1, number // 2) if own.num_taps > _FEW_TAPS else number)
+    return _largest_divisor(number, max(1, number // 2) if conv.num_taps > _FEW_TAPS else number)
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -473,8 +487,8 @@ def _map_blocks(product: Callable[[Any], Any], images: Any, size: int) -> Any:
     """The product of all images, computed for `size` of them at a time."""
     if size == images.shape[0]:
         return product(images)
-    made = jax.lax.map(product, _cut(images, size))
-    return made.reshape(-1, *made.shape[2:])
+    blocks = jax.lax.map(product, _cut(images, size))
+    return blocks.reshape(-1, *blocks.shape[2:])
 
 
 def _sum_blocks(product: Callable[[Any, Any], Any], images: Any, kernels: Any, size: int) -> Any:
@@ -483,33 +497,15 @@ def _sum_blocks(product: Callable[[Any, Any], Any], images: Any, kernels: Any, s
         return product(images, kernels)
     blocks = (_cut(images, size), _cut(kernels, size))
     zeros = jax.eval_shape(product, *(block[0] for block in blocks))
-    made, _nothing = jax.lax.scan(
-        lambda total, given: (total + product(*given), None), jnp.zeros(zeros.shape, zeros.dtype), blocks
+    result, _nothing = jax.lax.scan(
+        lambda total, pair: (total + product(*pair), None), jnp.zeros(zeros.shape, zeros.dtype), blocks
     )
-    return made
+    return result
 
 
 def _cut(array: Any, size: int) -> Any:
     return array.reshape(-1, size, *array.shape[1:])
 
-
-# Convolutions as products of matrices, for a CPU.
-#
-# XLA's CPU compiler has fast kernels for convolutions of one layout only. It converts others to it in the
-# entry computation of a program, but not in the bodies of loops (JAX issue 12868), where a gradient of a
-# kernel, and everything that has channels before lengths, takes 10 to 80 times as long. Groups are slow
-# everywhere. Products of matrices are fast in any layout and place, so each convolution becomes one: of its
-# windows as columns (Chellapilla et al. 2006, "High performance convolutional neural networks for document
-# processing"), made block by block, so that they stay in the processor's cache.
-# benchmarks/against_torch_models shows the gain.
-#
-# This comes after differentiation, so that each of a layer's three convolutions gets the form that suits
-# it:
-#
-# * Few taps (`gathered`; forwards, and gradients of inputs without strides): columns are windows of images.
-# * A dilated image (`scattered`; gradients of inputs with strides, and transposed convolutions): each
-#   element is multiplied by all taps, and the products are added where they belong. No product has a zero.
-# * Few results (`correlated`; gradients of kernels): columns are windows, and the sum goes over places.
 
 _NAME = "conv_general_dilated"
 
@@ -521,13 +517,7 @@ def has_convolutions(jaxpr: Any) -> bool:
 
 def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Makes a function compute its convolutions as products of matrices, also in loops and branches."""
-
-    def called(*arguments: Any) -> list[Any]:
-        closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(_rewrite, closed_jaxpr))(*arguments)
-        return results
-
-    return called
+    return rewriting(function, _rewrite)
 
 
 def _rewrite(jaxpr: Any) -> Any:
@@ -545,7 +535,7 @@ def _rewrite(jaxpr: Any) -> Any:
             equations.append(equation.replace(params=params))
         else:
             image, kernel = equation.invars
-            reversal = None if isinstance(kernel, jax_core.Literal) else reversals.get(kernel)
+            reversal = reversals.get(kernel) if is_var(kernel) else None
             if reversal is not None and convolution.can_reverse(reversal.params["dimensions"]):
                 convolution = dataclasses.replace(convolution, is_reversed=True)
                 kernel = reversal.invars[0]
@@ -554,49 +544,49 @@ def _rewrite(jaxpr: Any) -> Any:
 
 
 def _inline(convolution: Convolution, equation: Any, inputs: tuple[Any, Any]) -> list[Any]:
-    """The equations that replace the equation of a convolution of an image and a kernel."""
+    """Makes the equations that replace a convolution of an image and a kernel."""
     structs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in inputs]
     # No part of it is a call: a computation of its own would be one in the compiled program, too.
     traced = jax.make_jaxpr(functools.partial(_compute, convolution))(*structs)
-    known = dict(zip(traced.jaxpr.invars, inputs, strict=True))
+    env = dict(zip(traced.jaxpr.invars, inputs, strict=True))
     (result,) = traced.jaxpr.outvars
-    known[result] = equation.outvars[0]
+    env[result] = equation.outvars[0]
     assert not traced.consts
-    made = []
+    equations = []
     for inner in traced.jaxpr.eqns:
-        atoms = map_atoms(known, inner.invars)
+        atoms = map_atoms(env, inner.invars)
         for var in inner.outvars:
-            known.setdefault(var, var if isinstance(var, jax_core.DropVar) else jax_core.Var(var.aval))
-        made.append(
+            env.setdefault(var, var if isinstance(var, jax_core.DropVar) else jax_core.Var(var.aval))
+        equations.append(
             jax_compat.in_place_of(
-                equation, inner.replace(invars=atoms, outvars=[known[var] for var in inner.outvars])
+                equation, inner.replace(invars=atoms, outvars=[env[var] for var in inner.outvars])
             )
         )
-    return made
+    return equations
 
 
-def _compute(own: Convolution, image: Any, kernel: Any) -> Any:
+def _compute(conv: Convolution, image: Any, kernel: Any) -> Any:
     """Computes a convolution in the form that suits it."""
-    if own.has_many_windows:
-        return canonical(own, image, kernel)
+    if conv.has_many_windows:
+        return convolve_in_xla(conv, image, kernel)
     # Sums of narrow floats are wide, and are rounded once: here, where XLA sees the result's cast.
-    return _product(own, image, kernel).astype(image.dtype)
+    return _product(conv, image, kernel).astype(image.dtype)
 
 
-def _product(own: Convolution, image: Any, kernel: Any) -> Any:
-    if own.is_correlation:
-        if max(own.holes) > 1 and max(own.dilation) > 1:
-            return correlated(own.without_holes(), dilate(own, image), kernel)
-        return correlated(own, image, kernel)
-    if max(own.stride) == 1 and (max(own.holes) > 1 or own.is_better_scattered(image, kernel)):
-        return scattered(own, image, kernel)
-    if max(own.holes) > 1:
-        return gathered(own.without_holes(), dilate(own, image), kernel)
-    return gathered(own, image, kernel)
+def _product(conv: Convolution, image: Any, kernel: Any) -> Any:
+    if conv.is_correlation:
+        if max(conv.holes) > 1 and max(conv.dilation) > 1:
+            return correlate_windows(conv.without_holes(), dilate(conv, image), kernel)
+        return correlate_windows(conv, image, kernel)
+    if max(conv.stride) == 1 and (max(conv.holes) > 1 or conv.is_better_scattered(image, kernel)):
+        return scatter_products(conv, image, kernel)
+    if max(conv.holes) > 1:
+        return multiply_windows(conv.without_holes(), dilate(conv, image), kernel)
+    return multiply_windows(conv, image, kernel)
 
 
 def _read(equation: Any) -> Convolution | None:
-    """The convolution of an equation; None if there is none, or if it had better stay as it is."""
+    """Reads an equation's convolution; None if there is none, or if it should stay as it is."""
     if equation.primitive.name != _NAME:
         return None
     image, kernel, result = (var.aval for var in (*equation.invars, *equation.outvars))

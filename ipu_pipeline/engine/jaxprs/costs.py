@@ -67,38 +67,38 @@ def count_primitives(jaxpr: Any) -> int:
     number = 0
     for equation in jaxpr.eqns:
         inner = _inner(equation)
-        number += sum(count_primitives(getattr(one, "jaxpr", one)) for one in inner)
+        number += sum(count_primitives(getattr(body, "jaxpr", body)) for body in inner)
         number += not inner or equation.primitive.name in ("cond", "scan", "while")
     return number
 
 
 def find_uncounted(jaxpr: Any) -> frozenset[str]:
     """Names of what takes an unknown time for `count_operations`, in a jaxpr or in one within it."""
-    found: set[str] = set()
+    names: set[str] = set()
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if equation.primitive in _PRIMITIVES or name in _UNLISTED:
             for inner in _inner(equation):
-                found |= find_uncounted(getattr(inner, "jaxpr", inner))
+                names |= find_uncounted(getattr(inner, "jaxpr", inner))
         else:
             target = equation.params.get("target_name")
-            found.add(name if target is None else f"{name}({target})")
-    return frozenset(found)
+            names.add(name if target is None else f"{name}({target})")
+    return frozenset(names)
 
 
 def _inner(equation: Any) -> list[Any]:
     """The jaxprs of an equation, open or closed."""
-    found = []
+    jaxprs = []
     for value in equation.params.values():
         values = value if isinstance(value, (list, tuple)) else [value]
-        found += [each for each in values if hasattr(each, "eqns")]
-    return found
+        jaxprs += [item for item in values if hasattr(item, "eqns")]
+    return jaxprs
 
 
 def _count(equation: Any) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        (contracted, _others), _batch = params["dimension_numbers"]
+        (contracted, _right), _batch = params["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         summed = math.prod(shape[place] for place in contracted)
         return 2.0 * _size(equation.outvars[0]) * float(summed)

@@ -22,10 +22,12 @@ from ipu_pipeline.engine.jaxprs.flat import (
     close,
     flatten,
     has_primitive,
+    is_var,
+    rewriting,
 )
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Computes products of matrices the way round in which their results are read.
+# Products of matrices, computed the way round in which their results are read.
 #
 # JAX's rule for the gradient of a kernel computes the transposed gradient, and transposes it. Where inputs
 # have more than one axis of samples, as sequences have, XLA's CPU compiler then copies an operand of the
@@ -47,7 +49,7 @@ def _turn(jaxpr: Any) -> Any:
         atom
         for atoms in (jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
         for atom in atoms
-        if not isinstance(atom, jax_core.Literal)
+        if is_var(atom)
     )
     products: dict[Var, Equation] = {}
     equations, turned = [], set[Var]()
@@ -64,8 +66,8 @@ def _turn(jaxpr: Any) -> Any:
                 params={name: jax_core.map_jaxprs(_turn, value) for name, value in equation.params.items()}
             )
         equations.append(equation)
-    kept = [equation for equation in equations if not turned.intersection(equation.outvars)]
-    return jaxpr.replace(eqns=kept)
+    remaining = [equation for equation in equations if not turned.intersection(equation.outvars)]
+    return jaxpr.replace(eqns=remaining)
 
 
 def _is_other_way_round(product: Equation, permutation: tuple[int, ...]) -> bool:
@@ -73,7 +75,7 @@ def _is_other_way_round(product: Equation, permutation: tuple[int, ...]) -> bool
     if product.outvars[0].aval.dtype.itemsize < _LEAST_BYTES:
         return False
     params = product.params
-    (contracted, _others), (batch, _batch) = params["dimension_numbers"]
+    (contracted, _right), (batch, _batch) = params["dimension_numbers"]
     num_batch, num_left = len(batch), product.invars[0].aval.ndim - len(contracted) - len(batch)
     axes = range(product.outvars[0].aval.ndim)
     order = (*axes[:num_batch], *axes[num_batch + num_left :], *axes[num_batch : num_batch + num_left])
@@ -104,18 +106,12 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 def draws_bits(jaxpr: Any) -> bool:
     """Whether random bits are drawn in a `Jaxpr`, or in a jaxpr within it."""
-    return jax_compat.threefry is not None and any(has_primitive(one, _NAME) for one in jaxpr.eqns)
+    return jax_compat.threefry is not None and any(has_primitive(inner, _NAME) for inner in jaxpr.eqns)
 
 
 def with_fast_random_bits(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Makes a function draw its random bits without loops, also where it has loops and branches."""
-
-    def called(*arguments: Any) -> list[Any]:
-        closed_jaxpr = jax.make_jaxpr(function)(*arguments)
-        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(_rewrite, closed_jaxpr))(*arguments)
-        return results
-
-    return called
+    return rewriting(function, _rewrite)
 
 
 def _rewrite(jaxpr: Any) -> Any:
@@ -123,7 +119,7 @@ def _rewrite(jaxpr: Any) -> Any:
 
 
 def _replace(equation: Any) -> Any:
-    """The equation that takes the place of one: a call, which XLA inlines."""
+    """Replaces an equation that draws random bits by a call, which XLA inlines."""
     if equation.primitive.name != _NAME or equation.invars[0].aval.dtype != threefry_dtype():
         params = {name: jax_core.map_jaxprs(_rewrite, value) for name, value in equation.params.items()}
         return equation.replace(params=params)
@@ -131,9 +127,9 @@ def _replace(equation: Any) -> Any:
     is_partitionable = bool(cast(Any, jax.config).jax_threefry_partitionable)
     width, shape = equation.params["bit_width"], tuple(equation.params["shape"])
     call = _make_call(key.shape, width, shape, is_partitionable)
-    (made,) = jax.make_jaxpr(call)(aval_struct(key)).jaxpr.eqns
+    (call_equation,) = jax.make_jaxpr(call)(aval_struct(key)).jaxpr.eqns
     return jax_compat.in_place_of(
-        equation, made.replace(invars=list(equation.invars), outvars=list(equation.outvars))
+        equation, call_equation.replace(invars=list(equation.invars), outvars=list(equation.outvars))
     )
 
 
@@ -147,7 +143,7 @@ def threefry_dtype() -> Any:
 def _make_call(
     keys: tuple[int, ...], bit_width: int, shape: tuple[int, ...], is_partitionable: bool
 ) -> Callable[..., Any]:
-    """Jits what random bits mean for JAX, with the cipher written out."""
+    """Jits JAX's definition of random bits, with the cipher written out."""
     del is_partitionable  # it is read where the bits are drawn
 
     def draw(data: Any) -> Any:

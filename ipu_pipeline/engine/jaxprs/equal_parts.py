@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ipu_pipeline.engine.jaxprs.flat import make_extracted
+from ipu_pipeline.engine.jaxprs.flat import is_var, make_extracted, variables_in
 from ipu_pipeline.engine.jaxprs.partitioning import JOINT, Home, Piece
-from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.pytrees import num_bytes
 
 _LEAST_BYTES = 2**20  # of a program's arguments; where it reads less, starting a second one would be felt
@@ -39,52 +38,52 @@ def divide_equal_parts(pieces: Sequence[Piece], replaced: Sequence[Any | None]) 
     rounds: dict[int, list[_Division]] = {}
     for piece in pieces:
         rounds.setdefault(piece.round, []).append(_Division(piece, replaced, scalars))
-    found: list[Piece] = []
+    divided: list[Piece] = []
     for divisions in rounds.values():
         shared = _find_shared(
             {division.piece.home: division.counts for division in divisions},
-            {one.key: one.weight for division in divisions for one in division.components},
+            {part.key: part.weight for division in divisions for part in division.components},
         )
         for division in divisions:
-            found += division.divide(shared[division.piece.home])
-    return found
+            divided += division.divide(shared[division.piece.home])
+    return divided
 
 
 def _find_shared(
     counts: Mapping[Home, Counter[str]], weights: Mapping[str, int]
 ) -> dict[Home, list[Counter[str]]]:
-    """For each home, the parts that it has in common with others: how many components of each key."""
+    """Finds the parts that each home has in common with others: the number of components of each key."""
     groups: dict[frozenset[Home], dict[str, None]] = {}
-    for own in counts.values():
-        for key in own:
-            homes = frozenset(home for home, others in counts.items() if key in others)
+    for home_counts in counts.values():
+        for key in home_counts:
+            homes = frozenset(home for home, other_counts in counts.items() if key in other_counts)
             groups.setdefault(homes, {})[key] = None
-    found: dict[Home, list[Counter[str]]] = {home: [] for home in counts}
+    shared: dict[Home, list[Counter[str]]] = {home: [] for home in counts}
     for homes, keys in groups.items():
         num_different = len({frozenset(counts[home].items()) for home in homes})
         num_saved = (num_different - 1) * sum(weights[key] for key in keys)
         if len(homes) > 1 and (num_different == 1 or num_saved >= _LEAST_SAVED):
             part = Counter({key: min(counts[home][key] for home in homes) for key in keys})
             for home in homes:
-                found[home].append(part)
-    return found
+                shared[home].append(part)
+    return shared
 
 
 @dataclass(eq=False)
 class _Component:
-    """What a piece makes of the same arrays.
+    """The results of a piece that are made of the same arrays.
 
     Attributes:
       places: the places of its results among those of the piece's jaxpr.
       equations: the places of its equations.
-      given: the scalars that are read where components are joined.
+      partials: the scalars that are read where components are joined.
       key: equal for components that compute the same, of other variables.
-      weight: how many equations make arrays.
+      weight: the number of equations that make arrays.
     """
 
     places: list[int] = field(default_factory=list)
     equations: list[int] = field(default_factory=list)
-    given: list[Any] = field(default_factory=list)
+    partials: list[Any] = field(default_factory=list)
     key: str = ""
     weight: int = 0
 
@@ -103,7 +102,7 @@ class _Division:
         self._jaxpr = piece.program.closed_jaxpr.jaxpr
         self._parents: dict[Any, Any] = {}  # of arrays, up to the one that stands for their component
         self._roots: dict[Any, frozenset[Any]] = {}  # arrays of the components that a scalar depends on
-        self._makers = {var: place for place, made in enumerate(self._jaxpr.eqns) for var in made.outvars}
+        self._makers = {var: place for place, maker in enumerate(self._jaxpr.eqns) for var in maker.outvars}
         self._joined: list[int] = []  # places of results that are of no component
         self._owned = set[int]()  # places of equations that are of one
         is_pure = not self._jaxpr.effects and not self._jaxpr.constvars
@@ -122,57 +121,59 @@ class _Division:
         if not shared:
             return [self.piece]
         parts: list[Piece] = []
-        rest = list(self.components)
-        for wanted in shared:
+        remaining = list(self.components)
+        for part_counts in shared:
             part: list[_Component] = []
-            for key, number in wanted.items():
-                part += [component for component in rest if component.key == key][:number]
-            rest = [component for component in rest if component not in part]
-            sent = [var for component in part for var in component.given]
+            for key, number in part_counts.items():
+                part += [component for component in remaining if component.key == key][:number]
+            remaining = [component for component in remaining if component not in part]
+            sent = [var for component in part for var in component.partials]
             parts.append(self._make_part(part, [], sent))
-        if rest or self._joined:
-            parts.append(self._make_part(rest, self._joined, []))
+        if remaining or self._joined:
+            parts.append(self._make_part(remaining, self._joined, []))
         return parts
 
     def _find_components(self, replaced: Sequence[Any | None], scalars: dict[Any, int]) -> None:
         jaxpr, inputs = self._jaxpr, set(self.piece.program.inputs)
         for equation in jaxpr.eqns:
-            read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-            arrays = [var for var in (*read, *equation.outvars) if var.aval.size > 1]
-            roots = frozenset[Any]().union(*(self._roots.get(var, ()) for var in read))
+            operands = variables_in(equation.invars)
+            arrays = [var for var in (*operands, *equation.outvars) if var.aval.size > 1]
+            roots = frozenset[Any]().union(*(self._roots.get(var, ()) for var in operands))
             if arrays:
                 self._join([*arrays, *roots])
                 roots = frozenset([self._find(arrays[0])])
             self._roots.update((var, roots) for var in equation.outvars if var.aval.size <= 1)
         for atom, before in zip(jaxpr.outvars, replaced, strict=True):
-            is_array = not isinstance(atom, jax_core.Literal) and atom.aval.size > 1
+            is_array = is_var(atom) and atom.aval.size > 1
             if is_array and before in inputs:
                 self._join([atom, before])
         components: dict[Any, _Component] = {}
         for place, atom in enumerate(jaxpr.outvars):
-            found = self._roots_of(atom)
-            if len(found) == 1:
-                components.setdefault(next(iter(found)), _Component()).places.append(place)
+            result_roots = self._roots_of(atom)
+            if len(result_roots) == 1:
+                components.setdefault(next(iter(result_roots)), _Component()).places.append(place)
             else:
                 self._joined.append(place)
-        given, passed = self._find_given([place for one in components.values() for place in one.places])
+        partials, passed = self._find_partials(
+            [place for component in components.values() for place in component.places]
+        )
         for place, equation in enumerate(jaxpr.eqns):
-            found = self._roots_of(equation.outvars[0])
-            if len(found) == 1 and place not in passed:
-                component = components.setdefault(next(iter(found)), _Component())
+            result_roots = self._roots_of(equation.outvars[0])
+            if len(result_roots) == 1 and place not in passed:
+                component = components.setdefault(next(iter(result_roots)), _Component())
                 component.equations.append(place)
                 component.weight += any(var.aval.size > 1 for var in equation.outvars)
                 self._owned.add(place)
-        for var in given:
+        for var in partials:
             if var not in self.piece.sent:
-                components[next(iter(self._roots_of(var)))].given.append(var)
+                components[next(iter(self._roots_of(var)))].partials.append(var)
         numbers = self._number_scalars(scalars)
         for component in components.values():
             component.key = self._describe(component, numbers, scalars)
         self.components = list(components.values())
 
     def _find(self, var: Any) -> Any:
-        """The array that stands for the component of one."""
+        """The array that stands for the component of an array."""
         root = var
         while (parent := self._parents.setdefault(root, root)) is not root:
             root = parent
@@ -186,11 +187,11 @@ class _Division:
 
     def _roots_of(self, atom: Any) -> set[Any]:
         """The components that a value depends on, by the arrays that stand for them."""
-        if isinstance(atom, jax_core.Literal):
+        if not is_var(atom):
             return set()
         return {self._find(var) for var in ([atom] if atom.aval.size > 1 else self._roots.get(atom, ()))}
 
-    def _find_given(self, places: Iterable[int]) -> tuple[list[Any], set[int]]:
+    def _find_partials(self, places: Iterable[int]) -> tuple[list[Any], set[int]]:
         """Finds what is read of single components for results of several.
 
         Returns:
@@ -198,65 +199,66 @@ class _Division:
           them and are not needed in the component.
         """
         jaxpr = self._jaxpr
-        needed = {jaxpr.outvars[place] for place in places}  # in components
+        required = {jaxpr.outvars[place] for place in places}  # in components
         of_arrays: set[Any] = set()
         for equation in reversed(jaxpr.eqns):
-            read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-            has_arrays = any(var.aval.size > 1 for var in (*read, *equation.outvars))
+            operands = variables_in(equation.invars)
+            has_arrays = any(var.aval.size > 1 for var in (*operands, *equation.outvars))
             if has_arrays:
                 of_arrays.update(equation.outvars)
-            if has_arrays or not needed.isdisjoint(equation.outvars):
-                needed.update(read)
-        given: dict[Any, None] = {}
+            if has_arrays or not required.isdisjoint(equation.outvars):
+                required.update(operands)
+        partials: dict[Any, None] = {}
         passed: set[int] = set()
         pending = [jaxpr.outvars[place] for place in reversed(self._joined)]
         while pending:
             atom = pending.pop()
-            place = None if isinstance(atom, jax_core.Literal) else self._makers.get(atom)
+            place = self._makers.get(atom) if is_var(atom) else None
             if place is None or place in passed:
                 continue
-            if len(self._roots_of(atom)) == 1 and (atom in needed or atom in of_arrays):
-                given[atom] = None
+            if len(self._roots_of(atom)) == 1 and (atom in required or atom in of_arrays):
+                partials[atom] = None
             else:
                 passed.add(place)
                 pending += reversed(jaxpr.eqns[place].invars)
-        return list(given), passed
+        return list(partials), passed
 
     def _number_scalars(self, scalars: dict[Any, int]) -> dict[Any, int]:
-        """Numbers the scalars that depend on no array, such that those of the same number are equal."""
-        found: dict[Any, int] = {}
+        """Numbers the scalars that depend on no array; scalars of the same number are equal."""
+        numbers: dict[Any, int] = {}
         for equation in self._jaxpr.eqns:
             if any(map(self._roots_of, (*equation.invars, *equation.outvars))):
                 continue
-            read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-            found.update((var, scalars.setdefault(var, len(scalars))) for var in read if var not in found)
-            what = _describe_equation(equation, lambda atom: f"scalar {found[atom]}", "")
+            operands = variables_in(equation.invars)
+            new = [var for var in operands if var not in numbers]
+            numbers.update((var, scalars.setdefault(var, len(scalars))) for var in new)
+            description = _describe_equation(equation, lambda atom: f"scalar {numbers[atom]}", "")
             for place, var in enumerate(equation.outvars):
-                found[var] = scalars.setdefault((what, place), len(scalars))
-        return found
+                numbers[var] = scalars.setdefault((description, place), len(scalars))
+        return numbers
 
-    def _describe(self, component: _Component, known: Mapping[Any, int], scalars: dict[Any, int]) -> str:
+    def _describe(self, component: _Component, fixed: Mapping[Any, int], scalars: dict[Any, int]) -> str:
         """The key of a component: its equations, with its variables numbered in their order."""
         numbers: dict[Any, int] = {}
 
         def name(atom: Any) -> str:
-            if not isinstance(atom, jax_core.Literal) and atom in numbers:
+            if is_var(atom) and atom in numbers:
                 return str(numbers[atom])
             if self._roots_of(atom):
                 numbers[atom] = len(numbers)
                 return f"{numbers[atom]}:{_text_of(atom.aval)}"
-            number = known[atom] if atom in known else scalars.setdefault(atom, len(scalars))
+            number = fixed[atom] if atom in fixed else scalars.setdefault(atom, len(scalars))
             return f"scalar {number}"
 
         lines = []
         for place in component.equations:
             equation = self._jaxpr.eqns[place]
             lines.append(_describe_equation(equation, name, " ".join(map(name, equation.outvars))))
-        results = [*(self._jaxpr.outvars[place] for place in component.places), *component.given]
+        results = [*(self._jaxpr.outvars[place] for place in component.places), *component.partials]
         return "\n".join([*lines, " ".join(map(name, results))])
 
     def _make_part(
-        self, components: Sequence[_Component], joined: Sequence[int], given: Sequence[Any]
+        self, components: Sequence[_Component], joined: Sequence[int], partials: Sequence[Any]
     ) -> Piece:
         """Makes a piece of components and results that join some.
 
@@ -268,21 +270,21 @@ class _Division:
         num_results = len(piece.results)
         results = [place for place in places if place < num_results]
         sent = [place for place in places if place >= num_results]
-        outputs = [*(jaxpr.outvars[place] for place in (*results, *sent)), *given]
+        outputs = [*(jaxpr.outvars[place] for place in (*results, *sent)), *partials]
         order: dict[int, None] = {}
 
         def make_scalars(atoms: Iterable[Any]) -> None:
             """Adds the equations that some atoms need, but for those of components."""
-            found: set[int] = set()
+            new_places: set[int] = set()
             pending = list(atoms)
             while pending:
                 atom = pending.pop()
-                place = None if isinstance(atom, jax_core.Literal) else self._makers.get(atom)
-                if place is None or place in found or place in order or place in self._owned:
+                place = self._makers.get(atom) if is_var(atom) else None
+                if place is None or place in new_places or place in order or place in self._owned:
                     continue
-                found.add(place)
+                new_places.add(place)
                 pending += jaxpr.eqns[place].invars
-            order.update(dict.fromkeys(sorted(found)))
+            order.update(dict.fromkeys(sorted(new_places)))
 
         for component in components:
             for place in component.equations:
@@ -290,14 +292,14 @@ class _Division:
                 order[place] = None
         make_scalars(outputs)
         equations = [jaxpr.eqns[place] for place in order]
-        made = {var for equation in equations for var in equation.outvars}
-        read = [*(atom for equation in equations for atom in equation.invars), *outputs]
-        inputs = dict.fromkeys(a for a in read if not isinstance(a, jax_core.Literal) and a not in made)
+        defined = {var for equation in equations for var in equation.outvars}
+        atoms = [*(atom for equation in equations for atom in equation.invars), *outputs]
+        inputs = dict.fromkeys(a for a in atoms if is_var(a) and a not in defined)
         return dataclasses.replace(
             piece,
             program=make_extracted({}, list(inputs), equations, outputs),
             results=tuple(piece.results[place] for place in results),
-            sent=(*(piece.sent[place - num_results] for place in sent), *given),
+            sent=(*(piece.sent[place - num_results] for place in sent), *partials),
             readers={var: reader for var, reader in piece.readers.items() if var in inputs},
         )
 
@@ -307,10 +309,9 @@ def _text_of(aval: Any) -> str:
     return str(aval)  # JAX makes it anew each time, which takes longer than all the rest
 
 
-def _describe_equation(equation: Any, name: Callable[[Any], str], made: str) -> str:
-    read = [
-        f"{atom.val!r}:{_text_of(atom.aval)}" if isinstance(atom, jax_core.Literal) else name(atom)
-        for atom in equation.invars
+def _describe_equation(equation: Any, name: Callable[[Any], str], results: str) -> str:
+    operands = [
+        name(atom) if is_var(atom) else f"{atom.val!r}:{_text_of(atom.aval)}" for atom in equation.invars
     ]
     parameters = ", ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))
-    return f"{made} = {equation.primitive.name} {' '.join(read)} {{{parameters}}}"
+    return f"{results} = {equation.primitive.name} {' '.join(operands)} {{{parameters}}}"

@@ -11,8 +11,6 @@ import numpy as np
 
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Flat jaxprs: calls of `jax.jit` inlined, and programs made of equations.
-#
 # Everything here rewrites equations and never evaluates or retraces them, so names, source lines and
 # custom rules stay with their equations. The exception is a jaxpr with arrays that are written in place
 # (`jax.new_ref`). A write has no output that later reads could depend on, so JAX traces such a jaxpr again,
@@ -99,17 +97,17 @@ def _inline_all(closed_jaxpr: Any, rule: EquationRule | None) -> FlatJaxpr:
     constants: dict[Var, Any] = {}
 
     def inline(jaxpr: Any, consts: Sequence[Any], arguments: list[Atom], caller: Any) -> list[Atom]:
-        known: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            known[var] = jax_core.Var(var.aval)
-            constants[known[var]] = value
+            env[var] = jax_core.Var(var.aval)
+            constants[env[var]] = value
         for equation in jaxpr.eqns:
             if caller is not None:
                 equation = jax_compat.within_scopes(caller, equation)
-            inputs = map_atoms(known, equation.invars)
+            inputs = map_atoms(env, equation.invars)
 
-            def inline_here(inner: Any, arguments: list[Atom], here: Any = equation) -> list[Atom]:
-                return inline(inner.jaxpr, inner.consts, arguments, here)
+            def inline_here(inner: Any, arguments: list[Atom], call_equation: Any = equation) -> list[Atom]:
+                return inline(inner.jaxpr, inner.consts, arguments, call_equation)
 
             if is_inlined(equation):
                 outputs = inline_here(equation.params[_INLINED[equation.primitive.name]], inputs)
@@ -118,8 +116,8 @@ def _inline_all(closed_jaxpr: Any, rule: EquationRule | None) -> FlatJaxpr:
                 outputs = fresh(equation.outvars) if replaced is None else replaced
                 if replaced is None:
                     equations.append(equation.replace(invars=inputs, outvars=outputs))
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return map_atoms(known, jaxpr.outvars)
+            env.update(zip(equation.outvars, outputs, strict=True))
+        return map_atoms(env, jaxpr.outvars)
 
     jaxpr = closed_jaxpr.jaxpr
     inputs = [jax_core.Var(var.aval) for var in jaxpr.invars]
@@ -132,8 +130,8 @@ def lift_captures(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
     jaxpr = closed_jaxpr.jaxpr
     constants = list(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
     captured = {var: value for var, value in constants if jax_compat.is_traced(value)}
-    kept = [(var, value) for var, value in constants if var not in captured]
-    lifted = make_extracted(dict(kept), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    plain_constants = [(var, value) for var, value in constants if var not in captured]
+    lifted = make_extracted(dict(plain_constants), [*captured, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
     return lifted.closed_jaxpr, list(captured.values())
 
 
@@ -141,10 +139,10 @@ def take_out_constants(
     flat: FlatJaxpr, find_number: Callable[[Any], int | None]
 ) -> tuple[FlatJaxpr, dict[Var, int]]:
     """Makes some of a flat jaxpr's constants further inputs."""
-    found = {var: find_number(value) for var, value in flat.constants.items()}
-    numbers = {var: number for var, number in found.items() if number is not None}
-    kept = {var: value for var, value in flat.constants.items() if var not in numbers}
-    return FlatJaxpr([*flat.inputs, *numbers], flat.equations, flat.outputs, kept), numbers
+    all_numbers = {var: find_number(value) for var, value in flat.constants.items()}
+    numbers = {var: number for var, number in all_numbers.items() if number is not None}
+    constants = {var: value for var, value in flat.constants.items() if var not in numbers}
+    return FlatJaxpr([*flat.inputs, *numbers], flat.equations, flat.outputs, constants), numbers
 
 
 def close(flat: FlatJaxpr) -> ExtractedJaxpr:
@@ -170,21 +168,32 @@ def has_primitive(equation: Equation, name: str) -> bool:
     return any(has_primitive(inner, name) for body in bodies for inner in body.eqns)
 
 
-def map_atoms(known: dict[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
-    """The atoms with variables looked up in `known`; literals stay."""
-    return [atom if isinstance(atom, jax_core.Literal) else known[atom] for atom in atoms]
+def is_var(atom: Atom) -> bool:
+    """Whether an atom is a variable, and no literal."""
+    return not isinstance(atom, jax_core.Literal)
+
+
+def variables_in(atoms: Iterable[Atom]) -> list[Var]:
+    """The atoms that are variables, in their order."""
+    return [atom for atom in atoms if not isinstance(atom, jax_core.Literal)]
+
+
+def map_atoms(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms with all variables looked up in `env`; literals stay."""
+    return [env[atom] if is_var(atom) else atom for atom in atoms]
+
+
+def replace_atoms(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
+    """The atoms with those variables replaced that `env` has."""
+    return [env.get(atom, atom) if is_var(atom) else atom for atom in atoms]
 
 
 def substitute(flat: FlatJaxpr, replaced: Mapping[Var, Var]) -> FlatJaxpr:
     """Makes a jaxpr read other variables in place of some."""
-
-    def read(atoms: Iterable[Atom]) -> list[Atom]:
-        return [a if isinstance(a, jax_core.Literal) else replaced.get(a, a) for a in atoms]
-
     return FlatJaxpr(
         [var for var in flat.inputs if replaced.get(var, var) is var],
-        [equation.replace(invars=read(equation.invars)) for equation in flat.equations],
-        read(flat.outputs),
+        [e.replace(invars=replace_atoms(replaced, e.invars)) for e in flat.equations],
+        replace_atoms(replaced, flat.outputs),
         flat.constants,
     )
 
@@ -206,7 +215,7 @@ def fresh(variables: Iterable[Var]) -> list[Var]:
     return [var if isinstance(var, jax_core.DropVar) else jax_core.Var(var.aval) for var in variables]
 
 
-# Finds dependencies in a jaxpr, and cuts programs out of a larger one.
+# Dependencies, and programs cut out of a jaxpr.
 
 _SAME_ELEMENTS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy")
 
@@ -218,44 +227,42 @@ def any_equation(equation: Equation) -> bool:
 
 
 def dependents(flat: FlatJaxpr, roots: Iterable[Var]) -> set[Var]:
-    """All variables whose value depends on one of `roots`, including the roots.
+    """The variables whose value depends on one of `roots`, including the roots.
 
     A scan's outputs are looked at one by one: an output that its body computes without the roots does not
-    depend on them.
+    depend on them, as weights that a scan over layers casts. The outputs of a conditional are not.
     """
-    found = set(roots)
+    reached = set(roots)
     for equation in flat.equations:
-        if _reads(equation, found):
+        if _reads(equation, reached):
             outputs = equation.outvars
             if len(outputs) > 1 and equation.primitive.name == "scan":
                 outputs = [
-                    var for place, var in enumerate(outputs) if _reads(reduce(equation, {place}), found)
+                    var for place, var in enumerate(outputs) if _reads(reduce(equation, {place}), reached)
                 ]
-            found.update(outputs)
-    return found
+            reached.update(outputs)
+    return reached
 
 
 def _reads(equation: Equation | None, variables: Collection[Var]) -> bool:
-    return equation is not None and any(
-        not isinstance(atom, jax_core.Literal) and atom in variables for atom in equation.invars
-    )
+    return equation is not None and any(atom in variables for atom in variables_in(equation.invars))
 
 
 def find_uniform(flat: FlatJaxpr) -> dict[int, np.ndarray[Any, Any]]:
     """The results all of whose elements are one known number, as zeros are: by place, the number."""
-    known: dict[Var, Any] = {}
+    env: dict[Var, Any] = {}
 
     def find(atom: Atom) -> Any:
-        if not isinstance(atom, jax_core.Literal):
-            return known.get(atom)
+        if is_var(atom):
+            return env.get(atom)
         dtype: Any = aval_struct(atom.aval).dtype
         return np.asarray(atom.val, dtype) if isinstance(dtype, np.dtype) else None
 
     for equation in flat.equations:
         if equation.primitive.name in _SAME_ELEMENTS and (value := find(equation.invars[0])) is not None:
-            known[equation.outvars[0]] = value
-    found = {place: find(atom) for place, atom in enumerate(flat.outputs)}
-    return {place: value for place, value in found.items() if value is not None and value.ndim == 0}
+            env[equation.outvars[0]] = value
+    values = {place: find(atom) for place, atom in enumerate(flat.outputs)}
+    return {place: value for place, value in values.items() if value is not None and value.ndim == 0}
 
 
 def can_reduce(equation: Equation) -> bool:
@@ -277,52 +284,63 @@ def reduce(equation: Equation, places: Collection[int]) -> Equation | None:
 def extract(
     flat: FlatJaxpr,
     outputs: Sequence[Atom],
-    given: Iterable[Var] = (),
+    stored: Iterable[Var] = (),
     keep_effects_of: Callable[[Equation], bool] | None = None,
 ) -> ExtractedJaxpr:
     """The smallest program that computes `outputs`."""
-    given = set(given)
-    needed = {atom for atom in outputs if not isinstance(atom, jax_core.Literal)}
-    kept: list[Equation] = []
+    stored = set(stored)
+    required = set(variables_in(outputs))
+    equations: list[Equation] = []
     computed: list[Var] = []
     for equation in reversed(flat.equations):
-        made = [var for var in equation.outvars if var not in given]
-        is_kept = any(var in needed for var in made) or (
+        results = [var for var in equation.outvars if var not in stored]
+        is_kept = any(var in required for var in results) or (
             equation.effects and keep_effects_of is not None and keep_effects_of(equation)
         )
         computed += reversed(equation.outvars)
-        is_more = any(v not in needed or v in given for v in equation.outvars)
+        is_more = any(v not in required or v in stored for v in equation.outvars)
         if is_kept and equation.primitive.name == "scan" and is_more:
             places = {
-                place for place, var in enumerate(equation.outvars) if var in needed and var not in given
+                place for place, var in enumerate(equation.outvars) if var in required and var not in stored
             }
             equation = reduce(equation, places) or equation
         if is_kept:
-            kept.append(equation)
-            needed.update(atom for atom in equation.invars if not isinstance(atom, jax_core.Literal))
-    kept.reverse()
+            equations.append(equation)
+            required.update(variables_in(equation.invars))
+    equations.reverse()
     # An equation with several outputs may be kept for one of them while another one is given. The given
     # one is then renamed where it is made, so that readers take the argument.
     renamed = [
-        equation.replace(outvars=[fresh([v])[0] if v in given else v for v in equation.outvars])
-        for equation in kept
+        equation.replace(outvars=[fresh([v])[0] if v in stored else v for v in equation.outvars])
+        for equation in equations
     ]
-    inputs = [var for var in flat.inputs if var in needed]
-    inputs += [var for var in reversed(computed) if var in given and var in needed]
-    constants = {var: value for var, value in flat.constants.items() if var in needed}
+    inputs = [var for var in flat.inputs if var in required]
+    inputs += [var for var in reversed(computed) if var in stored and var in required]
+    constants = {var: value for var, value in flat.constants.items() if var in required}
     return make_extracted(constants, inputs, renamed, outputs)
 
 
+def rewriting(function: Callable[..., Any], rewrite: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    """Makes a function compute what `rewrite` makes of its `Jaxpr`, and of those within it."""
+
+    def rewritten(*arguments: Any) -> list[Any]:
+        closed_jaxpr = jax.make_jaxpr(function)(*arguments)
+        results: list[Any] = jax_core.jaxpr_as_fun(jax_core.map_jaxprs(rewrite, closed_jaxpr))(*arguments)
+        return results
+
+    return rewritten
+
+
 def split_results(closed_jaxpr: Any) -> list[Callable[..., Any]]:
-    """For each result of a jaxpr, a jitted function that takes all arguments and computes nothing else."""
+    """Makes a jitted function for each result of a jaxpr: it takes all arguments and computes only that."""
     flat = flatten(closed_jaxpr)
 
     def split(output: Atom) -> Callable[..., Any]:
         @jax.jit
         def compute(*arguments: Any) -> Any:
             program = extract(flat, [output])
-            given = dict(zip(flat.inputs, arguments, strict=True))
-            return program(*(given[var] for var in program.inputs))[0]
+            env = dict(zip(flat.inputs, arguments, strict=True))
+            return program(*(env[var] for var in program.inputs))[0]
 
         return compute
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive
+from ipu_pipeline.engine.jaxprs.flat import Atom, Equation, Var, has_primitive, is_var
 from ipu_pipeline.ground import jax_compat, jax_core
 
 _SHARD_MAP = "shard_map"
@@ -35,7 +35,7 @@ def has_shard_map(equations: Iterable[Equation]) -> bool:
 
 
 def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
-    """The equations that name devices which values are to be on, more than one, at any depth."""
+    """Yields the equations, at any depth, that name several devices for values to be on."""
     for equation in equations:
         mesh = getattr(equation.params.get("sharding"), "mesh", equation.params.get("mesh"))
         if isinstance(mesh, Mesh) and mesh.size > 1:
@@ -45,10 +45,10 @@ def find_other_devices(equations: Iterable[Equation]) -> Iterator[Equation]:
 
 
 def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equation]:
-    """The equations that compute along an axis of a mesh, or with a device's number on it, at any depth."""
+    """Yields the equations, at any depth, that compute along a mesh axis or with a number on it."""
     for equation in equations:
         named = [equation.params.get(name, ()) for name in ("axes", "axis_name")]
-        names = [part for given in named for part in (given if isinstance(given, tuple) else (given,))]
+        names = [part for value in named for part in (value if isinstance(value, tuple) else (value,))]
         if axis in names and equation.primitive.name not in _CASTS:
             yield equation
         for body in jax_core.jaxprs_in_params(equation.params):
@@ -56,7 +56,7 @@ def find_collectives(equations: Iterable[Equation], axis: str) -> Iterator[Equat
 
 
 def without_mesh(closed_jaxpr: Any, *, is_differentiated: bool) -> Any:
-    """Makes a jaxpr's types as they are without a mesh, and drops constraints on a mesh of one device."""
+    """Takes the mesh out of a jaxpr's types, and drops constraints on a mesh of one device."""
     return _Rewriting(not is_differentiated).close(closed_jaxpr)
 
 
@@ -72,8 +72,8 @@ class _Rewriting:
         """A `ClosedJaxpr` without a mesh."""
         if id(closed_jaxpr) not in self._known:
             constants = list(map(jax_compat.array_without_mesh, closed_jaxpr.consts))
-            made = jax_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
-            self._known[id(closed_jaxpr)] = closed_jaxpr, made
+            rewritten = jax_core.ClosedJaxpr(self.open(closed_jaxpr.jaxpr), constants)
+            self._known[id(closed_jaxpr)] = closed_jaxpr, rewritten
         return self._known[id(closed_jaxpr)][1]
 
     def open(self, jaxpr: Any) -> Any:
@@ -83,25 +83,22 @@ class _Rewriting:
         return self._known[id(jaxpr)][1]
 
     def _rewrite(self, jaxpr: Any) -> Any:
-        known: dict[Var, Atom] = {}
+        env: dict[Var, Atom] = {}
 
         def make(variables: Iterable[Var]) -> list[Var]:
             for var in variables:
-                known[var] = var if isinstance(var, jax_core.DropVar) else _without(var)
-            return [known[var] for var in variables]
+                env[var] = var if isinstance(var, jax_core.DropVar) else _without(var)
+            return [env[var] for var in variables]
 
         def read(atoms: Iterable[Atom]) -> list[Atom]:
-            return [
-                _literal_without(atom) if isinstance(atom, jax_core.Literal) else known[atom]
-                for atom in atoms
-            ]
+            return [env[atom] if is_var(atom) else _literal_without(atom) for atom in atoms]
 
         constants, inputs = make(jaxpr.constvars), make(jaxpr.invars)
         equations = []
         for equation in jaxpr.eqns:
             operands = read(equation.invars)
             if _moves_nothing(equation):
-                known[equation.outvars[0]] = operands[0]
+                env[equation.outvars[0]] = operands[0]
                 continue
             params = equation.params
             if equation.primitive.name != _SHARD_MAP:

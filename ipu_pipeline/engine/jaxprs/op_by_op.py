@@ -8,7 +8,6 @@ made it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,9 @@ from ipu_pipeline.engine.jaxprs.flat import (
     Var,
     flatten,
     has_primitive,
+    is_var,
     make_extracted,
+    variables_in,
 )
 from ipu_pipeline.ground import jax_core
 
@@ -37,7 +38,7 @@ class Evaluated:
 
     def read(self, atom: Atom) -> Any:
         """The value of an atom."""
-        return atom.val if isinstance(atom, jax_core.Literal) else self.values[atom]
+        return self.values[atom] if is_var(atom) else atom.val
 
     @property
     def results(self) -> list[Any]:
@@ -47,7 +48,7 @@ class Evaluated:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a nan comes from: an equation that made it from operands without one, or an argument."""
+    """The origin of a nan: an equation that made it from operands without one, or an argument."""
 
     equation: Equation | None = None  # None: an argument has it
     argument: int = -1  # the argument's place
@@ -60,8 +61,8 @@ def evaluate(flat: FlatJaxpr, arguments: Sequence[Any]) -> Evaluated:
     for equation in flat.equations:
         if equation.primitive.name == "debug_callback":
             continue
-        made = _as_function(equation)(*map(evaluated.read, equation.invars))
-        values.update(zip(equation.outvars, made, strict=True))
+        results = _as_function(equation)(*map(evaluated.read, equation.invars))
+        values.update(zip(equation.outvars, results, strict=True))
     return evaluated
 
 
@@ -77,10 +78,10 @@ def find_nan(evaluated: Evaluated, atom: Atom) -> Origin:
     makers = {var: equation for equation in flat.equations for var in equation.outvars}
     while atom in makers:
         equation = makers[atom]
-        operands = [one for one in equation.invars if has_nan(evaluated.read(one))]
+        operands = [operand for operand in equation.invars if has_nan(evaluated.read(operand))]
         if not operands:
-            given = list(map(evaluated.read, equation.invars))
-            return Origin(_look_inside(equation, given, equation.outvars.index(atom)))
+            values = list(map(evaluated.read, equation.invars))
+            return Origin(_look_inside(equation, values, equation.outvars.index(atom)))
         atom = operands[0]
     return Origin(argument=flat.inputs.index(atom) if atom in flat.inputs else -1)
 
@@ -94,48 +95,48 @@ def _as_function(equation: Equation) -> Callable[..., list[Any]]:
     return lambda *values: program(*values)
 
 
-def _look_inside(equation: Equation, given: Sequence[Any], place: int) -> Equation:
+def _look_inside(equation: Equation, values: Sequence[Any], place: int) -> Equation:
     """The equation within a loop, conditional or call that made the nan of one of its results."""
     parameters, name = equation.params, equation.primitive.name
     if name == "shard_map":  # its body has no meaning on one device
         return equation
     if name == "scan":
-        return _look_inside_scan(equation, given)
+        return _look_inside_scan(equation, values)
     if name == "while":
         num_condition, num_body = parameters["cond_nconsts"], parameters["body_nconsts"]
-        constants = given[num_condition : num_condition + num_body]
-        body, carried = parameters["body_jaxpr"], list(given[num_condition + num_body :])
+        constants = values[num_condition : num_condition + num_body]
+        body, carried = parameters["body_jaxpr"], list(values[num_condition + num_body :])
         run = jax.jit(jax_core.jaxpr_as_fun(body))
         while True:  # an iteration makes a nan, since the loop did
-            made = run(*constants, *carried)
-            if any(map(has_nan, made)):
+            results = run(*constants, *carried)
+            if any(map(has_nan, results)):
                 return _look_in_body(body, [*constants, *carried], equation)
-            carried = made
+            carried = results
     if name == "cond":
         branches = parameters["branches"]
-        number = min(max(int(given[0]), 0), len(branches) - 1)
-        return _look_in_body(branches[number], given[1:], equation, place)
+        number = min(max(int(values[0]), 0), len(branches) - 1)
+        return _look_in_body(branches[number], values[1:], equation, place)
     bodies: list[Any] = list(jax_core.jaxprs_in_params(parameters))
     for body in bodies:
         closed = jax_core.close(body)
-        if len(closed.jaxpr.invars) == len(given) and len(closed.jaxpr.outvars) == len(equation.outvars):
-            return _look_in_body(closed, given, equation, place)
+        if len(closed.jaxpr.invars) == len(values) and len(closed.jaxpr.outvars) == len(equation.outvars):
+            return _look_in_body(closed, values, equation, place)
     return equation
 
 
-def _look_inside_scan(equation: Equation, given: Sequence[Any]) -> Equation:
+def _look_inside_scan(equation: Equation, values: Sequence[Any]) -> Equation:
     parameters = equation.params
     num_constants, num_carried = jax_core.scan_counts(parameters)
     length, body = parameters["length"], parameters["jaxpr"]
-    constants = list(given[:num_constants])
-    carried, stacked = given[num_constants:][:num_carried], given[num_constants + num_carried :]
+    constants = list(values[:num_constants])
+    carried, stacked = values[num_constants:][:num_carried], values[num_constants + num_carried :]
     run = jax.jit(jax_core.jaxpr_as_fun(body))
     for number in reversed(range(length)) if parameters["reverse"] else range(length):
         arguments = [*constants, *carried, *(leaf[number] for leaf in stacked)]
-        made = run(*arguments)
-        if any(map(has_nan, made)):
+        results = run(*arguments)
+        if any(map(has_nan, results)):
             return _look_in_body(body, arguments, equation)
-        carried = made[:num_carried]
+        carried = results[:num_carried]
     return equation  # computed together with others, it is a nan; alone it is none
 
 
@@ -145,7 +146,7 @@ def _look_in_body(
     """The equation in a body that made a nan of a result, the first one with a nan if `place` is None."""
     evaluated = evaluate(flatten(closed), arguments)
     outputs = evaluated.flat.outputs if place is None else [evaluated.flat.outputs[place]]
-    for atom in itertools.filterfalse(lambda one: isinstance(one, jax_core.Literal), outputs):
+    for atom in variables_in(outputs):
         if has_nan(evaluated.read(atom)):
             return find_nan(evaluated, atom).equation or equation
     return equation

@@ -37,6 +37,7 @@ from ipu_pipeline.engine.jaxprs.flat import (
     extract,
     flatten,
     has_primitive,
+    is_var,
     reduce,
     substitute,
 )
@@ -63,7 +64,7 @@ class Places:
 
     def home_of(self, atom: Any) -> Home | None:
         """The home of a variable; None for a literal or constant."""
-        return None if isinstance(atom, jax_core.Literal) else self.homes.get(atom)
+        return self.homes.get(atom) if is_var(atom) else None
 
     def home_of_equation(self, equation: Any) -> Home | None:
         """The home in which an equation runs."""
@@ -87,29 +88,29 @@ class Places:
         """The variables that an equation reads and that have a home, each once."""
         return [
             atom
-            for atom in dict.fromkeys(a for a in equation.invars if not isinstance(a, jax_core.Literal))
+            for atom in dict.fromkeys(filter(is_var, equation.invars))
             if self.homes.get(atom) is not None
         ]
 
     def _is_made_again(self, var: Any) -> bool:
         """Whether a home that needs a variable of another home recomputes it from what is sent."""
-        maker, whole = self.makers[var], _cost_of_array(var)
-        return self.costs[var] < whole or (whole > 0 and maker.primitive.name in _SAME_ELEMENTS)
+        maker, full_cost = self.makers[var], _cost_of_array(var)
+        return self.costs[var] < full_cost or (full_cost > 0 and maker.primitive.name in _SAME_ELEMENTS)
 
     def sent_for(self, var: Any) -> dict[Any, None]:
         """The variables sent to a home that needs a variable of another home, as the keys of a dict."""
-        found: dict[Any, None] = {}
-        seen = {var}
+        sent: dict[Any, None] = {}
+        visited = {var}
         pending = [var]
         while pending:
             var = pending.pop()
             if var not in self.makers or not self._is_made_again(var):
-                found[var] = None
+                sent[var] = None
                 continue
-            made_of = [made_of for made_of in self.placed_inputs(self.makers[var]) if made_of not in seen]
-            seen.update(made_of)
-            pending += reversed(made_of)
-        return found
+            operands = [v for v in self.placed_inputs(self.makers[var]) if v not in visited]
+            visited.update(operands)
+            pending += reversed(operands)
+        return sent
 
 
 def _cost_of_array(var: Any) -> int:
@@ -125,12 +126,12 @@ def place(flat: FlatJaxpr, input_homes: Mapping[Any, Home | None]) -> Places:
     is_cut = len(set(input_homes.values()) - {None}) > 1
 
     def read(atoms: Iterable[Any]) -> list[Any]:
-        found = []
+        new_atoms = []
         for atom in atoms:
-            while not isinstance(atom, jax_core.Literal) and atom in replaced:
+            while is_var(atom) and atom in replaced:
                 atom = replaced[atom]
-            found.append(atom)
-        return found
+            new_atoms.append(atom)
+        return new_atoms
 
     pending = list(reversed(flat.equations))
     while pending:
@@ -173,11 +174,11 @@ def _split(places: Places, equation: Any) -> FlatJaxpr | None:
         return None
     parts = []
     for numbers in groups.values():
-        kept = {equation.outvars[number] for number in numbers}
+        part_vars = {equation.outvars[number] for number in numbers}
         reduced = reduce(equation, numbers)
         assert reduced is not None
         # A scan keeps carried values that others need; here they get names that nothing reads.
-        outputs = [v if v in kept else jax_core.Var(v.aval) for v in reduced.outvars]
+        outputs = [v if v in part_vars else jax_core.Var(v.aval) for v in reduced.outvars]
         parts.append(reduced.replace(outvars=outputs))
     return FlatJaxpr([], parts, [], {})
 
@@ -261,29 +262,29 @@ class _Cutter:
     def cut(self) -> list[Piece]:
         self._find_receivers()
         places, results = self._places, self._results
-        made = [var for var in self._receivers if var in places.makers]
+        computed = [var for var in self._receivers if var in places.makers]
         order = {var: number for number, var in enumerate(places.makers)}
-        made.sort(key=order.__getitem__)
+        computed.sort(key=order.__getitem__)
         last: dict[Home, int] = {}
-        wanted = [*results, *((var, home) for var, home, _reader in self._read_by_effects())]
-        for atom, home in wanted:
+        targets = [*results, *((var, home) for var, home, _reader in self._read_by_effects())]
+        for atom, home in targets:
             last[home] = max(last.get(home, 0), self._arrival(atom, home))
-        for var in made:
+        for var in computed:
             sender = places.homes[var]
             assert sender is not None
             last[sender] = max(last.get(sender, 0), self._rounds[var])
         pieces = []
         for home, last_round in last.items():
             for number in range(last_round + 1):
-                sent = [v for v in made if places.homes[v] == home and self._rounds[v] == number]
-                own = [
+                sent = [v for v in computed if places.homes[v] == home and self._rounds[v] == number]
+                result_places = [
                     place
                     for place, (_atom, owner) in enumerate(results)
                     if owner == home and number == last_round
                 ]
                 is_last = number == last_round
-                if sent or own or (is_last and home in self._effects.values()):
-                    pieces.append(self._make_piece(home, number, own, sent, made, is_last))
+                if sent or result_places or (is_last and home in self._effects.values()):
+                    pieces.append(self._make_piece(home, number, result_places, sent, computed, is_last))
         return sorted(pieces, key=lambda piece: piece.round)
 
     def _read_by_effects(self) -> list[tuple[Any, Home, str]]:
@@ -299,16 +300,16 @@ class _Cutter:
         self,
         home: Home,
         number: int,
-        own: Sequence[int],
+        result_places: Sequence[int],
         sent: Sequence[Any],
-        made: Sequence[Any],
+        computed: Sequence[Any],
         is_last: bool,
     ) -> Piece:
         places = self._places
-        atoms = [*(self._results[place][0] for place in own), *sent]
-        known = [
+        atoms = [*(self._results[place][0] for place in result_places), *sent]
+        available = [
             var
-            for var in made
+            for var in computed
             if self._rounds[var] < number
             and (home in self._receivers[var] or (places.homes[var] == home and not places.costs[var]))
         ]
@@ -316,28 +317,28 @@ class _Cutter:
         def is_here(equation: Any) -> bool:
             return is_last and self._effects.get(id(equation)) == home
 
-        program = extract(places.flat, atoms, known, is_here)
+        program = extract(places.flat, atoms, available, is_here)
         readers = {
             var: self._receivers[var][home]
             for var in program.inputs
             if home in self._receivers.get(var, ())
         }
         for var in program.inputs:
-            assert var in readers or var in known or places.homes[var] in (None, home)
-        return Piece(home, number, program, tuple(own), tuple(sent), readers)
+            assert var in readers or var in available or places.homes[var] in (None, home)
+        return Piece(home, number, program, tuple(result_places), tuple(sent), readers)
 
     def _find_receivers(self) -> None:
         places = self._places
-        seen: set[tuple[Any, Home]] = set()
+        visited: set[tuple[Any, Home]] = set()
         pending = [*self._read_by_effects(), *((atom, home, "a copy") for atom, home in self._results)]
         pending.reverse()
         while pending:
             atom, home, reader = pending.pop()
-            own = places.home_of(atom)
-            if own is None or (atom, home) in seen:
+            maker_home = places.home_of(atom)
+            if maker_home is None or (atom, home) in visited:
                 continue
-            seen.add((atom, home))
-            if own != home:
+            visited.add((atom, home))
+            if maker_home != home:
                 for var in places.sent_for(atom):
                     sender = places.homes[var]
                     assert sender is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,13 @@ from ipu_pipeline.engine.jaxprs.flat import (
     close,
     flatten,
     fresh,
+    is_var,
+    replace_atoms,
+    variables_in,
 )
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Takes apart scans over layers, so that a model can be cut between two of their iterations.
+# Scans over layers are taken apart, so that a model can be cut between two of their iterations.
 #
 # A scan over layers is one whose iterations have parameters of their own, stacked on a first axis: the
 # scan's `xs` has an input that is a parameter, or such an input in another dtype. Its iterations are
@@ -68,15 +71,17 @@ def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
         is_over_layers = bool(_stacked(equation, casts))
         return _unroll(equation, inputs, inline, casts, slices) if is_over_layers else None
 
-    found = flatten(close(flat).closed_jaxpr, rule)
-    found = dataclasses.replace(found, equations=_used(found.equations, found.outputs))
-    read = {atom for equation in found.equations for atom in equation.invars if _is_var(atom)}
-    read |= {atom for atom in found.outputs if _is_var(atom)}
+    unrolled = flatten(close(flat).closed_jaxpr, rule)
+    unrolled = dataclasses.replace(unrolled, equations=_used(unrolled.equations, unrolled.outputs))
+    readers = (*(equation.invars for equation in unrolled.equations), unrolled.outputs)
+    read_atoms = {var for atoms in readers for var in variables_in(atoms)}
     equations: list[Equation] = []
-    for old, new in zip(flat.inputs, found.inputs, strict=True):
-        if old in slices and new in read:  # what reads all of it
+    for old, new in zip(flat.inputs, unrolled.inputs, strict=True):
+        if old in slices and new in read_atoms:  # what reads all of it
             equations += _stack(slices[old], new)
-    whole = [(number, var) for number, var in enumerate(found.inputs) if flat.inputs[number] not in slices]
+    full = [
+        (number, var) for number, var in enumerate(unrolled.inputs) if flat.inputs[number] not in slices
+    ]
     parts = [
         (number, place, var)
         for number, old in enumerate(flat.inputs)
@@ -84,30 +89,26 @@ def unroll_layers(flat: FlatJaxpr, parameters: Collection[Var]) -> Unrolled:
     ]
     return Unrolled(
         FlatJaxpr(
-            [*(var for _number, var in whole), *(var for *_place, var in parts)],
-            equations + found.equations,
-            found.outputs,
-            found.constants,
+            [*(var for _number, var in full), *(var for *_place, var in parts)],
+            equations + unrolled.equations,
+            unrolled.outputs,
+            unrolled.constants,
         ),
-        [*((number, None) for number, _var in whole), *((number, place) for number, place, _var in parts)],
+        [*((number, None) for number, _var in full), *((number, place) for number, place, _var in parts)],
     )
-
-
-def _is_var(atom: Atom) -> bool:
-    return not isinstance(atom, jax_core.Literal)
 
 
 def _find_casts(flat: FlatJaxpr, parameters: Collection[Var]) -> dict[Var, tuple[Var, list[Equation]]]:
     """The variables that are parameters, or these in other dtypes, with the equations that cast them."""
-    found: dict[Var, tuple[Var, list[Equation]]] = {
+    chains: dict[Var, tuple[Var, list[Equation]]] = {
         var: (var, []) for var in flat.inputs if var in parameters
     }
     for equation in flat.equations:
         source = equation.invars[0] if equation.primitive.name in _CASTS else None
-        if source is not None and _is_var(source) and source in found:
-            origin, casts = found[source]
-            found[equation.outvars[0]] = origin, [*casts, equation]
-    return found
+        if source is not None and is_var(source) and source in chains:
+            origin, casts = chains[source]
+            chains[equation.outvars[0]] = origin, [*casts, equation]
+    return chains
 
 
 def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
@@ -116,7 +117,7 @@ def _stacked(equation: Equation, casts: Collection[Var]) -> list[Var]:
         return []
     params = equation.params
     xs = equation.invars[sum(jax_core.scan_counts(params)) :]
-    return [atom for atom in xs if _is_var(atom) and atom in casts]
+    return [atom for atom in xs if is_var(atom) and atom in casts]
 
 
 def _unroll(
@@ -138,14 +139,14 @@ def _unroll(
         return inline(jax.make_jaxpr(function)(*(aval_struct(atom.aval) for atom in atoms)), list(atoms))[0]
 
     def element(number: int, original: Atom, atom: Atom) -> Atom:
-        if not _is_var(original) or original not in casts:
+        if not is_var(original) or original not in casts:
             return compute(lambda value: jax.lax.index_in_dim(value, number, keepdims=False), atom)
         origin, equations = casts[original]
-        own: Atom = slices[origin][number]
+        part: Atom = slices[origin][number]
         for cast in equations:
             dtype = cast.outvars[0].aval.dtype
-            own = compute(lambda value, dtype=dtype: jax.lax.convert_element_type(value, dtype), own)
-        return own
+            part = compute(lambda value, dtype=dtype: jax.lax.convert_element_type(value, dtype), part)
+        return part
 
     stacked: list[list[Atom]] = [[] for _result in equation.outvars[num_carry:]]
     numbers = range(length)
@@ -153,37 +154,34 @@ def _unroll(
         elements = [element(number, *pair) for pair in zip(originals, xs, strict=True)]
         results = inline(body, [*consts, *carry, *elements])
         carry = results[:num_carry]
-        for own, result in zip(stacked, results[num_carry:], strict=True):
-            own.append(result)
+        for iterations, result in zip(stacked, results[num_carry:], strict=True):
+            iterations.append(result)
     if params["reverse"]:
-        stacked = [own[::-1] for own in stacked]
-    return [*carry, *(compute(lambda *values: jnp.stack(values), *own) for own in stacked)]
+        stacked = [iterations[::-1] for iterations in stacked]
+    return [*carry, *(compute(lambda *values: jnp.stack(values), *iterations) for iterations in stacked)]
 
 
-def _stack(slices: list[Var], whole: Var) -> list[Equation]:
+def _stack(slices: list[Var], stacked: Var) -> list[Equation]:
     """The equations that make all of a parameter of its slices."""
     avals = [aval_struct(var.aval) for var in slices]
     flat = flatten(jax.make_jaxpr(lambda *values: jnp.stack(values))(*avals))
-    renamed = {**dict(zip(flat.inputs, slices, strict=True)), flat.outputs[0]: whole}
-
-    def rename(atoms: Iterable[Atom]) -> list[Atom]:
-        return [renamed.get(atom, atom) if _is_var(atom) else atom for atom in atoms]
+    renamed = {**dict(zip(flat.inputs, slices, strict=True)), flat.outputs[0]: stacked}
 
     return [
-        equation.replace(invars=rename(equation.invars), outvars=rename(equation.outvars))
-        for equation in flat.equations
+        e.replace(invars=replace_atoms(renamed, e.invars), outvars=replace_atoms(renamed, e.outvars))
+        for e in flat.equations
     ]
 
 
 def _used(equations: list[Equation], outputs: list[Atom]) -> list[Equation]:
     """The equations whose results are read, or that have effects."""
-    needed = {atom for atom in outputs if _is_var(atom)}
-    kept = []
+    required = set(variables_in(outputs))
+    kept_equations = []
     for equation in reversed(equations):
-        if equation.effects or any(var in needed for var in equation.outvars):
-            kept.append(equation)
-            needed.update(atom for atom in equation.invars if _is_var(atom))
-    return kept[::-1]
+        if equation.effects or any(var in required for var in equation.outvars):
+            kept_equations.append(equation)
+            required.update(variables_in(equation.invars))
+    return kept_equations[::-1]
 
 
 # One loss in place of several that train different variables.
@@ -202,7 +200,7 @@ def join_losses(
       The function with more equations, and the loss among their results.
     """
     equations = list(flat.equations)
-    parts = [_stop(flat, equations, loss, own) for loss, own in zip(losses, frozen, strict=True)]
+    parts = [_stop(flat, equations, loss, fixed) for loss, fixed in zip(losses, frozen, strict=True)]
     dtype = functools.reduce(jnp.promote_types, [part.aval.dtype for part in parts])
     total, constants = _append(
         equations, lambda *values: sum(value.astype(dtype) for value in values), parts, equations[-1]
@@ -212,13 +210,13 @@ def join_losses(
 
 def _stop(flat: FlatJaxpr, equations: list[Any], loss: Atom, frozen: Collection[Var]) -> Atom:
     """Appends a copy of what computes a loss from frozen inputs. Returns the loss of the copy."""
-    known: dict[Any, Any] = {}
+    env: dict[Any, Any] = {}
     for equation in _needed_for(flat, loss):
-        read = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-        for var in read:
-            if var in frozen and var not in known:
-                known[var], _constants = _append(equations, jax.lax.stop_gradient, [var], equation)
-        if not any(var in known for var in read):
+        operands = variables_in(equation.invars)
+        for var in operands:
+            if var in frozen and var not in env:
+                env[var], _constants = _append(equations, jax.lax.stop_gradient, [var], equation)
+        if not any(var in env for var in operands):
             continue
         if equation.effects:
             raise NotImplementedError(
@@ -228,23 +226,19 @@ def _stop(flat: FlatJaxpr, equations: list[Any], loss: Atom, frozen: Collection[
                 "loops."
             )
         copies = fresh(equation.outvars)
-        known.update(zip(equation.outvars, copies, strict=True))
-        invars = [
-            atom if isinstance(atom, jax_core.Literal) else known.get(atom, atom)
-            for atom in equation.invars
-        ]
-        equations.append(equation.replace(invars=invars, outvars=copies))
-    return loss if isinstance(loss, jax_core.Literal) else known.get(loss, loss)
+        env.update(zip(equation.outvars, copies, strict=True))
+        equations.append(equation.replace(invars=replace_atoms(env, equation.invars), outvars=copies))
+    return replace_atoms(env, [loss])[0]
 
 
 def _needed_for(flat: FlatJaxpr, loss: Atom) -> list[Equation]:
     """The equations that a loss depends on, in their order."""
-    needed, found = set() if isinstance(loss, jax_core.Literal) else {loss}, []
+    required, equations = set(variables_in([loss])), []
     for equation in reversed(flat.equations):
-        if any(var in needed for var in equation.outvars):
-            found.append(equation)
-            needed |= {atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)}
-    return found[::-1]
+        if any(var in required for var in equation.outvars):
+            equations.append(equation)
+            required |= set(variables_in(equation.invars))
+    return equations[::-1]
 
 
 def _append(
@@ -253,12 +247,9 @@ def _append(
     """Appends a function's equations, in the scopes of another one. Returns its result and constants."""
     avals = [aval_struct(atom.aval) for atom in arguments]
     added = flatten(jax.make_jaxpr(function)(*avals))
-    known: dict[Any, Any] = dict(zip(added.inputs, arguments, strict=True))
+    env: dict[Any, Any] = dict(zip(added.inputs, arguments, strict=True))
     for equation in added.equations:
-        invars = [
-            atom if isinstance(atom, jax_core.Literal) else known.get(atom, atom)
-            for atom in equation.invars
-        ]
+        invars = replace_atoms(env, equation.invars)
         equations.append(jax_compat.in_place_of(like, equation.replace(invars=invars)))
     (result,) = added.outputs
-    return known.get(result, result), added.constants
+    return env.get(result, result), added.constants

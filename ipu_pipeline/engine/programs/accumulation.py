@@ -19,8 +19,7 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
 from ipu_pipeline.ground.pytrees import check_dtype, check_float_dtype
 
-# User functions that are applied to each micro-batch's gradients, before accumulation.
-
+# User functions applied to each micro-batch's gradients, before accumulation.
 GradientMap: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
 
 
@@ -52,25 +51,25 @@ def join_gradient_maps(gradient_maps: Sequence[GradientMap]) -> GradientMap | No
 
 def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec], called: str) -> None:
     """Raises if a gradient map does not keep shapes and dtypes."""
-    what = f"the {called}"
+    label = f"the {called}"
     for spec in trained:
         aval = jax.ShapeDtypeStruct(spec.shape, spec.dtype)
         try:
             closed_jaxpr = jax.make_jaxpr(gradient_map)(aval, aval)
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(
-                f"Trying to capture the tensor of a stage in {what}, which may only use its arguments, a "
+                f"Trying to capture the tensor of a stage in {label}, which may only use its arguments, a "
                 "gradient and its variable."
             ) from error
         except AttributeError as error:
             if error.name == "name":
                 error.add_note(
-                    f"The second argument of {what} is the variable's value, an array without a name. "
+                    f"The second argument of {label} is the variable's value, an array without a name. "
                     "Choose variables by their names in the loss, as ipu.trainable_variables() has them, "
                     "or by optax.masked."
                 )
             raise
-        Captures().check(closed_jaxpr.consts, what)
+        Captures().check(closed_jaxpr.consts, label)
         results = closed_jaxpr.out_avals
         if len(results) != 1 or results[0].shape != spec.shape or results[0].dtype != spec.dtype:
             described = ", ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in results)
@@ -78,9 +77,6 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
                 f"{called} must return the gradient's shape and dtype, for {spec}; it returned "
                 f"{described or 'nothing'}."
             )
-
-
-# Accumulates the gradients of a weight update's micro-batches.
 
 
 class Reduction(enum.Enum):
@@ -112,13 +108,13 @@ def count_dtype(dtype: Any) -> Any:
     return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
 
 
-def find_accumulator_dtype(spec: VariableSpec, wanted: Any, argument: str) -> np.dtype[Any]:
+def find_accumulator_dtype(spec: VariableSpec, requested: Any, argument: str) -> np.dtype[Any]:
     """The dtype of a variable's accumulator."""
-    if callable(wanted) and not isinstance(wanted, type):
-        wanted, argument = wanted(spec), f"{argument} of variable {spec.name}"
-    if wanted is None:
+    if callable(requested) and not isinstance(requested, type):
+        requested, argument = requested(spec), f"{argument} of variable {spec.name}"
+    if requested is None:
         return np.dtype(spec.dtype)
-    dtype = check_float_dtype(wanted, argument)
+    dtype = check_float_dtype(requested, argument)
     try:
         with jax.numpy_dtype_promotion("standard"):
             jnp.promote_types(spec.dtype, dtype)
@@ -141,45 +137,42 @@ def accumulate(program: StageProgram, reduction: Reduction) -> StageProgram:
     if not places:
         return program
     # A result that stands for two values is returned twice if one of them is a gradient.
-    kept = [
+    other_results = [
         (place, tuple(v for v in values if v.kind is not ValueKind.ACCUMULATOR))
         for place, values in enumerate(program.results)
     ]
-    kept = [(place, values) for place, values in kept if values]
+    other_results = [(place, values) for place, values in other_results if values]
     inner_arguments = arguments = program.arguments
     if reduction is Reduction.RUNNING_MEAN:
         arguments = (*arguments, Value(ValueKind.ACCUMULATED))
 
     def accumulated(*values: Any) -> list[Any]:
-        accumulators, rest = values[: len(places)], values[len(places) :]
-        results = program.function(*rest[: len(inner_arguments)])
-        taken = []
+        accumulators, inputs = values[: len(places)], values[len(places) :]
+        results = program.function(*inputs[: len(inner_arguments)])
+        new_accumulators = []
         for accumulator, (place, _value) in zip(accumulators, places, strict=True):
             gradient = results[place]
             if reduction is Reduction.RUNNING_MEAN:
                 wide = count_dtype(accumulator.dtype)
-                number = rest[-1].astype(wide)
+                number = inputs[-1].astype(wide)
                 share = 1 / (number + 1)
                 mean = accumulator.astype(wide) * (number * share) + gradient.astype(wide) * share
-                taken.append(mean.astype(accumulator.dtype))
+                new_accumulators.append(mean.astype(accumulator.dtype))
             else:
-                taken.append(accumulator + gradient.astype(accumulator.dtype))
-        return [*taken, *(results[place] for place, _values in kept)]
+                new_accumulators.append(accumulator + gradient.astype(accumulator.dtype))
+        return [*new_accumulators, *(results[place] for place, _values in other_results)]
 
     return dataclasses.replace(
         program,
         function=accumulated,
         arguments=(*(value for _place, value in places), *arguments),
-        results=(*((value,) for _place, value in places), *(values for _place, values in kept)),
+        results=(*((value,) for _place, value in places), *(values for _place, values in other_results)),
     )
-
-
-# Which of the last stage's values are wanted, and whether for each micro-batch or as a sum.
 
 
 @dataclass(frozen=True, eq=False)
 class Collecting:
-    """What is collected from the last stage."""
+    """The values that are collected from the last stage, for each micro-batch or as a sum."""
 
     places: tuple[int, ...]  # positions among the leaves of what the last stage returns
     has_loss: bool  # whether the loss is collected, too, behind them
@@ -202,19 +195,19 @@ def make_collecting(
     called: str = "sum_dtype",
 ) -> Collecting:
     """Works out what is collected."""
-    known = list(traced.returned_avals)
-    chosen = [bool(outputs)] * len(known)
+    leaves = list(traced.returned_avals)
+    chosen = [bool(outputs)] * len(leaves)
     if callable(outputs):
-        chosen = list(outputs(traced.output_tree.unflatten(known)))
-        if len(chosen) != len(known):
+        chosen = list(outputs(traced.output_tree.unflatten(leaves)))
+        if len(chosen) != len(leaves):
             raise ValueError(
-                f"collect_outputs must return one boolean for each of the {len(known)} leaves of what the "
+                f"collect_outputs must return one boolean for each of the {len(leaves)} leaves of what the "
                 f"last stage returns; it returned {len(chosen)}."
             )
     places = tuple(place for place, is_chosen in enumerate(chosen) if is_chosen)
     has_loss = losses and traced.loss is not None
     sources = [traced.outputs[place] for place in places]
-    avals = [known[place] for place in places]
+    avals = [leaves[place] for place in places]
     if has_loss and traced.loss is not None:
         sources.append(traced.loss)
         avals += traced.loss_avals
@@ -225,24 +218,24 @@ def make_collecting(
     return Collecting(places, has_loss, tuple(sources), tuple(avals), is_summed)
 
 
-def find_sum_dtype(aval: jax.ShapeDtypeStruct, wanted: Any, argument: str) -> np.dtype[Any]:
+def find_sum_dtype(aval: jax.ShapeDtypeStruct, requested: Any, argument: str) -> np.dtype[Any]:
     """The dtype in which an output is summed over micro-batches."""
-    what = f"an output of the last stage, {aval.dtype.name}{list(aval.shape)}"
+    label = f"an output of the last stage, {aval.dtype.name}{list(aval.shape)}"
     is_boolean = aval.dtype == np.bool_
     if not is_boolean and not jnp.issubdtype(aval.dtype, jnp.number):
-        raise ValueError(f"{argument}: {what}, cannot be summed; do not collect it (mask it out).")
-    if callable(wanted) and not isinstance(wanted, type):
-        wanted = wanted(aval)
-    if wanted is None and is_boolean:
+        raise ValueError(f"{argument}: {label}, cannot be summed; do not collect it (mask it out).")
+    if callable(requested) and not isinstance(requested, type):
+        requested = requested(aval)
+    if requested is None and is_boolean:
         raise ValueError(
-            f"{argument}: {what}, has no sum of its own dtype; give one, for example int32, which counts."
+            f"{argument}: {label}, has no sum of its own dtype; give one, for example int32, which counts."
         )
-    dtype = np.dtype(aval.dtype) if wanted is None else check_dtype(wanted, argument)
+    dtype = np.dtype(aval.dtype) if requested is None else check_dtype(requested, argument)
     order = (jnp.integer, jnp.floating, jnp.complexfloating)
 
-    def rank(one: Any) -> int:
-        return next((number for number, kind in enumerate(order) if jnp.issubdtype(one, kind)), -1)
+    def rank(candidate: Any) -> int:
+        return next((number for number, kind in enumerate(order) if jnp.issubdtype(candidate, kind)), -1)
 
     if rank(dtype) < max(0, rank(aval.dtype)):
-        raise ValueError(f"{argument}: {what}, is summed in a dtype that can hold it; got {dtype.name}.")
+        raise ValueError(f"{argument}: {label}, is summed in a dtype that can hold it; got {dtype.name}.")
     return dtype

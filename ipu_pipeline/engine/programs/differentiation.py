@@ -1,4 +1,25 @@
-"""Differentiation of stages: forward and backward programs, cut out of the joint jaxpr of each."""
+"""Differentiation of stages: forward and backward programs, cut out of the joint jaxpr of each.
+
+A stage's jaxpr is differentiated once, by `jax.vjp` on symbolic cotangents, which gives a joint jaxpr of
+its forward and its backward. What depends on a cotangent is the backward, the rest is the forward, and
+what crosses from one to the other is a residual, unless the backward can have it without storing it:
+
+1. inputs of the stage are held by the runner anyway;
+2. what depends only on variables and constants is computed again in the backward;
+3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
+   beginnings cross.
+
+The residuals of `jax.vjp` itself would have to be known by the identity of tracers, include what is made
+of weights alone, and allow no other cuts.
+
+The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
+are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
+not computed at all.
+
+The backward may be cut in halves: gradients of inputs first, and those of weights in a program of their
+own. That repeats nothing of the first half, but takes what it needs as further residuals. What prints in
+the backward does so in the second half, unless the first needs it.
+"""
 
 from __future__ import annotations
 
@@ -25,70 +46,6 @@ from ipu_pipeline.engine.tracing.stage_meshes import in_mesh, mesh_of_stages
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_compat, jax_core
 
-# Takes the numbers of random keys out of programs, so that those of equal stages are equal.
-#
-# A stage's keys are folded from its micro-batch's key with two numbers each, that of the scope and that of
-# the call (`tracing/keys`). These differ from stage to stage. As constants they would make the programs of
-# stages differ that are otherwise equal, and XLA would compile each of them.
-
-_NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions, and of micro-batches
-
-
-def find_alike(stages: Sequence[TracedStage]) -> frozenset[int]:
-    """The stages that draw random keys and may be equal but for the numbers of these."""
-    signatures = [
-        (
-            tuple(equation.primitive.name for equation in stage.flat.equations),
-            tuple(str(var.aval) for var in stage.flat.inputs),
-        )
-        for stage in stages
-    ]
-    counts = Counter(signatures)
-    return frozenset(
-        index
-        for index, (stage, signature) in enumerate(zip(stages, signatures, strict=True))
-        if stage.uses_key and counts[signature] > 1
-    )
-
-
-def take_out_key_numbers(
-    flat: jaxprs.FlatJaxpr, labels: dict[Any, Value]
-) -> tuple[jaxprs.FlatJaxpr, dict[Any, Value]]:
-    """Makes the numbers of a stage's random keys further inputs.
-
-    Returns:
-      The jaxpr, and the labels of all its inputs. Keys that are drawn within loops, conditionals and
-      segments that are computed again keep their numbers.
-    """
-    folds = {var: 0 for var, value in labels.items() if value.kind is ValueKind.KEY}
-    numbers: dict[Any, Value] = {}
-    equations = []
-    for equation in flat.equations:
-        if equation.primitive.name == "random_fold_in":
-            key, number = equation.invars
-            done = folds.get(key, _NUM_FOLDS)
-            is_literal = isinstance(number, jax_core.Literal)
-            if done < _NUM_FOLDS and is_literal == (done >= _NUM_BEFORE):
-                (folded,) = equation.outvars
-                folds[folded] = done + 1
-                if is_literal:
-                    var = jax_core.Var(number.aval)
-                    numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
-                    equation = equation.replace(invars=[key, var])
-        equations.append(equation)
-    inputs = [*flat.inputs, *numbers]
-    return jaxprs.FlatJaxpr(inputs, equations, flat.outputs, flat.constants), {**labels, **numbers}
-
-
-# Cuts a stage's joint jaxpr of forward and backward into the programs that run.
-#
-# Equations that depend on a cotangent are the backward. What crosses is a residual, with two exceptions:
-# the runner holds the inputs of the stage anyway, and what depends only on variables and constants is
-# computed again in the backward.
-#
-# The backward may be cut in halves: gradients of inputs first, and those of weights in a program of their
-# own. That repeats nothing of the first half, but takes what it needs as further residuals.
-
 Results: TypeAlias = "Sequence[tuple[Value, Any]]"  # what a program returns, with the atoms
 
 
@@ -108,16 +65,11 @@ class Joint:
     def is_backward(self, equation: Any) -> bool:
         """Whether an equation belongs to the backward."""
         atoms = (*equation.outvars, *equation.invars)
-        return any(not is_literal_atom(atom) and atom in self.backward_vars for atom in atoms)
+        return any(var in self.backward_vars for var in jaxprs.variables_in(atoms))
 
     def is_forward(self, equation: Any) -> bool:
         """Whether an equation belongs to the forward."""
         return not self.is_backward(equation)
-
-
-def is_literal_atom(atom: Any) -> bool:
-    """Whether an atom is a literal."""
-    return isinstance(atom, jax_core.Literal)
 
 
 def fuse(joint: Joint, reduction: Reduction, is_scaled: bool) -> StagePrograms:
@@ -133,7 +85,7 @@ def split(joint: Joint, reduction: Reduction) -> StagePrograms:
     """Makes forward and backward two programs."""
     cutter = _Cutter(joint)
     backward = cutter.cut_later("backward", joint.pulled, cutter.stored, joint.is_backward)
-    results = [*joint.results, *cutter.returned(cutter.numbers)]
+    results = [*joint.results, *cutter.as_results(cutter.numbers)]
     return StagePrograms(
         cutter.cut("forward", results, keep_effects_of=joint.is_forward),
         None if backward is None else accumulation.accumulate(backward, reduction),
@@ -156,31 +108,33 @@ def halve(joint: Joint, reduction: Reduction, is_last: bool, is_scaled: bool) ->
         computed = jaxprs.find_computed(flat, [atom for _value, atom in (*joint.results, *first)])
     else:
         computed = jaxprs.find_computed(flat, [atom for _value, atom in first], cutter.stored)
-    known = set(map(id, computed))
+    first_ids = set(map(id, computed))
 
     def is_second(equation: Any) -> bool:
-        return joint.is_backward(equation) and id(equation) not in known
+        return joint.is_backward(equation) and id(equation) not in first_ids
 
-    kept = jaxprs.find_kept(computed, cutter.data_vars)
-    weights = cutter.cut_later("weight_gradients", second, cutter.stored | kept, is_second)
+    saved = jaxprs.find_kept(computed, cutter.data_vars)
+    weights = cutter.cut_later("weight_gradients", second, cutter.stored | saved, is_second)
     is_rest = jaxprs.any_equation if weights is None else lambda equation: not is_second(equation)
     if is_last:
-        results = [*joint.results, *first, *cutter.returned(cutter.numbers)]
+        results = [*joint.results, *first, *cutter.as_results(cutter.numbers)]
         forward = cutter.cut("forward_input_gradients", results, keep_effects_of=is_rest)
         backward = None
         dtype = joint.stage.output_avals[-1].dtype
         forward = stage_programs.seed(forward, dtype, is_scaled)
         weights = None if weights is None else stage_programs.seed(weights, dtype, is_scaled)
     else:
-        made = cutter.returned(var for var in cutter.numbers if var in kept and var not in cutter.stored)
+        passed = cutter.as_results(
+            var for var in cutter.numbers if var in saved and var not in cutter.stored
+        )
         backward = cutter.cut_later(
             "input_gradients",
-            [*first, *made],
+            [*first, *passed],
             cutter.stored,
             lambda equation: joint.is_backward(equation) and is_rest(equation),
         )
-        own = {var for _value, var in made}
-        results = [*joint.results, *cutter.returned(var for var in cutter.numbers if var not in own)]
+        sent = {var for _value, var in passed}
+        results = [*joint.results, *cutter.as_results(var for var in cutter.numbers if var not in sent)]
         forward = cutter.cut("forward", results, keep_effects_of=joint.is_forward)
     return StagePrograms(
         forward,
@@ -231,8 +185,8 @@ class _Cutter:
         """Shapes and dtypes of the residuals, by number."""
         return tuple(jaxprs.aval_struct(var.aval) for var in self.numbers)
 
-    def returned(self, variables: Iterable[Any]) -> list[tuple[Value, Any]]:
-        """Some residuals, as results of a program."""
+    def as_results(self, variables: Iterable[Any]) -> list[tuple[Value, Any]]:
+        """Makes residuals results of a program."""
         return [(Value(ValueKind.RESIDUAL, self.numbers[var]), var) for var in variables]
 
     def cut(self, name: str, results: Results, keep_effects_of: Callable[[Any], bool]) -> StageProgram:
@@ -261,21 +215,6 @@ class _Cutter:
             self.numbers,
         )
 
-
-# Builds forward and backward programs of all stages.
-#
-# A stage's jaxpr is differentiated once, by `jax.vjp`, which gives a joint jaxpr of its forward and its
-# backward. What depends on a cotangent is the backward, the rest is the forward, and what crosses from
-# one to the other is a residual, unless the backward can have it without storing it:
-#
-# 1. inputs of the stage are held by the runner anyway;
-# 2. what depends only on variables and constants is computed again in the backward;
-# 3. with recomputation the stage is differentiated in segments (see `recomputation`), and only their
-#    beginnings cross.
-#
-# The last stage is not cut: its forward and backward are one program that starts from the loss. Gradients
-# are computed only for what depends on trained variables. Those that are zero whatever the cotangents are
-# not computed at all.
 
 _RANDOM = (Value(ValueKind.KEY), Value(ValueKind.EXECUTION_COUNT), Value(ValueKind.MICRO_BATCH))
 
@@ -330,7 +269,7 @@ def build(
 
 def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> set[Source]:
     """The values between stages that depend on a trained variable and can carry a gradient."""
-    found: set[Source] = set()
+    sources: set[Source] = set()
     for stage in traced.stages:
         roots = [
             var
@@ -338,19 +277,19 @@ def _find_differentiable(traced: TracedPipeline, trained: Collection[str]) -> se
             if spec.name in trained
         ]
         roots += [
-            var for var, source in zip(stage.input_vars, stage.inputs, strict=True) if source in found
+            var for var, source in zip(stage.input_vars, stage.inputs, strict=True) if source in sources
         ]
         depending = set(roots)
         for equation in stage.flat.equations:
             is_stopped = equation.primitive.name == "stop_gradient"
-            if not is_stopped and any(not is_literal_atom(a) and a in depending for a in equation.invars):
+            if not is_stopped and not depending.isdisjoint(jaxprs.variables_in(equation.invars)):
                 depending.update(
                     var for var in equation.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)
                 )
         for source, atom in zip(stage.outputs, stage.flat.outputs, strict=False):
-            if not is_literal_atom(atom) and atom in depending:
-                found.add(source)
-    return found
+            if jaxprs.is_var(atom) and atom in depending:
+                sources.add(source)
+    return sources
 
 
 def _stage_arguments(stage: TracedStage) -> list[Value]:
@@ -439,6 +378,7 @@ def _differentiate(
     is_alike: bool,
 ) -> Joint:
     """Differentiates one stage, given as `evaluate`. Enters the cotangents that it sends into `senders`."""
+    # Arguments: those of the stage, the cotangents, and the scale of the loss if gradients are looked at.
     stage = traced.stages[index]
     received = _received_cotangents(traced, index, senders)
     arguments = _stage_arguments(stage)
@@ -447,26 +387,28 @@ def _differentiate(
     sees_gradients = gradient_map is not None or any(spec.name in enqueued for spec in stage.variables)
     scales = [Value(ValueKind.LOSS_SCALE)] if is_scaled and sees_gradients else []
     avals += [jax.ShapeDtypeStruct((), jnp.float32) for _scale in scales]
-    wanted = [
+    # Which gradients are computed, and which of them are enqueued as well.
+    targets = [
         (Value(ValueKind.ACCUMULATOR, position), Value(ValueKind.VARIABLE, position))
         for position, spec in enumerate(stage.variables)
         if spec.name in trained
     ]
-    trained_positions = tuple(value.index for value, _of in wanted)
-    wanted += [
+    trained_positions = tuple(value.index for value, _of in targets)
+    targets += [
         (Value(ValueKind.INPUT_COTANGENT, position), Value(ValueKind.INPUT, position))
         for position, source in enumerate(stage.inputs)
         if source in differentiable
     ]
-    places = [arguments.index(of) for _value, of in wanted]
-    shown = [  # the gradient's place in `wanted`, and the number of its leaf
+    places = [arguments.index(of) for _value, of in targets]
+    observed = [  # the gradient's place in `targets`, and the number of its leaf
         (place, number)
-        for place, (value, _of) in enumerate(wanted)
+        for place, (value, _of) in enumerate(targets)
         if value.kind is ValueKind.ACCUMULATOR
         for number in enqueued.get(stage.variables[value.index].name, ())
     ]
     differentiated_outputs = sorted({value.index for value in received})
 
+    # The joint function of forward and backward, traced.
     def joint(*values: Any) -> list[Any]:
         fixed, cotangents = values[: len(arguments)], values[len(arguments) :]
         cotangents, scale = cotangents[: len(received)], cotangents[len(received) :]
@@ -485,40 +427,41 @@ def _differentiate(
             sums[value.index] = cotangent if before is None else before + cotangent
         (pulled,) = pull_back([sums[position] for position in differentiated_outputs])
         if gradient_map is not None:
-            for number, (value, of) in enumerate(wanted):
+            for number, (value, of) in enumerate(targets):
                 if value.kind is ValueKind.ACCUMULATOR:
                     variable = fixed[arguments.index(of)]
                     pulled[number] = _map_gradient(gradient_map, pulled[number], variable, *scale)
-        return [*outputs, *pulled, *(_unscale(pulled[place], *scale) for place, _number in shown)]
+        return [*outputs, *pulled, *(_unscale(pulled[place], *scale) for place, _number in observed)]
 
     closed_jaxpr = _trace_joint(joint, avals, stage.place)
     if is_halved:
-        num_outputs = len(closed_jaxpr.out_avals) - len(wanted) - len(shown)
+        num_outputs = len(closed_jaxpr.out_avals) - len(targets) - len(observed)
         first = {
             num_outputs + place
-            for place, (value, _of) in enumerate(wanted)
+            for place, (value, _of) in enumerate(targets)
             if value.kind is ValueKind.INPUT_COTANGENT
         }
         closed_jaxpr = jaxprs.take_apart(
             closed_jaxpr, first.union(range(num_outputs)), range(len(arguments), len(avals))
         )
+    # What the inputs and results of the joint jaxpr are.
     flat = jaxprs.flatten(closed_jaxpr, recomputation.isolate)
     labels = dict(zip(flat.inputs, [*arguments, *received, *scales], strict=True))
     if is_alike:
         flat, labels = take_out_key_numbers(flat, labels)
     backward_vars = jaxprs.dependents(flat, flat.inputs[len(arguments) : len(avals)])
-    num_results = len(flat.outputs) - len(wanted) - len(shown)
+    num_results = len(flat.outputs) - len(targets) - len(observed)
     pulled = [
         (value, atom)
-        for (value, _of), atom in zip(wanted, flat.outputs[num_results:], strict=False)
+        for (value, _of), atom in zip(targets, flat.outputs[num_results:], strict=False)
         # A gradient is linear in the cotangents: without any it is zero, unless it was mapped.
         if (gradient_map is not None and value.kind is ValueKind.ACCUMULATOR)
-        or (not is_literal_atom(atom) and atom in backward_vars)
+        or (jaxprs.is_var(atom) and atom in backward_vars)
     ]
-    gradients = flat.outputs[num_results + len(wanted) :]
+    gradients = flat.outputs[num_results + len(targets) :]
     pulled += [
         (Value(ValueKind.ENQUEUED, number), atom)
-        for (_place, number), atom in zip(shown, gradients, strict=True)
+        for (_place, number), atom in zip(observed, gradients, strict=True)
     ]
     for value, _atom in pulled:
         if value.kind is ValueKind.INPUT_COTANGENT:
@@ -582,3 +525,58 @@ def _received_cotangents(
         if source == Source("output", position, index)
         for sender in senders.get(source, ())
     ]
+
+
+# Numbers of random keys are taken out of programs, so that the programs of equal stages are equal.
+#
+# A stage's keys are folded from its micro-batch's key with two numbers each, that of the scope and that of
+# the call (`stage_markers`). These differ from stage to stage. As constants they would make the programs of
+# stages differ that are otherwise equal, and XLA would compile each of them.
+
+_NUM_BEFORE, _NUM_FOLDS = 2, 4  # the first ones are with counts: of executions, and of micro-batches
+
+
+def find_alike(stages: Sequence[TracedStage]) -> frozenset[int]:
+    """Finds the stages that draw random keys and may be equal but for the numbers of these."""
+    signatures = [
+        (
+            tuple(equation.primitive.name for equation in stage.flat.equations),
+            tuple(str(var.aval) for var in stage.flat.inputs),
+        )
+        for stage in stages
+    ]
+    counts = Counter(signatures)
+    return frozenset(
+        index
+        for index, (stage, signature) in enumerate(zip(stages, signatures, strict=True))
+        if stage.uses_key and counts[signature] > 1
+    )
+
+
+def take_out_key_numbers(
+    flat: jaxprs.FlatJaxpr, labels: dict[Any, Value]
+) -> tuple[jaxprs.FlatJaxpr, dict[Any, Value]]:
+    """Makes the numbers of a stage's random keys further inputs.
+
+    Returns:
+      The jaxpr, and the labels of all its inputs. Keys that are drawn within loops, conditionals and
+      segments that are computed again keep their numbers.
+    """
+    folds = {var: 0 for var, value in labels.items() if value.kind is ValueKind.KEY}
+    numbers: dict[Any, Value] = {}
+    equations = []
+    for equation in flat.equations:
+        if equation.primitive.name == "random_fold_in":
+            key, number = equation.invars
+            num_folds = folds.get(key, _NUM_FOLDS)
+            is_literal = isinstance(number, jax_core.Literal)
+            if num_folds < _NUM_FOLDS and is_literal == (num_folds >= _NUM_BEFORE):
+                (folded,) = equation.outvars
+                folds[folded] = num_folds + 1
+                if is_literal:
+                    var = jax_core.Var(number.aval)
+                    numbers[var] = Value(ValueKind.KEY_NUMBER, int(np.asarray(number.val)))
+                    equation = equation.replace(invars=[key, var])
+        equations.append(equation)
+    inputs = [*flat.inputs, *numbers]
+    return jaxprs.FlatJaxpr(inputs, equations, flat.outputs, flat.constants), {**labels, **numbers}

@@ -11,7 +11,8 @@ differentiated as without recomputation, and its results are kept.
 A segment is `jax.checkpoint` of a jaxpr. This puts barriers into the backward, so that XLA does not use
 values of the forward instead where both are in one program. On a CPU, XLA drops these barriers before it
 looks for common subexpressions (seen with jaxlib 0.10.2). The backward of a segment is therefore put into a
-conditional there, whose predicate is always true although XLA cannot see that.
+conditional there, whose predicate is always true although XLA cannot see that. So is that of a user's own
+`jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -71,26 +72,26 @@ def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> 
     body = jax_core.close(equation.params["jaxpr"])
 
     def recompute(*values: Any) -> list[Any]:
-        made: list[Any] = equation.primitive.bind(*values, **equation.params)
-        return made
+        results: list[Any] = equation.primitive.bind(*values, **equation.params)
+        return results
 
     def recompute_in_conditional(*values: Any) -> list[Any]:
         first = values[floats[0]].ravel()[0]
         bits = jax.lax.bitcast_convert_type(first, f"uint{8 * first.dtype.itemsize}")
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in body.out_avals]
-        made: list[Any] = jax.lax.cond(
+        results: list[Any] = jax.lax.cond(
             (bits | bits.dtype.type(1)) != bits.dtype.type(0),
             lambda operands: jax_core.jaxpr_as_fun(body)(*operands),
             lambda _operands: zeros,
             values,
         )
-        return made
+        return results
 
     def by_platform(*values: Any) -> list[Any]:
-        made: list[Any] = jax.lax.platform_dependent(
+        results: list[Any] = jax.lax.platform_dependent(
             *values, cpu=recompute_in_conditional, default=recompute
         )
-        return made
+        return results
 
     return inline(jax.make_jaxpr(by_platform)(*avals), inputs)
 
@@ -102,15 +103,15 @@ class _Segment:
     function: Callable[..., list[Any]]  # takes the values of `inputs`, returns those of `outputs`
     inputs: Sequence[Any]  # inputs of the stage, and values kept by earlier segments
     outputs: Sequence[Any]  # the stage's outputs that this segment computes, and what it keeps
-    kept: Sequence[Any]  # what later segments take instead of computing it
+    saved: Sequence[Any]  # what later segments take instead of computing it
 
 
 def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]]:
     """Makes a stage compute its values again when it is differentiated."""
     marks = _find_marks(flat) if is_cut else []
     segments = _cut(flat, sorted([*marks, *_find_effects(flat)], key=lambda mark: mark.end))
-    kept = {var for segment in segments for var in segment.kept}
-    printing = jaxprs.extract(flat, [], kept, lambda equation: kept.isdisjoint(equation.outvars))
+    saved = {var for segment in segments for var in segment.saved}
+    printing = jaxprs.extract(flat, [], saved, lambda equation: saved.isdisjoint(equation.outvars))
 
     def call(*arguments: Any) -> list[Any]:
         values = dict(zip(flat.inputs, arguments, strict=True))
@@ -118,7 +119,7 @@ def in_segments(flat: jaxprs.FlatJaxpr, is_cut: bool) -> Callable[..., list[Any]
             results = segment.function(*(values[var] for var in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
         printing(*(values[var] for var in printing.inputs))
-        return [atom.val if isinstance(atom, jax_core.Literal) else values[atom] for atom in flat.outputs]
+        return [values[atom] if jaxprs.is_var(atom) else atom.val for atom in flat.outputs]
 
     return call
 
@@ -127,7 +128,7 @@ class _Mark(NamedTuple):
     """A place where a stage is cut."""
 
     end: int  # the number of equations before it
-    kept: list[Any]  # variables that segments behind it take instead of computing them
+    saved: list[Any]  # variables that segments behind it take instead of computing them
     is_recomputed: bool = True  # whether the segment that it ends is computed again
 
 
@@ -138,7 +139,7 @@ def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
     for number, equation in enumerate(flat.equations):
         mark = mark_of(equation)
         if mark is not None:
-            earlier: list[Any] = marks.pop().kept if mark == before else []
+            earlier: list[Any] = marks.pop().saved if mark == before else []
             marks.append(_Mark(number + 1, [*earlier, *equation.outvars]))
         before = mark
     return marks
@@ -146,31 +147,31 @@ def _find_marks(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
 
 def _find_effects(flat: jaxprs.FlatJaxpr) -> list[_Mark]:
     """Cuts around each equation that has effects and results, which must not run again."""
-    read = {id(atom) for equation in flat.equations for atom in equation.invars}
-    read |= {id(atom) for atom in flat.outputs}
-    made: set[Any] = set()
+    read_ids = {id(atom) for equation in flat.equations for atom in equation.invars}
+    read_ids |= {id(atom) for atom in flat.outputs}
+    computed: set[Any] = set()
     marks = []
     for number, equation in enumerate(flat.equations):
-        if equation.effects and any(id(var) in read for var in equation.outvars):
-            taken = [a for a in equation.invars if not isinstance(a, jax_core.Literal) and a in made]
-            marks.append(_Mark(number, taken))
+        if equation.effects and any(id(var) in read_ids for var in equation.outvars):
+            operands = [var for var in jaxprs.variables_in(equation.invars) if var in computed]
+            marks.append(_Mark(number, operands))
             marks.append(_Mark(number + 1, list(equation.outvars), is_recomputed=False))
-        made.update(equation.outvars)
+        computed.update(equation.outvars)
     return marks
 
 
 def _cut(flat: jaxprs.FlatJaxpr, marks: Sequence[_Mark]) -> list[_Segment]:
-    returned = {atom for atom in flat.outputs if not isinstance(atom, jax_core.Literal)}
+    returned = set(jaxprs.variables_in(flat.outputs))
     segments = []
-    kept: set[Any] = set()
+    saved: set[Any] = set()
     first = 0
     for mark in [*marks, _Mark(len(flat.equations), [])]:
-        made = [var for equation in flat.equations[first : mark.end] for var in equation.outvars]
-        wanted = returned.union(mark.kept)
-        outputs = [var for var in dict.fromkeys([*made, *mark.kept]) if var in wanted and var not in kept]
-        part = jaxprs.extract(flat, outputs, kept)
+        computed = [var for equation in flat.equations[first : mark.end] for var in equation.outvars]
+        results = returned.union(mark.saved) - saved
+        outputs = [var for var in dict.fromkeys([*computed, *mark.saved]) if var in results]
+        part = jaxprs.extract(flat, outputs, saved)
         function = jax.checkpoint(part.__call__) if mark.is_recomputed else part.__call__
-        segments.append(_Segment(function, part.inputs, outputs, mark.kept))
-        kept.update(mark.kept)
+        segments.append(_Segment(function, part.inputs, outputs, mark.saved))
+        saved.update(mark.saved)
         first = mark.end
     return segments

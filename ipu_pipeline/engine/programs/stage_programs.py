@@ -19,11 +19,9 @@ from ipu_pipeline.engine.jaxprs.cpu_forms import draws_bits, with_fast_random_bi
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline, TracedStage
 from ipu_pipeline.ground import jax_core
 
-# Stage programs: pure functions on flat lists of arrays, cut out of a stage's jaxpr.
-
 
 class ValueKind(enum.Enum):
-    """What an argument or a result of a stage program is; `Value.index` says which one."""
+    """The kind of an argument or a result of a stage program; `Value.index` says which one."""
 
     ACCUMULATOR = enum.auto()  # index: position in the stage's variables
     VARIABLE = enum.auto()  # position in the stage's variables
@@ -104,7 +102,7 @@ class StagePrograms:
 
     @property
     def backwards(self) -> tuple[StageProgram, ...]:
-        """What runs after the forward, in order."""
+        """The programs that run after the forward, in order."""
         return tuple(program for program in (self.backward, self.weights) if program is not None)
 
     def map(self, change: Callable[[StageProgram], StageProgram]) -> StagePrograms:
@@ -168,17 +166,17 @@ def seed(program: StageProgram, dtype: Any, is_scaled: bool) -> StageProgram:
     is_seed = [value.kind is ValueKind.COTANGENT for value in program.arguments]
 
     def seeded(*arguments: Any) -> list[Any]:
-        given = iter(arguments)
-        one = jnp.ones((), dtype)
-        values = [one if own and not is_scaled else next(given) for own in is_seed]
+        argument_values = iter(arguments)
+        unit = jnp.ones((), dtype)
+        values = [unit if is_loss and not is_scaled else next(argument_values) for is_loss in is_seed]
         return program.function(
-            *(v.astype(dtype) if own else v for v, own in zip(values, is_seed, strict=True))
+            *(v.astype(dtype) if is_loss else v for v, is_loss in zip(values, is_seed, strict=True))
         )
 
     arguments = tuple(
-        Value(ValueKind.LOSS_SCALE) if own else value
-        for own, value in zip(is_seed, program.arguments, strict=True)
-        if is_scaled or not own
+        Value(ValueKind.LOSS_SCALE) if is_loss else value
+        for is_loss, value in zip(is_seed, program.arguments, strict=True)
+        if is_scaled or not is_loss
     )
     return dataclasses.replace(program, function=seeded, arguments=arguments)
 
@@ -197,10 +195,8 @@ class _Key:
         return isinstance(other, _Key) and self.atom is other.atom and not is_literal
 
 
-# A stage program for several micro-batches, which it handles one after another.
-#
-# Nothing is merged into one batch. The program is a scan, in which each micro-batch takes over the
-# accumulators and assigned variables from the one before it.
+# A program for several micro-batches merges nothing into one batch. It is a scan, in which each micro-batch
+# takes over the accumulators and assigned variables from the one before it.
 
 _COUNTS = (ValueKind.MICRO_BATCH, ValueKind.ACCUMULATED)
 
@@ -234,13 +230,13 @@ def chunk_programs(
     if size == 1:
         return tuple(programs)
     return tuple(
-        own.map(functools.partial(_chunk, stage=stage, size=size))
-        for own, stage in zip(programs, traced.stages, strict=True)
+        stage_programs.map(functools.partial(_chunk, stage=stage, size=size))
+        for stage_programs, stage in zip(programs, traced.stages, strict=True)
     )
 
 
 def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram:
-    carried = _carried(program)
+    carried = _find_carried(program)
     counts = [place for place, value in enumerate(program.arguments) if value.kind in _COUNTS]
     stacked = [
         place
@@ -248,39 +244,43 @@ def _chunk(program: StageProgram, stage: TracedStage, size: int) -> StageProgram
         if value.kind in (ValueKind.RESIDUAL, ValueKind.COTANGENT)
         or (value.kind is ValueKind.INPUT and stage.inputs[value.index].is_of_micro_batch)
     ]
-    kept, last = [], []  # results returned for all, and state that is not carried but made anew
+    stacked_results, last = [], []  # results returned for all, and state that is not carried but made anew
     for place, values in enumerate(program.results):
         state = tuple(value for value in values if _is_state(value))
-        others = tuple(value for value in values if not _is_state(value))
-        if others:
-            kept.append((place, others))
+        stacked_values = tuple(value for value in values if not _is_state(value))
+        if stacked_values:
+            stacked_results.append((place, stacked_values))
         if state and place not in carried.values():
             last.append((place, state))
 
     def chunked(*arguments: Any) -> list[Any]:
-        def one(state: list[Any], given: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            number, values = given
+        def step(state: list[Any], element: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            number, values = element
             full = list(arguments)
-            for places, own in ((carried, state), (stacked, values)):
-                for place, value in zip(places, own, strict=True):
+            for places, group in ((carried, state), (stacked, values)):
+                for place, value in zip(places, group, strict=True):
                     full[place] = value
             for place in counts:
                 full[place] = full[place] + number
             results = program.function(*full)
             return (
                 [results[place] for place in carried.values()],
-                [results[place] for place, _values in (*kept, *last)],
+                [results[place] for place, _values in (*stacked_results, *last)],
             )
 
         state, stacks = jax.lax.scan(
-            one,
+            step,
             [arguments[place] for place in carried],
             (jnp.arange(size, dtype=jnp.int32), [arguments[place] for place in stacked]),
         )
-        return [*state, *stacks[: len(kept)], *(stack[-1] for stack in stacks[len(kept) :])]
+        return [
+            *state,
+            *stacks[: len(stacked_results)],
+            *(stack[-1] for stack in stacks[len(stacked_results) :]),
+        ]
 
     results = [tuple(v for v in program.results[place] if _is_state(v)) for place in carried.values()]
-    results += [values for _place, values in (*kept, *last)]
+    results += [values for _place, values in (*stacked_results, *last)]
     return dataclasses.replace(
         program,
         function=chunked,
@@ -293,8 +293,8 @@ def _is_state(value: Value) -> bool:
     return value.kind in (ValueKind.ACCUMULATOR, ValueKind.ASSIGNED)
 
 
-def _carried(program: StageProgram) -> dict[int, int]:
-    """Arguments that have another value in the next micro-batch -> the results that are this value."""
+def _find_carried(program: StageProgram) -> dict[int, int]:
+    """Maps arguments that change with each micro-batch to the results that are their next values."""
     places = {value: place for place, value in enumerate(program.arguments)}
     carried = {}
     for place, values in enumerate(program.results):
@@ -306,7 +306,7 @@ def _carried(program: StageProgram) -> dict[int, int]:
     return carried
 
 
-# What the arguments and results of stage programs stand for, across stages.
+# Bindings: what the arguments and results of programs stand for, across stages.
 #
 # A program names its values by their position in its own stage (`stage_programs.Value`). Here they get the
 # names that are used outside: a variable its full name, an accumulator its key, a value between stages its
@@ -329,7 +329,7 @@ class BindingKind(enum.Enum):
 
 
 class Binding(NamedTuple):
-    """What a value stands for."""
+    """The name of a value outside of its program."""
 
     kind: BindingKind
     key: Any
@@ -349,14 +349,14 @@ _NAMED = {
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """Finds what values of programs stand for."""
+    """Finds the names of programs' values."""
 
     traced: TracedPipeline  # the pipeline
     # (stage, full name of a variable) -> the key of what that stage accumulates into
     accumulator_keys: Mapping[tuple[int, str], str]
 
     def find(self, index: int, value: Value) -> Binding:
-        """What an argument or a result of a program of stage `index` stands for."""
+        """Finds the name of an argument or a result of a program of stage `index`."""
         stage = self.traced.stages[index]
         kind = value.kind
         if kind in _NAMED:
@@ -386,9 +386,9 @@ class Bindings:
         return Binding(BindingKind.SCALAR, kind)
 
     def arguments(self, index: int, program: StageProgram) -> list[Binding]:
-        """What the arguments of a program of stage `index` stand for."""
+        """The names of the arguments of a program of stage `index`."""
         return [self.find(index, value) for value in program.arguments]
 
     def results(self, index: int, program: StageProgram) -> list[list[Binding]]:
-        """What the results of the program stand for; one result may stand for several values."""
+        """The names of the results of the program; one result may stand for several values."""
         return [[self.find(index, value) for value in values] for values in program.results]

@@ -19,14 +19,12 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.pytrees import describe
 
-# Traced values from around a program that its functions capture, and errors about those they may not.
-
 Result = TypeVar("Result")
 Rebind: TypeAlias = "Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]"
 
 
 class Captures:
-    """What the functions of one pipeline captured.
+    """The traced values that the functions of one pipeline captured.
 
     Attributes:
       values: the captured traced values, each once. The pipeline takes them as inputs, after those that it
@@ -38,7 +36,7 @@ class Captures:
         may_capture: Callable[[Any], bool] | None = None,
         find_name: Callable[[Any], str | None] | None = None,
     ) -> None:
-        """Begins without any.
+        """Begins without captured values.
 
         Args:
           may_capture: says whether a traced value is a placeholder's, and may be captured; None: none may.
@@ -50,14 +48,14 @@ class Captures:
         self._rebind: Rebind | None = None  # set by `release`
 
     def release(self, rebind: Rebind) -> None:
-        """Lets go of the values. `rebind` has functions capture others in their place within a block."""
+        """Forgets the values. `rebind` makes functions capture others in their place within a block."""
         self.values.clear()
         self._rebind = rebind
 
     def trace_again(
         self, avals: Sequence[jax.ShapeDtypeStruct], trace: Callable[[Captures], Result]
     ) -> Result:
-        """Has the functions traced once more, where captured values keep their positions.
+        """Traces the functions once more; captured values keep their positions.
 
         Args:
           avals: shapes and dtypes of the captured values.
@@ -85,8 +83,8 @@ class Captures:
         """The position of a traced function's constant among `values`; None if it is not a traced value."""
         if not jax_compat.is_traced(value):
             return None
-        for number, known in enumerate(self.values):
-            if known is value:
+        for number, captured in enumerate(self.values):
+            if captured is value:
                 return number
         self.values.append(value)
         return len(self.values) - 1
@@ -139,7 +137,7 @@ def _describe_variable(spec: VariableSpec, place: str) -> str:
     )
 
 
-# Finds modules whose parameters have become constants of a stage, where an optimizer does not train them.
+# Modules whose parameters have become constants of a stage, where an optimizer does not train them.
 #
 # A module of Flax nnx has its parameters in it. If a stage only calls it, they are arrays from around the
 # stage, of which JAX makes constants. Arrays as such may be meant to be constants. The parameters of a
@@ -151,14 +149,14 @@ _MAX_VALUES = 10_000  # that are looked at
 
 def check_modules(function: Callable[..., Any], constants: Iterable[Any], place: str) -> None:
     """Raises if parameters of a module are constants of a stage that is to be trained."""
-    known = {id(value) for value in constants if jnp.issubdtype(value.dtype, jnp.floating)}
+    constant_ids = {id(value) for value in constants if jnp.issubdtype(value.dtype, jnp.floating)}
     nnx = sys.modules.get("flax.nnx")
-    if not known:
+    if not constant_ids:
         return
     if nnx is not None:
         for name, value in itertools.islice(_walk(function, "", _DEPTH, set()), _MAX_VALUES):
             is_module = isinstance(value, nnx.Module)
-            if is_module and _has(jax.tree.leaves(nnx.state(value, nnx.Param)), known):
+            if is_module and _has(jax.tree.leaves(nnx.state(value, nnx.Param)), constant_ids):
                 uses = f"uses {name}," if name else "is"
                 raise ValueError(
                     f"{place} {uses} the Flax module {type(value).__name__}: its parameters would be "
@@ -167,7 +165,7 @@ def check_modules(function: Callable[..., Any], constants: Iterable[Any], place:
                     "call ipu_pipeline.layers.Flax(module) in the stage, with trainable=False if it is not "
                     "to be trained."
                 )
-    if not jax.tree_util.all_leaves([function]) and _has(jax.tree.leaves(function), known):
+    if not jax.tree_util.all_leaves([function]) and _has(jax.tree.leaves(function), constant_ids):
         raise ValueError(
             f"{place} is a pytree that can be called: its arrays would be constants, which are not "
             "trained. Give it as parameters of a stage that calls it: Pipeline([lambda module, *inputs: "
@@ -176,22 +174,22 @@ def check_modules(function: Callable[..., Any], constants: Iterable[Any], place:
         )
 
 
-def _has(leaves: Iterable[Any], known: set[int]) -> bool:
-    return any(id(leaf) in known for leaf in leaves)
+def _has(leaves: Iterable[Any], ids: set[int]) -> bool:
+    return any(id(leaf) in ids for leaf in leaves)
 
 
-def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """All that a function can use: its closure, globals that it names, partials, attributes, and so on.
+def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yields all that a function can use: its closure, globals that it names, partials, attributes, ...
 
-    Yields values with their names, which are empty for the function itself and what only wraps it.
+    Values come with their names, which are empty for the function itself and what only wraps it.
     """
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     yield name, value
     if depth > 0:
-        for own_name, part in _parts(value, name):
-            yield from _walk(part, own_name, depth - 1, seen)
+        for part_name, part in _parts(value, name):
+            yield from _walk(part, part_name, depth - 1, visited)
 
 
 def _parts(value: Any, name: str) -> list[tuple[str, Any]]:

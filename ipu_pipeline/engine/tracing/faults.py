@@ -71,37 +71,38 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        """Begins without any."""
+        """Begins without faults."""
         self.stand_ins: dict[str, VariableSpec] = {}
         self.has_constant_modules = False
-        self._found: list[_Fault] = []
+        self._faults: list[_Fault] = []
         self._failure: Exception | None = None  # what ended the trace of a stage
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._faults)
 
-    def add(self, place: str, error: Exception, given: str | None = None) -> None:
+    def add(self, place: str, error: Exception, arguments: str | None = None) -> None:
         """Notes an error that ended something."""
-        if given is not None:
-            self._failure = error
-        self._found.append(_Fault(place, error, [] if given is None else _where_it_ended(error, given)))
+        where: list[str] = []
+        if arguments is not None:
+            self._failure, where = error, _end_location(error, arguments)
+        self._faults.append(_Fault(place, error, where))
 
     def add_known(self, place: str, error: Exception | None) -> None:
         """Notes an error that has not been raised; None means no error."""
         if error is not None:
-            self._found.append(_Fault(place, error, []))
+            self._faults.append(_Fault(place, error, []))
 
-    def add_here(self, place: str, error: Exception, given: str) -> None:
+    def add_here(self, place: str, error: Exception, arguments: str) -> None:
         """Notes an error that would have been raised here, in the function that is being traced."""
         stack = traceback.walk_stack(inspect.currentframe())
         inside = itertools.takewhile(lambda entry: _module_of(entry[0]) != _TRACES_STAGES, stack)
-        where = _where(scopes.current_scope(), given, _user_line(inside))
-        if not any(known.place == place and str(known.error) == str(error) for known in self._found):
-            self._found.append(_Fault(place, error, where))
+        where = _location(scopes.current_scope(), arguments, _user_line(inside))
+        if not any(fault.place == place and str(fault.error) == str(error) for fault in self._faults):
+            self._faults.append(_Fault(place, error, where))
 
     @contextlib.contextmanager
     def collecting(self, place: str) -> Iterator[None]:
-        """Notes an error that ends a `with` block, and goes on behind the block."""
+        """Notes an error that ends a `with` block, and continues after the block."""
         try:
             yield
         except Exception as error:
@@ -109,30 +110,30 @@ class Faults:
 
     def as_error(self) -> Exception:
         """The error to raise."""
-        if len(self._found) == 1:
-            (fault,) = self._found
+        if len(self._faults) == 1:
+            (fault,) = self._faults
             if fault.where:
                 fault.error.add_note(_note(fault.place, fault.where))
             return fault.error
-        errors = [fault.error for fault in self._found]
+        errors = [fault.error for fault in self._faults]
         kinds = (TypeError, NotImplementedError, RuntimeError)
         kind = next((k for k in kinds if all(isinstance(error, k) for error in errors)), ValueError)
         lines = [f"{len(errors)} faults were found in the pipeline:"]
-        for number, fault in enumerate(self._found, 1):
+        for number, fault in enumerate(self._faults, 1):
             text = str(fault.error).rstrip()
             if not text.startswith(fault.place):
                 named = "" if isinstance(fault.error, kind) else f"{type(fault.error).__name__}: "
                 text = f"{fault.place}: {named}{text}"
-            first, *others = [*text.splitlines(), *fault.where]
-            lines += [f"{number}. {first}", *(f"   {line}" for line in others)]
+            first, *more_lines = [*text.splitlines(), *fault.where]
+            lines += [f"{number}. {first}", *(f"   {line}" for line in more_lines)]
         joined = kind("\n".join(lines))
         joined.__cause__ = self._failure
         return joined
 
 
-def add_note(error: BaseException, place: str, given: str) -> None:
+def add_note(error: BaseException, place: str, arguments: str) -> None:
     """Adds a note to an error that ended a function's trace: where that happened."""
-    error.add_note(_note(place, _where_it_ended(error, given)))
+    error.add_note(_note(place, _end_location(error, arguments)))
 
 
 def add_derivative_note(error: BaseException, place: str) -> None:
@@ -208,7 +209,7 @@ def describe_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwar
         named = []
         for name, value in bound.items():
             if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-                named += [(f"{name}[{position}]", one) for position, one in enumerate(value)]
+                named += [(f"{name}[{position}]", item) for position, item in enumerate(value)]
             else:
                 named.append((name, value))
     named += kwargs.items()
@@ -236,29 +237,29 @@ def _note(place: str, where: list[str]) -> str:
     return "\n  ".join([f"This happened while tracing {place}", *where])
 
 
-def _where(scope: str, given: str, line: str) -> list[str]:
-    parts = {"in scope": scope, "on": given, "at": line}
+def _location(scope: str, arguments: str, line: str) -> list[str]:
+    parts = {"in scope": scope, "on": arguments, "at": line}
     return [f"{word} {text}" for word, text in parts.items() if text]
 
 
-def _where_it_ended(error: BaseException, given: str) -> list[str]:
+def _end_location(error: BaseException, arguments: str) -> list[str]:
     entries = reversed(list(traceback.walk_tb(error.__traceback__)))
-    where = _where(scopes.failed_scope(error) or scopes.current_scope(), given, _user_line(entries))
+    where = _location(scopes.failed_scope(error) or scopes.current_scope(), arguments, _user_line(entries))
     return [*where, *_mends(error)]
 
 
 def _mends(error: BaseException) -> list[str]:
-    """Advice on an error that was raised by a library that does not know of pipelines."""
-    found = [mend for text, mend in _MESH_MENDS.items() if text in str(error)]
-    if found:
-        return found
-    found = [
+    """Advice on an error of a library that does not know of pipelines."""
+    mends = [mend for text, mend in _MESH_MENDS.items() if text in str(error)]
+    if mends:
+        return mends
+    mends = [
         f"{name} was a method in TensorFlow. Here it is an array, as get_variable returns one: {mend}."
         for name, mend in _TF1_METHODS.items()
         if isinstance(error, AttributeError) and str(error).endswith(f"Tracer has no attribute {name}")
     ]
-    if found:
-        return found
+    if mends:
+        return mends
     if not isinstance(error, AttributeError) or error.name not in _TF1_OPTIMIZER_METHODS:
         return []
     if not type(error.obj).__module__.startswith("optax."):

@@ -16,8 +16,6 @@ from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
 
-# The function being traced, and the names that its program gives out during the trace.
-#
 # A program is all that is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
 # holds what must be unique or counted within it, so that neither variable names, nor automatic layer
 # names, nor random keys depend on how layers are split into stages.
@@ -62,7 +60,7 @@ class ProgramNames:
     host_tables: dict[str, Any] = field(default_factory=dict)
 
     def copy(self) -> ProgramNames:
-        """The names as they are now."""
+        """Copies the names as they are now."""
         copies = {part.name: getattr(self, part.name).copy() for part in dataclasses.fields(self)}
         return ProgramNames(**copies)
 
@@ -85,27 +83,27 @@ class ProgramNames:
 @contextlib.contextmanager
 def unchanged(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gives out."""
-    take_back = _keep(program_names)
+    restore = _make_restore(program_names)
     try:
         yield
     finally:
-        take_back()
+        restore()
 
 
 @contextlib.contextmanager
 def unchanged_on_error(program_names: ProgramNames) -> Iterator[None]:
     """Takes back the names that a `with` block gave out if it ends in an error."""
-    take_back = _keep(program_names)
+    restore = _make_restore(program_names)
     try:
         yield
     except BaseException:
-        take_back()
+        restore()
         raise
 
 
-def _keep(program_names: ProgramNames) -> Callable[[], None]:
+def _make_restore(program_names: ProgramNames) -> Callable[[], None]:
     """Returns a function that restores the names as they are now."""
-    kept = [
+    copies = [
         (collection, collection.copy())
         for collection in (
             program_names.variables,
@@ -118,17 +116,17 @@ def _keep(program_names: ProgramNames) -> Callable[[], None]:
         )
     ]
 
-    def take_back() -> None:
-        for collection, before in kept:
+    def restore() -> None:
+        for collection, before in copies:
             collection.clear()
             collection.update(before)  # type: ignore[arg-type]  # each is updated with its own copy
 
-    return take_back
+    return restore
 
 
 @dataclass(frozen=True, eq=False)
 class Enqueued:
-    """What a function enqueues each time: its target, structure, shapes and dtypes."""
+    """One thing that a function enqueues each time: its target, structure, shapes and dtypes."""
 
     target: Any
     tree: Any
@@ -137,7 +135,7 @@ class Enqueued:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """What a function that is called op by op gets where a traced one leaves markers."""
+    """The values that a function called op by op gets where a traced one leaves markers."""
 
     variables: Mapping[str, Any]  # full name -> value
     key: Any  # the micro-batch's random key
@@ -180,7 +178,7 @@ class Frame:
         return self.training
 
     def note_variable(self, spec: VariableSpec) -> None:
-        """Called with each variable that the function asks for."""
+        """Receives each variable that the function asks for."""
 
 
 _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
@@ -202,20 +200,20 @@ def find_frame() -> Frame | None:
     return _frame.get()
 
 
-def current_frame(wanted_by: str) -> Frame:
+def current_frame(caller: str) -> Frame:
     """The frame of the function being traced."""
     current = _frame.get()
     if current is None:
         raise RuntimeError(
-            f"{wanted_by} was called outside of a program. Call it in a computational stage, or in the "
+            f"{caller} was called outside of a program. Call it in a computational stage, or in the "
             "function that is given to ipu_compiler.compile."
         )
     return current
 
 
-def current_values(wanted_by: str) -> Values:
+def current_values(caller: str) -> Values:
     """The values for the function that is called op by op; raises like `current_frame`."""
-    values = current_frame(wanted_by).values
+    values = current_frame(caller).values
     assert values is not None, "a marker was evaluated in a function that is traced"
     return values
 
@@ -227,9 +225,9 @@ def tracing_again(place: str) -> Iterator[Frame]:
     What it prints, or calls back for, is left out of a weight update (see `is_repeated`): it has its effect
     where the function was traced before.
     """
-    own = Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True)
-    with jax.named_scope(_AGAIN), frame(own):
-        yield own
+    new_frame = Frame(ProgramNames(), training=True, place=place, is_stage=True, is_traced_again=True)
+    with jax.named_scope(_AGAIN), frame(new_frame):
+        yield new_frame
 
 
 def is_repeated(equation: Any) -> bool:
@@ -237,7 +235,7 @@ def is_repeated(equation: Any) -> bool:
     return _AGAIN in jax_compat.scope_names(equation)
 
 
-# What a trace depends on beside the function and its arguments, kept so that more can be traced alike.
+# What a trace depends on beside the function and its arguments, saved so that more can be traced alike.
 
 Result = TypeVar("Result")
 
@@ -274,8 +272,8 @@ class Surroundings:
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Calls a function in these surroundings, except for the names; what it changes of them is lost."""
-        with contextlib.ExitStack() as changed:
+        with contextlib.ExitStack() as stack:
             for name, value in self.settings.items():
                 if getattr(jax.config, name) != value:
-                    changed.enter_context(_SETTINGS[name](value))
+                    stack.enter_context(_SETTINGS[name](value))
             return self.context.copy().run(function, *arguments)

@@ -1,9 +1,10 @@
 """Turns marker equations of a traced function into inputs and outputs.
 
-`get_variable`, `next_rng_key`, `assign` and what enqueues leave markers in a jaxpr (`variables`, `keys`,
-`enqueuing`). `hoist` takes them out: what they read becomes inputs, what they assign or enqueue outputs.
-Markers inside the body of a loop, a conditional or `jax.checkpoint` are reached by building that equation
-again around a body that takes the values as arguments; calls of `jax.jit` are inlined.
+`get_variable`, `next_rng_key`, `assign` and what enqueues leave markers in a jaxpr (`variables`,
+`stage_markers`, `side_outputs`). `hoist` takes them out: what they read becomes inputs, what they assign or
+enqueue outputs. With markers a function is traced once, so what it prints appears once. Markers inside the
+body of a loop, a conditional or `jax.checkpoint` are reached by building that equation again around a body
+that takes the values as arguments; calls of `jax.jit` are inlined.
 """
 
 from __future__ import annotations
@@ -70,20 +71,21 @@ def hoist(
     first_rule: jaxprs.EquationRule | None = None,
 ) -> Hoisted:
     """Takes the markers out of a traced function."""
+    # What the markers become; `rule` fills it in, in the order of the equations.
     reads: dict[VariableSpec, Any] = {}  # the input that holds the value at the start
     latest: dict[VariableSpec, Any] = {}  # the atom that holds the value at this point
     assigned: dict[VariableSpec, None] = {}
     enqueued: dict[int, list[Any]] = {}
     key_inputs: list[Any] = []
     count_inputs: list[Any] = []
-    asked: dict[VariableSpec, tuple[int, Any]] = {}
+    requests: dict[VariableSpec, tuple[int, Any]] = {}
     num_equations = 0
     current: Any = None
 
     def read(spec: VariableSpec) -> Any:
         if spec not in reads:
             reads[spec] = latest[spec] = variable_input(spec)
-            asked[spec] = (num_equations, current)
+            requests[spec] = (num_equations, current)
         return latest[spec]
 
     def key() -> Any:
@@ -115,6 +117,7 @@ def hoist(
         num_equations += replaced is None
         return replaced
 
+    # The function without markers, with what they became among its inputs and outputs.
     flat = jaxprs.flatten(closed_jaxpr, rule)
     resolve(flat.equations, flat.constants, initialized, place)
     flat = jaxprs.FlatJaxpr(
@@ -128,8 +131,8 @@ def hoist(
         flat.constants,
     )
     sizes = {number: len(atoms) for number, atoms in enqueued.items()}
-    uses = bool(key_inputs), bool(count_inputs)
-    return Hoisted(flat, tuple(reads), tuple(assigned), sizes, *uses, asked)
+    uses_flags = bool(key_inputs), bool(count_inputs)
+    return Hoisted(flat, tuple(reads), tuple(assigned), sizes, *uses_flags, requests)
 
 
 def variable_input(spec: VariableSpec) -> Any:
@@ -149,10 +152,10 @@ def marker_rule(
 ) -> jaxprs.EquationRule:
     """A rule for `jaxprs.flatten` that takes markers out."""
 
-    def check_new(serial: int, what: str) -> None:
+    def check_new(serial: int, event: str) -> None:
         if serial in program_names.markers:
             raise ValueError(
-                f"{place}: {what} in a function that JAX has traced once and used twice, as it does with "
+                f"{place}: {event} in a function that JAX has traced once and used twice, as it does with "
                 "jax.jit, jax.checkpoint and scan bodies that are called again. Both calls would get the "
                 "same. Give each call a function of its own (lambda x: f(x)), or do it outside of it; a "
                 "stage needs no jax.jit inside, it is jitted as a whole."
@@ -187,11 +190,11 @@ def marker_rule(
         arguments += [count()] if rebuilt.uses_count else []
         outputs = inline(rebuilt.closed_jaxpr, arguments + inputs)
         num_outputs = len(equation.outvars)
-        made = iter(outputs[num_outputs:])
+        side_outputs = iter(outputs[num_outputs:])
         for spec in rebuilt.assigned:
-            write(spec, next(made))
+            write(spec, next(side_outputs))
         for number, size in rebuilt.enqueued.items():
-            enqueue(number, [next(made) for _leaf in range(size)])
+            enqueue(number, [next(side_outputs) for _leaf in range(size)])
         return outputs[:num_outputs]
 
     return rule
@@ -265,10 +268,10 @@ def _rebuild(equation: Any, place: str, program_names: frames.ProgramNames) -> _
         values = dict(zip(variables, shared, strict=False))
 
         def body_function(body: Hoisted) -> Body:
-            own = [values[spec] for spec in body.variables]
-            own += [shared[len(variables)]] if body.uses_key else []
+            hoisted_values = [values[spec] for spec in body.variables]
+            hoisted_values += [shared[len(variables)]] if body.uses_key else []
             count = [shared[-1]] if body.uses_count else []
-            return lambda operands: jaxprs.close(body.flat)(*own, *operands, *count)
+            return lambda operands: jaxprs.close(body.flat)(*hoisted_values, *operands, *count)
 
         return call([body_function(body) for body in hoisted], list(inputs))
 

@@ -13,9 +13,6 @@ import numpy as np
 
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs.cpu_forms import encrypt, threefry_dtype
-from ipu_pipeline.ground import jax_core
-
-# Initializers by their names in Keras.
 
 
 def glorot_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -148,11 +145,11 @@ _BY_NUMPY: dict[str, Callable[..., Any]] = {
 
 
 class _OtherwiseError(Exception):
-    """An initializer is something else than operations by element on random bits."""
+    """An initializer is not made of operations by element on random bits."""
 
 
 def draw(initializer: Callable[..., Any], key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Makes what an initializer of JAX gives, or one of Keras's.
+    """Makes the value that an initializer of JAX or Keras gives, without a program for each shape.
 
     Returns:
       An array of NumPy that nobody else has; None if the initializer has to be called: it is another one,
@@ -166,46 +163,46 @@ def draw(initializer: Callable[..., Any], key: Any, shape: tuple[int, ...], dtyp
     if (config.jax_default_device or jax.devices()[0]).platform != "cpu":
         return None
     try:
-        closed_jaxpr = jax.make_jaxpr(lambda own: initializer(own, shape, dtype))(key)
+        closed_jaxpr = jax.make_jaxpr(lambda traced_key: initializer(traced_key, shape, dtype))(key)
     except Exception:  # its arguments are wrong, which shows when it is called
         return None
     (result, *more) = closed_jaxpr.out_avals
     if more or result.shape != shape or result.dtype != dtype:
         return None
     try:
-        made = _evaluate(closed_jaxpr, key, size)
+        values = _evaluate(closed_jaxpr, key, size)
     except _OtherwiseError:
         return None
-    return made.reshape(shape)
+    return values.reshape(shape)
 
 
 def _evaluate(closed_jaxpr: Any, key: Any, size: int) -> Any:
     """Evaluates a jaxpr equation by equation, as JAX does where nothing is jitted around it."""
     jaxpr = closed_jaxpr.jaxpr
     constants = dict(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
-    whole = jaxprs.FlatJaxpr(list(jaxpr.invars), list(jaxpr.eqns), list(jaxpr.outvars), constants)
-    program = jaxprs.extract(whole, whole.outputs).closed_jaxpr.jaxpr
-    known: dict[Any, Any] = {**constants, jaxpr.invars[0]: key}
+    flat = jaxprs.FlatJaxpr(list(jaxpr.invars), list(jaxpr.eqns), list(jaxpr.outvars), constants)
+    program = jaxprs.extract(flat, flat.outputs).closed_jaxpr.jaxpr
+    env: dict[Any, Any] = {**constants, jaxpr.invars[0]: key}
 
     def read(atom: Any) -> Any:
-        return _content(atom) if isinstance(atom, jax_core.Literal) else known[atom]
+        return env[atom] if jaxprs.is_var(atom) else _content(atom)
 
     if program.effects:
         raise _OtherwiseError
     for equation in program.eqns:
         name, values = equation.primitive.name, [read(atom) for atom in equation.invars]
         sizes = {atom.aval.size for atom in (*equation.invars, *equation.outvars)}
-        (*others, var) = equation.outvars
+        (*extra, var) = equation.outvars
         if sizes <= {1}:
-            known.update(zip(equation.outvars, _run(equation, values), strict=True))
-        elif sizes - {1, size} or others or var.aval.size != size:
+            env.update(zip(equation.outvars, _run(equation, values), strict=True))
+        elif sizes - {1, size} or extra or var.aval.size != size:
             raise _OtherwiseError
         elif name in _SAME:
-            known[var] = np.broadcast_to(np.ravel(values[0]), (size,))
+            env[var] = np.broadcast_to(np.ravel(values[0]), (size,))
         elif name in _BY_NUMPY and {atom.aval.dtype for atom in equation.invars} == {var.aval.dtype}:
-            known[var] = _BY_NUMPY[name](*map(np.ravel, values))
+            env[var] = _BY_NUMPY[name](*map(np.ravel, values))
         elif jaxprs.is_inlined(equation):
-            known[var] = _fill(equation, values, size)
+            env[var] = _fill(equation, values, size)
         else:
             raise _OtherwiseError
     (result,) = program.outvars
@@ -218,14 +215,10 @@ def _content(literal: Any) -> np.ndarray[Any, Any]:
 
 def _run(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Runs an equation by itself."""
-    variables = [atom for atom in equation.invars if not isinstance(atom, jax_core.Literal)]
-    given = [
-        value
-        for value, atom in zip(values, equation.invars, strict=True)
-        if not isinstance(atom, jax_core.Literal)
-    ]
+    variables = jaxprs.variables_in(equation.invars)
+    arguments = [value for value, atom in zip(values, equation.invars, strict=True) if jaxprs.is_var(atom)]
     flat = jaxprs.FlatJaxpr(variables, [equation], list(equation.outvars), {})
-    return jaxprs.close(flat)(*given)
+    return jaxprs.close(flat)(*arguments)
 
 
 def _fill(equation: Any, values: Sequence[Any], size: int) -> Any:
@@ -235,13 +228,13 @@ def _fill(equation: Any, values: Sequence[Any], size: int) -> Any:
     if any(np.size(value) != 1 for value in values) or flat.constants:
         raise _OtherwiseError
     steps = _Steps(flat, size)
-    length = min((one for one in _SIZES if one >= size), default=_SIZES[-1])
+    length = min((candidate for candidate in _SIZES if candidate >= size), default=_SIZES[-1])
     function = _jit(steps, length)
     scalars = [value if _is_key(value) else np.ravel(value)[0] for value in values]
-    made = np.empty(-(-size // length) * length, equation.outvars[0].aval.dtype)
+    elements = np.empty(-(-size // length) * length, equation.outvars[0].aval.dtype)
     for begin in range(0, size, length):
-        made[begin : begin + length] = function(np.uint32(begin), *scalars)
-    return made[:size]
+        elements[begin : begin + length] = function(np.uint32(begin), *scalars)
+    return elements[:size]
 
 
 def _is_key(value: Any) -> bool:
@@ -252,7 +245,7 @@ def _is_key(value: Any) -> bool:
 class _Steps:
     """The equations of a function of scalars that makes an array by element.
 
-    Those of the same function for arrays of other sizes are equal, and have the same hash.
+    The steps of one function for arrays of two sizes are equal, and have the same hash.
     """
 
     def __init__(self, flat: jaxprs.FlatJaxpr, size: int) -> None:
@@ -262,20 +255,20 @@ class _Steps:
         places = {var: place for place, var in enumerate(flat.inputs)}
         described: list[Any] = [str(var.aval.dtype) for var in flat.inputs]
         self._is_array: dict[Any, bool] = {}
-        if more or isinstance(self._output, jax_core.Literal):
+        if more or not jaxprs.is_var(self._output):
             raise _OtherwiseError
         for equation in flat.equations:
-            (var, *others), name, params = equation.outvars, equation.primitive.name, dict(equation.params)
+            (var, *extra), name = equation.outvars, equation.primitive.name
             sizes = {atom.aval.size for atom in (*equation.invars, var)}
             is_array = var.aval.size == size
             is_drawn = name == "random_bits" and sizes == {1, size}
-            if others or sizes - {1, size} or not (is_drawn or name in _SAME or name in _BY_ELEMENT):
+            if extra or sizes - {1, size} or not (is_drawn or name in _SAME or name in _BY_ELEMENT):
                 raise _OtherwiseError
             self._is_array[var] = is_array
-            read = tuple(
-                (str(_content(atom).dtype), _content(atom).tobytes())
-                if isinstance(atom, jax_core.Literal)
-                else places[atom]
+            operands = tuple(
+                places[atom]
+                if jaxprs.is_var(atom)
+                else (str(_content(atom).dtype), _content(atom).tobytes())
                 for atom in equation.invars
             )
             places[var] = len(places)
@@ -287,8 +280,10 @@ class _Steps:
                 "sharding",
                 "out_sharding",
             }
-            options = tuple((key, str(value)) for key, value in params.items() if key not in shapes)
-            described.append((name, read, is_array, str(var.aval.dtype), options))
+            options = tuple(
+                (key, str(value)) for key, value in equation.params.items() if key not in shapes
+            )
+            described.append((name, operands, is_array, str(var.aval.dtype), options))
         if not self._is_array.get(self._output, False):
             raise _OtherwiseError
         self._described = (*described, places[self._output])
@@ -300,23 +295,20 @@ class _Steps:
         return hash(self._described)
 
     def run(self, length: int, begin: Any, *scalars: Any) -> Any:
-        """Makes some elements."""
-        known = dict(zip(self._inputs, scalars, strict=True))
+        """Makes the `length` elements from number `begin` on."""
+        env = dict(zip(self._inputs, scalars, strict=True))
         for equation in self._equations:
             (var,), name = equation.outvars, equation.primitive.name
-            values = [
-                _content(atom) if isinstance(atom, jax_core.Literal) else known[atom]
-                for atom in equation.invars
-            ]
+            values = [env[atom] if jaxprs.is_var(atom) else _content(atom) for atom in equation.invars]
             if self._is_array[var] and name != "random_bits":
                 values = [jnp.broadcast_to(value, (length,)) for value in values]
             if name == "random_bits":
-                known[var] = _draw_bits(values[0], equation.params["bit_width"], begin, length)
+                env[var] = _draw_bits(values[0], equation.params["bit_width"], begin, length)
             elif name in _SAME:
-                known[var] = values[0]
+                env[var] = values[0]
             else:
-                known[var] = equation.primitive.bind(*values, **equation.params)
-        return known[self._output]
+                env[var] = equation.primitive.bind(*values, **equation.params)
+        return env[self._output]
 
 
 @functools.lru_cache(maxsize=64)

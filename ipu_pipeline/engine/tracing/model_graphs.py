@@ -10,6 +10,7 @@ stage that assigns it has its value of before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from ipu_pipeline.engine.tracing.side_outputs import first_leaves
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.tracing.stage_parameters import Layout, ModelParameters
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline
-from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.pytrees import num_bytes
 
 _CHEAP = ("broadcast_in_dim",)  # computed where it is read, if its result is larger than its operand
@@ -82,7 +82,7 @@ class TracedModel:
     Attributes:
       pipeline: the model as the only stage of a pipeline.
       arguments: shapes and dtypes of its arguments, positional ones and those by name.
-      layer_counts: how many layers of each kind it has, by scope, in which later ones are numbered on.
+      layer_counts: the number of layers of each kind, by scope, in which later ones are numbered on.
       opened_scopes: the variable scopes that it opens.
     """
 
@@ -98,7 +98,7 @@ class ModelGraph:
     Attributes:
       flat: the model without scans over layers.
       specs: inputs of `flat` that are variables -> their specifications.
-      slices: what they are of the model's variables, by full name.
+      slices: the part of a model's variable that each of these is, by full name.
       sources: inputs of `flat` that are the model's own, or the number of updates -> where they come from.
       key: the input of `flat` that is the random key of the micro-batch; None if there is none.
       captured: inputs of `flat` that the model captured -> these traced values.
@@ -125,10 +125,10 @@ class ModelGraph:
         self._layout, self._model = layout, model
         self.traced = traced
         (stage,) = traced.pipeline.stages
-        own = stage.variables
-        variables = dict(zip(stage.flat.inputs, own, strict=False))
-        stacked_ones = [var for var, spec in variables.items() if spec not in stage.assigned]
-        unrolled = jaxprs.unroll_layers(stage.flat, stacked_ones if cut_scans else [])
+        specs = stage.variables
+        variables = dict(zip(stage.flat.inputs, specs, strict=False))
+        scan_candidates = [var for var, spec in variables.items() if spec not in stage.assigned]
+        unrolled = jaxprs.unroll_layers(stage.flat, scan_candidates if cut_scans else [])
         self.flat = unrolled.flat
         self.specs: dict[Any, VariableSpec] = {}
         self.slices: dict[str, Slice] = {}
@@ -137,15 +137,15 @@ class ModelGraph:
         self.key: Any = None
         num_given = len(jax.tree.leaves(traced.pipeline.inputs)) - len(captured)
         sizes = [number for number, place in unrolled.origins if place is not None]
-        stacked = {number: _Stacked(own[number], sizes.count(number)) for number in set(sizes)}
+        stacked = {number: _Stacked(specs[number], sizes.count(number)) for number in set(sizes)}
         sources: list[Source | None] = [*([None] * stage.uses_key), *stage.inputs]
         for var, (number, place) in zip(self.flat.inputs, unrolled.origins, strict=True):
-            if number < len(own):
-                found = Slice(own[number].name, place)
-                self.slices[found.name] = found
-                self.specs[var] = own[number] if place is None else stacked[number].spec(found.name, place)
+            if number < len(specs):
+                part = Slice(specs[number].name, place)
+                self.slices[part.name] = part
+                self.specs[var] = specs[number] if place is None else stacked[number].spec(part.name, place)
                 continue
-            source = sources[number - len(own)]
+            source = sources[number - len(specs)]
             if source is None:
                 self.key = var
             elif source.kind == "input" and source.index >= num_given:
@@ -169,10 +169,10 @@ class ModelGraph:
     def _check_names(self) -> None:
         """Raises if a layer's part of a stacked variable has the name of another variable."""
         names = [spec.name for spec in self.specs.values()]
-        for name, own in self.slices.items():
-            if own.number is not None and names.count(name) > 1:
+        for name, part in self.slices.items():
+            if part.number is not None and names.count(name) > 1:
                 raise ValueError(
-                    f"split: variable {name} has the name of a layer's part of {own.origin}, which a scan "
+                    f"split: variable {name} has the name of a layer's part of {part.origin}, which a scan "
                     "takes apart. Rename one, or give cut_scans=False."
                 )
 
@@ -194,28 +194,26 @@ class ModelGraph:
         """Puts a copy in the place of each variable that is assigned, made just before it is read."""
         assigned = [spec for spec, _atom in self.assigned]
         copies: dict[Any, Any] = {}
-        made: dict[Any, Any] = {}  # the copy -> its equation
+        copy_equations: dict[Any, Any] = {}  # the copy -> its equation
         for var in [var for var, spec in self.specs.items() if spec in assigned]:
             flat = jaxprs.flatten(jax.make_jaxpr(jnp.copy)(jaxprs.aval_struct(var.aval)))
             (equation,) = flat.equations
             copies[var] = flat.outputs[0]
-            made[copies[var]] = equation.replace(invars=[var])
+            copy_equations[copies[var]] = equation.replace(invars=[var])
         flat = jaxprs.substitute(self.flat, copies)
         equations: list[Any] = []
-        read = []
+        used_copies = []
         for atoms, reader in [*((e.invars, e) for e in flat.equations), (flat.outputs, None)]:
-            first = [made.pop(atom) for atom in filter(is_var, atoms) if atom in made]
-            read += [equation.outvars[0] for equation in first]
+            first = [copy_equations.pop(var) for var in jaxprs.variables_in(atoms) if var in copy_equations]
+            used_copies += [equation.outvars[0] for equation in first]
             equations += [*first, *([] if reader is None else [reader])]
         self.flat = jaxprs.FlatJaxpr(self.flat.inputs, equations, flat.outputs, self.flat.constants)
 
-        def replace(atoms: Iterable[Any]) -> list[Any]:
-            return [copies.get(atom, atom) if is_var(atom) else atom for atom in atoms]
-
+        replace = functools.partial(jaxprs.replace_atoms, copies)
         self.returned = replace(self.returned)
         self.assigned = [(spec, replace([atom])[0]) for spec, atom in self.assigned]
         self.enqueued = [(entry, replace(atoms)) for entry, atoms in self.enqueued]
-        return {self.specs[var]: copy for var, copy in copies.items() if copy in read}
+        return {self.specs[var]: copy for var, copy in copies.items() if copy in used_copies}
 
     def _find_nodes(self) -> None:
         roots = [var for var, source in self.sources.items() if source.kind != "update_count"]
@@ -227,80 +225,75 @@ class ModelGraph:
                 self.nodes.append(number)
                 self._bases.update((var, frozenset([var])) for var in equation.outvars)
             else:
-                read = self.bases_of(equation.invars)
-                self._bases.update((var, read) for var in equation.outvars)
+                bases = self.bases_of(equation.invars)
+                self._bases.update((var, bases) for var in equation.outvars)
 
     def bases_of(self, atoms: Iterable[Any]) -> frozenset[Any]:
-        """What a stage has to be given to compute atoms: the model's own inputs, and results of nodes."""
-        known = (self._bases.get(atom, frozenset()) for atom in atoms if is_var(atom))
-        return frozenset().union(*known)
+        """The model's own inputs and results of nodes that a stage needs to compute atoms."""
+        bases = (self._bases.get(var, frozenset()) for var in jaxprs.variables_in(atoms))
+        return frozenset().union(*bases)
 
     def needs_of(self, node: int) -> frozenset[Any]:
-        """What a stage has to be given to compute a node."""
+        """The model's own inputs and results of nodes that a stage needs to compute a node."""
         return self.bases_of(self.flat.equations[node].invars)
 
     @property
     def parameters(self) -> ModelParameters | None:
-        """How variables and the model's pytree of parameters become each other; None if it has none."""
+        """Converts variables to the model's pytree of parameters and back; None if it has none."""
         parts: dict[str, list[str]] = {}
-        for own in self.slices.values():
-            parts.setdefault(own.origin, []).append(own.name)
+        for part in self.slices.values():
+            parts.setdefault(part.origin, []).append(part.name)
         return None if self._layout is None else ModelParameters(self._layout, parts)
 
     def variables_of(self) -> list[frozenset[Any]]:
-        """For each node, the inputs of `flat` that are variables and that it reads."""
+        """The inputs of `flat` that are variables and that each node reads."""
         reading: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.specs}
-        found = []
+        node_variables = []
         nodes = set(self.nodes)
         for number, equation in enumerate(self.flat.equations):
-            atoms = [atom for atom in equation.invars if is_var(atom)]
-            read: frozenset[Any] = frozenset().union(*(reading.get(atom, frozenset()) for atom in atoms))
+            atoms = jaxprs.variables_in(equation.invars)
+            inputs: frozenset[Any] = frozenset().union(*(reading.get(atom, frozenset()) for atom in atoms))
             if number in nodes:
-                found.append(read)
+                node_variables.append(inputs)
             else:
-                reading.update((var, read) for var in equation.outvars)
-        return found
-
-
-def is_var(atom: Any) -> bool:
-    """Whether an atom is a variable of a jaxpr, and no literal."""
-    return not isinstance(atom, jax_core.Literal)
+                reading.update((var, inputs) for var in equation.outvars)
+        return node_variables
 
 
 def _is_cheap(equation: Any) -> bool:
     """Whether a value is better computed where it is read than sent there."""
     if equation.primitive.name not in _CHEAP:
         return False
-    operands = [atom.aval for atom in equation.invars if is_var(atom)]
+    operands = [var.aval for var in jaxprs.variables_in(equation.invars)]
     return num_bytes([var.aval for var in equation.outvars]) > num_bytes(operands)
 
 
 class _Stacked:
     """Makes the initial values of the slices of a stacked variable, which it makes once for all of them."""
 
-    def __init__(self, whole: VariableSpec, number: int) -> None:
-        self._whole, self._number = whole, number
-        self._made: tuple[bytes, Any] | None = None  # the key it was made from, and its value
+    def __init__(self, stacked: VariableSpec, number: int) -> None:
+        self._stacked, self._number = stacked, number
+        self._cached: tuple[bytes, Any] | None = None  # the key it was made from, and its value
         self._num_taken = 0
 
     def spec(self, name: str, place: int) -> VariableSpec:
         """The specification of a slice."""
-        whole = self._whole
+        stacked = self._stacked
 
         def initialize(key: jax.Array, _shape: Any, _dtype: Any) -> Any:
             return self._make(key)[place]
 
         initialize.needs_key = False  # type: ignore[attr-defined]  # it is that of the whole variable
         initialize.is_of_row = True  # type: ignore[attr-defined]
-        return dataclasses.replace(whole, name=name, shape=whole.shape[1:], initializer=initialize)
+        return dataclasses.replace(stacked, name=name, shape=stacked.shape[1:], initializer=initialize)
 
     def _make(self, key: jax.Array) -> Any:
-        drawn = np.asarray(jax.random.key_data(key)).tobytes()
-        made = self._made
-        if made is None or made[0] != drawn:
-            made = drawn, initial_value(self._whole, key)
-            self._made, self._num_taken = made, 0
+        key_bytes = np.asarray(jax.random.key_data(key)).tobytes()
+        cached = self._cached
+        if cached is None or cached[0] != key_bytes:
+            cached = key_bytes, initial_value(self._stacked, key)
+            self._cached, self._num_taken = cached, 0
         self._num_taken += 1
         if self._num_taken == self._number:
-            self._made = None
-        return made[1]
+            self._cached = None
+        return cached[1]

@@ -17,7 +17,7 @@ from ipu_pipeline.engine.jaxprs.costs import count_equations
 from ipu_pipeline.engine.schedules.graph_splits import find_orders
 from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.faults import find_function
-from ipu_pipeline.engine.tracing.model_graphs import ModelGraph, is_var
+from ipu_pipeline.engine.tracing.model_graphs import ModelGraph
 from ipu_pipeline.engine.tracing.side_outputs import enqueue
 from ipu_pipeline.engine.tracing.specs import VariableSpec, serial_numbers
 from ipu_pipeline.engine.tracing.stage_markers import micro_batch_key_p, update_count_p
@@ -25,11 +25,11 @@ from ipu_pipeline.engine.tracing.variables import assign, get_variable
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.pytrees import as_shape, describe, num_bytes, trees_equal
 
-# Cuts a model's graph into parts: runs of its nodes, in an order, between places where little is alive.
+# Parts of a model: runs of its nodes, in an order, cut where few values are live.
 #
-# A part is what is measured, and what a stage has some of. There are more of them than stages, so that
-# these can be equally long, and far fewer than nodes, so that their times add up to those of stages: within
-# a part XLA fuses what it would within a stage.
+# Parts are measured, and stages are made of them. There are more parts than stages, so that stages can be
+# equally long, and far fewer than nodes, so that the parts' times add up to the stages': within a part XLA
+# fuses what it would within a stage.
 
 _FINEST = 2**40  # parts, if all were equally long: then every node is one
 _OF_BYTES = 0.25  # how much a variable's part of the memory counts as a part of the time
@@ -54,38 +54,39 @@ class ModelParts:
             {places[graph.maker[var]] for var in graph.needs_of(node) if var in graph.maker}
             for node in nodes
         ]
-        read = graph.variables_of()
-        costs = _weigh(graph, read)
-        made = [num_bytes([var.aval for var in equations[node].outvars]) for node in nodes]
-        order, live = _choose_order(before, costs, made)
-        own, number = [costs[place] for place in order], most
-        ends = _choose_cuts(own, live, number)
+        variables = graph.variables_of()
+        costs = _weigh(graph, variables)
+        result_bytes = [num_bytes([var.aval for var in equations[node].outvars]) for node in nodes]
+        order, live = _choose_order(before, costs, result_bytes)
+        ordered_costs, number = [costs[place] for place in order], most
+        ends = _choose_cuts(ordered_costs, live, number)
         while len(ends) <= least and number < _FINEST:
             number *= 2
-            ends = _choose_cuts(own, live, number)
+            ends = _choose_cuts(ordered_costs, live, number)
         runs = [[nodes[place] for place in order[first:end]] for first, end in itertools.pairwise(ends)]
         self.nodes = _join_assigned(graph, runs)
         part_of = {node: number for number, part in enumerate(self.nodes) for node in part}
         self.before = [
-            {part_of[nodes[other]] for node in part for other in before[places[node]]} - {number}
+            {part_of[nodes[predecessor]] for node in part for predecessor in before[places[node]]}
+            - {number}
             for number, part in enumerate(self.nodes)
         ]
-        self._read = dict(zip(nodes, read, strict=True))
+        self._variables = dict(zip(nodes, variables, strict=True))
         self.names = number_names(self._name(part) for part in self.nodes)
 
     def of(self, graph: ModelGraph) -> ModelParts:
         """The same parts of the model as it was traced for other shapes."""
-        known, made = self.graph.flat.equations, graph.flat.equations
-        names = [[str(equation.primitive) for equation in own] for own in (known, made)]
+        old, new = self.graph.flat.equations, graph.flat.equations
+        names = [[str(equation.primitive) for equation in side] for side in (old, new)]
         if names[0] != names[1] or graph.nodes != self.graph.nodes:
             raise ValueError(
                 "The model computes something else for these shapes than for those that it was split for, "
-                f"so the cuts have no meaning there ({len(made)} operations, in place of {len(known)}). "
+                f"so the cuts have no meaning there ({len(new)} operations, in place of {len(old)}). "
                 "Split it for these shapes, too, and make another pipeline, which has the same state."
             )
-        other = copy.copy(self)
-        other.graph = graph
-        return other
+        new_parts = copy.copy(self)
+        new_parts.graph = graph
+        return new_parts
 
     def find_scopes(self, parts: Iterable[int]) -> frozenset[str]:
         """The names of the scopes around the nodes of some parts."""
@@ -100,84 +101,86 @@ class ModelParts:
         longest = max(part, key=lambda node: count_equations([equations[node]]))
         if scopes := _find_scopes(equations[longest]):
             return "/".join(scopes)
-        if variables := self._read[longest]:
+        if variables := self._variables[longest]:
             return self.graph.specs[max(variables, key=lambda var: num_bytes([var.aval]))].name
         return find_function(equations[longest]) or str(equations[longest].primitive.name)
 
 
 def _find_scopes(equation: Any) -> list[str]:
     """The scopes around an equation, and around all that is in its body."""
-    inner = [_find_scopes(own) for body in jax_core.jaxprs_in_params(equation.params) for own in body.eqns]
-    common = [names[0] for names in zip(*inner, strict=False) if len(set(names)) == 1] if inner else []
+    inside = [
+        _find_scopes(inner) for body in jax_core.jaxprs_in_params(equation.params) for inner in body.eqns
+    ]
+    common = [names[0] for names in zip(*inside, strict=False) if len(set(names)) == 1] if inside else []
     return [*jax_compat.scope_names(equation), *common]
 
 
 def number_names(names: Iterable[str]) -> list[str]:
     """Names that differ: those that occur several times are numbered."""
-    given = list(names)
+    all_names = list(names)
     return [
-        f"{name}.{given[:number].count(name)}" if given.count(name) > 1 else name
-        for number, name in enumerate(given)
+        f"{name}.{all_names[:number].count(name)}" if all_names.count(name) > 1 else name
+        for number, name in enumerate(all_names)
     ]
 
 
-def _weigh(graph: ModelGraph, read: Sequence[frozenset[Any]]) -> list[float]:
-    """How much each node counts: its part of the time, and of the memory of variables, once each."""
+def _weigh(graph: ModelGraph, variables: Sequence[frozenset[Any]]) -> list[float]:
+    """The weight of each node: its part of the time, and of the memory of variables, once each."""
     equations = graph.flat.equations
     costs = [count_equations([equations[node]]) for node in graph.nodes]
-    sizes, known = [], frozenset[Any]()
-    for own in read:
-        sizes.append(num_bytes([var.aval for var in own - known]))
-        known |= own
+    sizes, counted = [], frozenset[Any]()
+    for node_variables in variables:
+        sizes.append(num_bytes([var.aval for var in node_variables - counted]))
+        counted |= node_variables
     total, total_size = max(sum(costs), 1e-30), max(sum(sizes), 1)
     return [cost / total + _OF_BYTES * size / total_size for cost, size in zip(costs, sizes, strict=True)]
 
 
 def _choose_order(
-    before: Sequence[set[int]], costs: Sequence[float], made: Sequence[int]
+    before: Sequence[set[int]], costs: Sequence[float], result_bytes: Sequence[int]
 ) -> tuple[Sequence[int], list[int]]:
-    """The order of nodes while which least is alive, and what is alive after each."""
+    """Finds the order of nodes in which the fewest bytes are live, and the bytes live after each node."""
     if not before:
         return (), []
-    found = []
-    for order in find_orders(before, made.__getitem__, keeps_last=False):
-        live = _find_live(order, before, made)
+    candidates = []
+    for order in find_orders(before, result_bytes.__getitem__, keeps_last=False):
+        live = _find_live(order, before, result_bytes)
         while_running = sum(costs[node] * alive for node, alive in zip(order, live, strict=True))
-        found.append((while_running, order, live))
-    _least, order, live = min(found)
+        candidates.append((while_running, order, live))
+    _least, order, live = min(candidates)
     return order, live
 
 
-def _find_live(order: Sequence[int], before: Sequence[set[int]], made: Sequence[int]) -> list[int]:
+def _find_live(order: Sequence[int], before: Sequence[set[int]], result_bytes: Sequence[int]) -> list[int]:
     """The bytes of results that are still to be read, after each node of an order."""
     places = {node: place for place, node in enumerate(order)}
     last = dict(places)  # node -> the place of its last reader
-    for node, needed in enumerate(before):
-        for other in needed:
-            last[other] = max(last[other], places[node])
+    for node, predecessors in enumerate(before):
+        for predecessor in predecessors:
+            last[predecessor] = max(last[predecessor], places[node])
     changes = [0] * (len(order) + 1)
     for node, place in places.items():
         if last[node] > place:
-            changes[place] += made[node]
-            changes[last[node]] -= made[node]
+            changes[place] += result_bytes[node]
+            changes[last[node]] -= result_bytes[node]
     return list(itertools.accumulate(changes[:-1]))
 
 
 def _choose_cuts(costs: Sequence[float], live: Sequence[int], most: int) -> list[int]:
-    """The ends of the runs: places where little is alive, and between which there is enough to compute.
+    """The ends of the runs: places where few bytes are live, with enough to compute between them.
 
-    Places are taken in the order of what is alive there, if they are far enough from those taken before.
+    Places are taken in ascending order of the bytes live there, if far enough from those already taken.
     """
     number = len(costs)
     reached = list(itertools.accumulate(costs))
     distance = reached[-1] / most if number else 0.0
-    taken: list[int] = []
+    cuts: list[int] = []
     for place in sorted(range(number - 1), key=lambda place: (live[place], place)):
         if reached[-1] - reached[place] < distance / 4 or reached[place] < distance / 4:
             continue
-        if all(abs(reached[place] - reached[other]) >= distance for other in taken):
-            taken.append(place)
-    return [0, *(place + 1 for place in sorted(taken)), number]
+        if all(abs(reached[place] - reached[cut]) >= distance for cut in cuts):
+            cuts.append(place)
+    return [0, *(place + 1 for place in sorted(cuts)), number]
 
 
 def _join_assigned(graph: ModelGraph, runs: list[list[int]]) -> list[list[int]]:
@@ -188,19 +191,18 @@ def _join_assigned(graph: ModelGraph, runs: list[list[int]]) -> list[list[int]]:
         touched = [run_of[graph.maker[var]] for var in graph.bases_of([atom]) if var in graph.maker]
         touched += [run_of[graph.maker[graph.reads[spec]]]] if spec in graph.reads else []
         joined.update(range(min(touched, default=0), max(touched, default=0)))
-    found: list[list[int]] = []
+    joined_runs: list[list[int]] = []
     for number, run in enumerate(runs):
         if number - 1 in joined:
-            found[-1] = found[-1] + run
+            joined_runs[-1] = joined_runs[-1] + run
         else:
-            found.append(run)
-    return found
+            joined_runs.append(run)
+    return joined_runs
 
 
-# Makes stage functions of the parts of a model.
-#
-# Such a function is like a user's: while it is traced it asks for the variables that its parts read, by the
-# names that the model gave them, and it takes and returns what is alive where the model is cut.
+# Stage functions made of parts. Such a function is like a user's: while it is traced it asks for the
+# variables that its parts read, by the names that the model gave them, and it takes and returns what is
+# live where the model is cut.
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,26 +244,26 @@ class ModelStage:
         if self.cut is not None:
             if self.takes is None:
                 names.model_stages[id(self.cut)] = self.cut.find(args, kwargs)
-            own = names.model_stages.get(id(self.cut), self.cut.stages)[self.number]
-            if own is not self:
-                return own(*args, **kwargs)
+            stage = names.model_stages.get(id(self.cut), self.cut.stages)[self.number]
+            if stage is not self:
+                return stage(*args, **kwargs)
         reuses = scopes.is_reusing()
         if self.takes is None:
             names.opened_scopes |= self.graph.traced.opened_scopes
             for kind, count in self.graph.traced.layer_counts.items():
                 names.layer_counts[kind] = max(count, names.layer_counts.get(kind, 0))
-        known = self._read_arguments(args, kwargs)
+        env = self._read_arguments(args, kwargs)
         for var in self.program.inputs:
-            if var not in known:
-                known[var] = self._find(var, reuses)
+            if var not in env:
+                env[var] = self._find(var, reuses)
         for spec in self.asks:
             self._ask(spec, reuses)
-        results = self.program(*(known[var] for var in self.program.inputs))
-        known.update(zip(self.computed, results, strict=True))
+        results = self.program(*(env[var] for var in self.program.inputs))
+        env.update(zip(self.computed, results, strict=True))
 
         def value(atom: Any) -> Any:
-            found = known[atom] if is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
-            return jax_compat.as_weak(found) if atom.aval.weak_type else found
+            result = env[atom] if jaxprs.is_var(atom) else np.asarray(atom.val, atom.aval.dtype)
+            return jax_compat.as_weak(result) if atom.aval.weak_type else result
 
         for spec, atom in self.assigned:
             with scopes.opened(scopes.Scope()):
@@ -269,17 +271,17 @@ class ModelStage:
         for entry, atoms in self.enqueued:
             enqueue(frame, entry.target, jax.tree.unflatten(entry.tree, list(map(value, atoms))))
         if self.returns is not None:
-            return tuple(known[var] for var in self.returns)
+            return tuple(env[var] for var in self.returns)
         return jax.tree.unflatten(self.graph.tree, list(map(value, self.graph.returned)))
 
     def _read_arguments(self, args: Any, kwargs: Any) -> dict[Any, Any]:
         if self.takes is not None:
             return dict(zip(self.takes, args, strict=True))
-        expected, given = self.graph.traced.arguments, jax.tree.map(as_shape, (args, kwargs))
-        if given != expected:
+        expected, shapes = self.graph.traced.arguments, jax.tree.map(as_shape, (args, kwargs))
+        if shapes != expected:
             raise ValueError(
                 f"The model was split for the inputs and the micro-batch {_describe_arguments(*expected)}, "
-                f"and got {_describe_arguments(*given)}. Split it for these, too."
+                f"and got {_describe_arguments(*shapes)}. Split it for these, too."
             )
         leaves = jax.tree.leaves((args, kwargs))
         firsts = {"input": 0, "element": self.graph.num_inputs}
@@ -290,7 +292,7 @@ class ModelStage:
         }
 
     def _find(self, var: Any, reuses: bool) -> Any:
-        """What the program reads beside its arguments."""
+        """Finds a value that the program reads beside its arguments."""
         graph = self.graph
         if var in graph.specs:
             return self._ask(graph.specs[var], reuses)
@@ -314,7 +316,7 @@ class ModelCut:
     """A model cut into stages, in the same places whatever shapes its micro-batches have.
 
     Attributes:
-      stages: for the shapes that it was split for; they ask here for those of others.
+      stages: the stages for the shapes that it was split for; they ask here for the stages of others.
     """
 
     def __init__(
@@ -330,28 +332,28 @@ class ModelCut:
             dataclasses.replace(stage, cut=self, number=number)
             for number, stage in enumerate(make_model_stages(parts, groups, reused))
         ]
-        self._others: list[tuple[Any, list[ModelStage]]] = []
+        self._other_stages: list[tuple[Any, list[ModelStage]]] = []
 
     def find(self, args: Any, kwargs: Any) -> list[ModelStage]:
         """The stages for a model's arguments; for other shapes than the first it is traced again."""
-        known, given = self._parts.graph.traced.arguments, jax.tree.map(as_shape, (args, kwargs))
-        if given == known or not _differ_in_shapes(given, known):
+        expected, shapes = self._parts.graph.traced.arguments, jax.tree.map(as_shape, (args, kwargs))
+        if shapes == expected or not _differ_in_shapes(shapes, expected):
             return self.stages
-        for arguments, stages in self._others:
-            if arguments == given:
+        for arguments, stages in self._other_stages:
+            if arguments == shapes:
                 return stages
-        parts = self._parts.of(self._trace(*given))
+        parts = self._parts.of(self._trace(*shapes))
         stages = make_model_stages(parts, self._groups, self._reused)
-        self._others.append((given, stages))
+        self._other_stages.append((shapes, stages))
         return stages
 
 
-def _differ_in_shapes(given: Any, known: Any) -> bool:
+def _differ_in_shapes(shapes: Any, expected: Any) -> bool:
     """Whether arguments differ in shapes only. What else differs is an error of the first stage."""
-    if not trees_equal(jax.tree.structure(given), jax.tree.structure(known)):
+    if not trees_equal(jax.tree.structure(shapes), jax.tree.structure(expected)):
         return False
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(known), strict=True)
-    return all(one.dtype == other.dtype for one, other in pairs)
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(expected), strict=True)
+    return all(leaf.dtype == expected_leaf.dtype for leaf, expected_leaf in pairs)
 
 
 def make_model_stages(
@@ -365,69 +367,75 @@ def make_model_stages(
     }
     last = len(groups) - 1
 
-    def made_in(var: Any) -> int:
+    def maker_stage(var: Any) -> int:
         return stage_of[graph.maker[var]] if var in graph.maker else -1
 
-    def known_in(atoms: Iterable[Any]) -> int:
-        return max((made_in(var) for var in graph.bases_of(atoms)), default=0)
+    def first_stage_with(atoms: Iterable[Any]) -> int:
+        return max([0, *(maker_stage(var) for var in graph.bases_of(atoms))])
 
-    needed: list[set[Any]] = [set() for _stage in groups]  # by each stage
+    # What each stage needs: for its nodes, and for what is assigned, enqueued and returned there.
+    needs: list[set[Any]] = [set() for _stage in groups]  # by each stage
     for node, stage in stage_of.items():
-        needed[stage] |= graph.needs_of(node)
+        needs[stage] |= graph.needs_of(node)
     assigned = []
     for spec, atom in graph.assigned:
-        known = [atom, graph.reads[spec]] if spec in graph.reads else [atom]
-        assigned.append((max(known_in(known), 0), spec, atom))
-    enqueued = [(max(known_in(atoms), 0), entry, atoms) for entry, atoms in graph.enqueued]
+        atoms = [atom, graph.reads[spec]] if spec in graph.reads else [atom]
+        assigned.append((first_stage_with(atoms), spec, atom))
+    enqueued = [(first_stage_with(atoms), entry, atoms) for entry, atoms in graph.enqueued]
     for stage, _spec, atom in assigned:
-        needed[stage] |= graph.bases_of([atom])
+        needs[stage] |= graph.bases_of([atom])
     for stage, _entry, atoms in enqueued:
-        needed[stage] |= graph.bases_of(atoms)
-    needed[last] |= graph.bases_of(graph.returned)
+        needs[stage] |= graph.bases_of(atoms)
+    needs[last] |= graph.bases_of(graph.returned)
+    # What each stage takes: what is live at the cut before it, in the order of the model.
     order = {var: number for number, var in enumerate([*graph.sources, *graph.maker])}
     takes = [
         sorted(
-            {var for later in needed[stage:] for var in later if made_in(var) < stage},
+            {var for later in needs[stage:] for var in later if maker_stage(var) < stage},
             key=order.__getitem__,
         )
         for stage in range(len(groups))
     ]
+    # The program of each stage.
     programs, computed = [], []
     for stage, group in enumerate(groups):
         atoms = [atom for place, _spec, atom in assigned if place == stage]
         atoms += [atom for place, _entry, leaves in enqueued if place == stage for atom in leaves]
-        atoms += graph.returned if stage == last else [v for v in takes[stage + 1] if made_in(v) == stage]
-        computed.append(list(dict.fromkeys(filter(is_var, atoms))))
-        own = frozenset(id(equations[node]) for part in group for node in parts.nodes[part])
+        atoms += (
+            graph.returned if stage == last else [v for v in takes[stage + 1] if maker_stage(v) == stage]
+        )
+        computed.append(list(dict.fromkeys(jaxprs.variables_in(atoms))))
+        equation_ids = frozenset(id(equations[node]) for part in group for node in parts.nodes[part])
 
-        def is_own(equation: Any, own: frozenset[int] = own) -> bool:
-            return id(equation) in own
+        def is_in_stage(equation: Any, ids: frozenset[int] = equation_ids) -> bool:
+            return id(equation) in ids
 
-        given = [var for var in takes[stage] if var in graph.maker]
-        programs.append(jaxprs.extract(graph.flat, computed[-1], given, is_own))
-    read = [[graph.specs[var] for var in program.inputs if var in graph.specs] for program in programs]
+        arguments = [var for var in takes[stage] if var in graph.maker]
+        programs.append(jaxprs.extract(graph.flat, computed[-1], arguments, is_in_stage))
+    # Which variables each stage reads, and which it has without reading them.
+    reads = [[graph.specs[var] for var in program.inputs if var in graph.specs] for program in programs]
     asks = [[spec for place, spec, _atom in assigned if place == stage] for stage in range(len(groups))]
-    everywhere = [spec for own in (*read, *asks) for spec in own]
-    asks[0] += [spec for spec in graph.specs.values() if spec not in everywhere]  # read by none
-    exist = set(reused)
-    found = []
+    of_stages = [spec for specs in (*reads, *asks) for spec in specs]
+    asks[0] += [spec for spec in graph.specs.values() if spec not in of_stages]  # read by none
+    existing = set(reused)
+    stages = []
     for stage, group in enumerate(groups):
-        found.append(
+        stages.append(
             ModelStage(
                 graph,
                 programs[stage],
                 tuple(takes[stage]) if stage else None,
                 None if stage == last else tuple(takes[stage + 1]),
                 tuple(computed[stage]),
-                tuple(spec for spec in asks[stage] if spec not in read[stage]),
-                frozenset(exist),
+                tuple(spec for spec in asks[stage] if spec not in reads[stage]),
+                frozenset(existing),
                 tuple((spec, atom) for place, spec, atom in assigned if place == stage),
                 tuple((entry, atoms) for place, entry, atoms in enqueued if place == stage),
                 _name([parts.names[part] for part in group]),
             )
         )
-        exist |= {spec.name for spec in (*read[stage], *asks[stage])}
-    return found
+        existing |= {spec.name for spec in (*reads[stage], *asks[stage])}
+    return stages
 
 
 def _describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

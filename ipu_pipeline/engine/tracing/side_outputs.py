@@ -19,10 +19,9 @@ from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.pytrees import is_readable
 
-# Values that a traced function hands out of its program while the program runs.
-#
 # `enqueue` leaves a marker in the jaxpr being traced, as variables do, and notes in the function's frame
-# what it marks. What traces the function turns the markers into outputs.
+# what it marks. What traces the function turns the markers into outputs. These are no values between
+# stages: they stay on the stage's device, take no slot and cross nothing.
 
 enqueue_p = jax_core.Primitive("enqueue")
 
@@ -48,22 +47,22 @@ def enqueue(frame: Frame, target: Any, value: Any) -> None:
     enqueue_p.bind(*leaves, index=len(frame.enqueued) - 1, serial=next(serial_numbers))
 
 
-def enqueue_to(target: Any, value: Any, what: str, as_array: Callable[[Any], jax.Array]) -> None:
+def enqueue_to(target: Any, value: Any, caller: str, as_array: Callable[[Any], jax.Array]) -> None:
     """Enqueues to a target that takes one element of each stage, iteration or weight update."""
-    frame = current_frame(what)
+    frame = current_frame(caller)
     if frame.enqueued is None and not frame.is_traced_again:
         raise OutsideOfBodyError(
-            f"{what} was called in {frame.place}. Call it in a stage of a pipeline, "
+            f"{caller} was called in {frame.place}. Call it in a stage of a pipeline, "
             "in the update of its optimizer, or in the body of a loop; ipu.loops.repeat(1, ...) runs a "
             "body once."
         )
     if any(entry.target is target for entry in frame.enqueued or ()):
         raise ValueError(
-            f"An {what.partition('.')[0]} can be enqueued to only once in a program: enqueue a tuple or "
+            f"An {caller.partition('.')[0]} can be enqueued to only once in a program: enqueue a tuple or "
             "dict, or use a queue for each value."
         )
     if not jax.tree.leaves(value):
-        raise ValueError(f"{what}: value has no arrays; there is nothing to enqueue.")
+        raise ValueError(f"{caller}: value has no arrays; there is nothing to enqueue.")
     enqueue(frame, target, jax.tree.map(as_array, value))
 
 
@@ -81,10 +80,9 @@ def first_leaves(entries: Sequence[Enqueued]) -> list[int]:
     return list(itertools.accumulate((len(entry.avals) for entry in entries), initial=0))
 
 
-# Metrics: scalars with names that stages and weight updates report while a model trains.
-#
-# They stay on the devices until they are read. What a stage reports for each micro-batch is then reduced to
-# one value per weight update.
+# Metrics stay on the devices until they are read. What a stage reports for each micro-batch is then reduced
+# on the host to one value per weight update: to reduce it on the devices, all programs would need another
+# kind of accumulator, for a few numbers per micro-batch.
 
 NUMBERS = "update"  # the name of the numbers of weight updates, beside metrics
 
@@ -252,19 +250,19 @@ class MetricReader:
           reported: what `select` returned.
           num_updates: the number of these weight updates; in inference, of executions.
         """
-        found = {}
-        for number, (_leaf, one) in enumerate(self.of_stages):
+        values_by_name = {}
+        for number, (_leaf, entry) in enumerate(self.of_stages):
             if not _are_here(reported.by_stages, number):
                 continue
             values = _join(reported.by_stages, number)
             with np.errstate(all="ignore"):  # a sum may be infinite, and NaN stays NaN
-                reduced = _REDUCTIONS[one.reduction](values.reshape(num_updates, -1))
-                found[one.name] = reduced.astype(values.dtype)
-        for number, (_leaf, one) in enumerate(self.of_updates):
+                reduced = _REDUCTIONS[entry.reduction](values.reshape(num_updates, -1))
+                values_by_name[entry.name] = reduced.astype(values.dtype)
+        for number, (_leaf, entry) in enumerate(self.of_updates):
             if not _are_here(reported.by_updates, number):
                 continue
-            found[one.name] = _join(reported.by_updates, number)
-        return found
+            values_by_name[entry.name] = _join(reported.by_updates, number)
+        return values_by_name
 
 
 def _only(parts: Sequence[Handed], leaves: Sequence[int]) -> list[Handed]:
@@ -322,13 +320,13 @@ def find_failed(
     Returns:
       The error, which names stage and micro-batch; None if there is none.
     """
-    for entry, own in find_leaves(entries, UserChecks):
+    for entry, places in find_leaves(entries, UserChecks):
         number = 0
         for part in handed:
             # One after another as in the data: micro-batches, and within each of them the replicas.
             leaves = [
                 np.asarray(leaf).reshape(-1, *aval.shape)[: (part.size or 1) * num_replicas]
-                for leaf, aval in zip(part.leaves[own], entry.avals, strict=True)
+                for leaf, aval in zip(part.leaves[places], entry.avals, strict=True)
             ]
             for row in zip(*leaves, strict=True):
                 message = entry.tree.unflatten(row).get()

@@ -70,9 +70,9 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
       An array of the variable's shape and dtype; a NumPy array if it stays on the host.
     """
     if not spec.is_on_host:
-        made = _make_initial(spec, key)
+        initial = _make_initial(spec, key)
         # A copy, since updates take its memory. Copying a NumPy array compiles nothing.
-        value = jax.device_put(made.copy()) if isinstance(made, np.ndarray) else jnp.array(made)
+        value = jax.device_put(initial.copy()) if isinstance(initial, np.ndarray) else jnp.array(initial)
     else:
         with jax.default_device(_find_cpu()):
             value = np.array(_make_initial(spec, key))
@@ -95,15 +95,15 @@ def _find_cpu() -> Any:
 def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
     if 0 in spec.shape:  # Keras's initializers divide by the sizes
         return jnp.zeros(spec.shape, spec.dtype)
-    own_key = key
+    variable_key = key
     if getattr(spec.initializer, "needs_key", True):
-        own_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
+        variable_key = jax.random.fold_in(key, np.uint32(hash_name(spec.name)))
     try:
-        made: Any = draw(spec.initializer, own_key, spec.shape, spec.dtype)
-        if made is None:
-            made = spec.initializer(own_key, spec.shape, spec.dtype)
-        if jax_compat.is_traced(made):
-            made = jnp.array(made)  # raises if its trace has ended
+        value: Any = draw(spec.initializer, variable_key, spec.shape, spec.dtype)
+        if value is None:
+            value = spec.initializer(variable_key, spec.shape, spec.dtype)
+        if jax_compat.is_traced(value):
+            value = jnp.array(value)  # raises if its trace has ended
     except Exception as error:
         drop_traceback_note(error)
         error.add_note(f"This happened while making the initial value of variable {spec!r}")
@@ -119,15 +119,15 @@ def _make_initial(spec: VariableSpec, key: jax.Array) -> Any:
                 "initializer(key, shape, jnp.float32).astype(dtype)."
             )
         raise
-    return made
+    return value
 
 
 def dtype_of_constant(value: Any) -> np.dtype[Any]:
     """The dtype that TensorFlow 1 gives a variable whose initializer is a constant, if JAX has it."""
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
-    found = np.asarray(value).dtype
-    return _DTYPES_OF_PYTHON.get(found.kind, found)
+    constant_dtype = np.asarray(value).dtype
+    return _DTYPES_OF_PYTHON.get(constant_dtype.kind, constant_dtype)
 
 
 _DTYPES_OF_PYTHON = {kind: np.dtype(dtype) for kind, dtype in {"i": "i4", "f": "f4", "c": "c8"}.items()}
@@ -135,13 +135,13 @@ _DTYPES_OF_PYTHON = {kind: np.dtype(dtype) for kind, dtype in {"i": "i4", "f": "
 
 def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool) -> VariableSpec:
     """Makes the specification of a variable that was asked for; see `get_variable`."""
-    given = dtype
+    requested = dtype
     try:
         dtype = np.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"Variable {full_name}: {dtype!r} is not a dtype.") from error
-    if given is None or not is_of_numbers(dtype):
-        raise ValueError(f"Variable {full_name}: {given!r} is not a dtype of numbers or booleans.")
+    if requested is None or not is_of_numbers(dtype):
+        raise ValueError(f"Variable {full_name}: {requested!r} is not a dtype of numbers or booleans.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"Variable {full_name}: dtype {dtype.name} needs 64-bit mode; call "
@@ -170,23 +170,23 @@ def make_spec(full_name: str, shape: Any, dtype: Any, initializer: Any, trainabl
     return VariableSpec(full_name, shape, dtype, initializer, bool(trainable) and is_inexact)
 
 
-def check_shape(full_name: str, given: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def check_shape(full_name: str, actual: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Raises a ValueError if a constant initializer is neither a scalar nor of the variable's shape."""
-    if given not in ((), shape):
+    if actual not in ((), shape):
         raise ValueError(
-            f"Variable {full_name}: the initializer is an array of shape {given}, but shape={shape}."
+            f"Variable {full_name}: the initializer is an array of shape {actual}, but shape={shape}."
         )
 
 
 def cast_constant(full_name: str, constant: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Makes a constant initializer an array of a variable's dtype."""
-    found = np.asarray(constant)
+    array = np.asarray(constant)
     is_inexact = bool(jnp.issubdtype(dtype, jnp.inexact))
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's warnings, about what is an error here
-        cast = found.astype(dtype)
-        is_exact = is_inexact or np.array_equal(cast, found)
-    if not is_exact or (np.iscomplexobj(found) and not np.issubdtype(dtype, np.complexfloating)):
+        cast = array.astype(dtype)
+        is_exact = is_inexact or np.array_equal(cast, array)
+    if not is_exact or (np.iscomplexobj(array) and not np.issubdtype(dtype, np.complexfloating)):
         raise ValueError(
             f"Variable {full_name}: the initializer {constant!r} has values that {dtype.name} does not "
             "have. Give it another dtype, or a constant of its own."

@@ -74,8 +74,8 @@ class Stage:
         Raises:
           ValueError: see `make_layout`.
         """
-        what = f"parameters of stage {index} ({self.__name__})"
-        return make_layout(find_shapes(self.parameters, what), self.name or f"stage{index}", what)
+        label = f"parameters of stage {index} ({self.__name__})"
+        return make_layout(find_shapes(self.parameters, label), self.name or f"stage{index}", label)
 
     def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
         """Makes the stage a function whose parameters are variables.
@@ -99,7 +99,7 @@ class Stage:
                 value = jax.tree.leaves(part(key) if is_maker(part) else part)[inner_number]
                 if isinstance(value, jax.ShapeDtypeStruct):
                     raise ValueError(
-                        f"{layout.what}{leaf.path} must be an array to start from; got a "
+                        f"{layout.label}{leaf.path} must be an array to start from; got a "
                         "ShapeDtypeStruct. Give arrays, or use a state that another pipeline made."
                     )
                 return value
@@ -131,7 +131,7 @@ StageEntry: TypeAlias = StageFunction | Stage
 
 
 def call_after_parameters(call: Any, function: Callable[..., Any]) -> None:
-    """Gives what calls a function with parameters the function's signature without them, for errors."""
+    """Sets the signature of `call`, for errors: that of `function` without its parameters."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function without a Python signature
@@ -143,7 +143,7 @@ def call_after_parameters(call: Any, function: Callable[..., Any]) -> None:
 
 
 class _StageOfLayers(Stage):
-    """A stage of layers that have parameters, each its own; its parameters are a list of theirs."""
+    """A stage of layers of which each has its own parameters; the stage's are the list of them."""
 
     def __init__(self, layers: Sequence[StageEntry]) -> None:
         """Takes the layers: `Stage`s with names, and functions, whose parameters are None."""
@@ -158,28 +158,28 @@ class _StageOfLayers(Stage):
 
     def _make(self, key: Any) -> list[Any]:
         return [
-            layer.parameters(key) if isinstance(layer, Stage) and layer.makes_parameters else own
-            for layer, own in zip(self._layers, map(_own_parameters, self._layers), strict=True)
+            layer.parameters(key) if isinstance(layer, Stage) and layer.makes_parameters else parameters
+            for layer, parameters in zip(self._layers, map(_own_parameters, self._layers), strict=True)
         ]
 
     def _call(self, parameters: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        own = [
-            functools.partial(layer.function, given) if isinstance(layer, Stage) else layer
-            for layer, given in zip(self._layers, parameters, strict=True)
+        functions = [
+            functools.partial(layer.function, layer_parameters) if isinstance(layer, Stage) else layer
+            for layer, layer_parameters in zip(self._layers, parameters, strict=True)
         ]
-        return _chain(own, args, kwargs)
+        return _chain(functions, args, kwargs)
 
     def layout(self, index: int) -> Layout:
         """The variables of the layers, by names that do not depend on the stage."""
         leaves: list[Leaf] = []
         trees = []
         for number, layer in enumerate(self._layers):
-            own = layer.layout(index) if isinstance(layer, Stage) else None
-            if own is not None:
-                leaves += [dataclasses.replace(leaf, path=f"[{number}]{leaf.path}") for leaf in own.leaves]
-            trees.append(None if own is None else own.tree.unflatten([0] * own.tree.num_leaves))
-        what = f"parameters of stage {index} ({self.__name__})"
-        return Layout(leaves, jax.tree.structure(trees), what)
+            part = layer.layout(index) if isinstance(layer, Stage) else None
+            if part is not None:
+                leaves += [dataclasses.replace(leaf, path=f"[{number}]{leaf.path}") for leaf in part.leaves]
+            trees.append(None if part is None else part.tree.unflatten([0] * part.tree.num_leaves))
+        label = f"parameters of stage {index} ({self.__name__})"
+        return Layout(leaves, jax.tree.structure(trees), label)
 
     def with_variables(self, layout: Layout, shared: set[str]) -> StageFunction:
         """Makes each layer a function whose parameters are variables, and calls these in order."""
@@ -236,7 +236,7 @@ def flatten_stages(
     """Flattens stages into stage functions level by level, the device of each stage, and their parameters.
 
     Parallel stages at the end are followed by a stage on the first one's device that only joins their
-    results.
+    results, since the loss belongs to a single stage.
     """
     if parameters is not None and isinstance(stages, (list, tuple)):
         stages = with_parameters(stages, parameters, "stages", "parameters")
@@ -244,8 +244,8 @@ def flatten_stages(
         raise TypeError(f"stages must be a list of functions or Stages; got {type(stages).__name__}.")
     grouped = [as_level(entry) for entry in stages]
     if not grouped or not all(grouped):
-        what = "a list of parallel stages" if grouped else "stages"
-        raise ValueError(f"stages: {what} must have at least one function; got none.")
+        kind = "a list of parallel stages" if grouped else "stages"
+        raise ValueError(f"stages: {kind} must have at least one function; got none.")
     num_stages = sum(map(len, grouped))
     numbers = itertools.count()
     if device_mapping is None:
@@ -253,10 +253,10 @@ def flatten_stages(
     per_level = [as_level(entry) for entry in device_mapping] if np.iterable(device_mapping) else []
     is_like = [len(level) for level in per_level] == [len(level) for level in grouped]
     if not is_like or not all(is_integer(ipu, 0) for level in per_level for ipu in level):
-        given = list(device_mapping) if np.iterable(device_mapping) else device_mapping
+        mapping = list(device_mapping) if np.iterable(device_mapping) else device_mapping
         raise ValueError(
             f"device_mapping must have one number from 0 for each of the {num_stages} stages, and a list "
-            f"of them for parallel stages; got {given}."
+            f"of them for parallel stages; got {mapping}."
         )
     highest = max(ipu for level in per_level for ipu in level)
     if highest > _MAX_IPU:
@@ -277,7 +277,7 @@ def flatten_stages(
         for level in grouped
     ]
     pairs = [pair for level in zip(layouts, grouped, strict=True) for pair in zip(*level, strict=True)]
-    check_names((layout, _known(stage)) for layout, stage in pairs if layout is not None)
+    check_names((layout, _known_shapes(stage)) for layout, stage in pairs if layout is not None)
     of_stages = _find_parameters(stages, layouts)
     shared: set[str] = set()
     in_order = iter(
@@ -309,25 +309,25 @@ def as_level(entry: Any) -> list[Any]:
     return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
-def with_parameters(stages: Any, parameters: Any, what: str, what_parameters: str) -> list[Any]:
+def with_parameters(stages: Any, parameters: Any, argument: str, parameters_argument: str) -> list[Any]:
     """Makes `Stage`s of functions and their parameters."""
-    check_length(what_parameters, parameters, len(stages))
-    found: list[Any] = []
-    for number, (entry, own) in enumerate(zip(stages, parameters, strict=True)):
-        names = f"{what}[{number}]", f"{what_parameters}[{number}]"
+    check_length(parameters_argument, parameters, len(stages))
+    entries: list[Any] = []
+    for number, (entry, pytree) in enumerate(zip(stages, parameters, strict=True)):
+        names = f"{argument}[{number}]", f"{parameters_argument}[{number}]"
         if isinstance(entry, (list, tuple)):
-            found.append(with_parameters(entry, own, *names))
+            entries.append(with_parameters(entry, pytree, *names))
         elif isinstance(entry, Stage):
             raise ValueError(
                 f"{names[0]} is a Stage, which has parameters of its own, but parameters were given, too. "
                 "Give the functions of all stages and parameters=, or Stages and no parameters."
             )
         else:
-            found.append(Stage(entry, own))
-    return found
+            entries.append(Stage(entry, pytree))
+    return entries
 
 
-def _known(stage: Stage) -> Any:
+def _known_shapes(stage: Stage) -> Any:
     return None if stage.makes_parameters else find_shapes(stage.parameters, "parameters")
 
 

@@ -14,8 +14,6 @@ from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import hash_name
 
-# The number of weight updates so far, with which stages and optimizers can compute.
-
 update_count_p = jax_core.Primitive("update_count")
 
 
@@ -64,7 +62,7 @@ def update_count() -> jax.Array:
     return value
 
 
-# Random keys of a stage, which do not depend on how layers are split into stages.
+# Random keys do not depend on how layers are split into stages.
 #
 # The key of a call is folded from, in this order: the session's seed key, the pipeline's execution count,
 # the micro-batch's index, the first 32 bits of the SHA-256 of the current scope, and the number of the
@@ -110,12 +108,12 @@ def next_rng_key() -> jax.Array:
     return draw_key("next_rng_key")
 
 
-def draw_key(wanted_by: str, mend: str = "") -> jax.Array:
+def draw_key(caller: str, mend: str = "") -> jax.Array:
     """The key that `next_rng_key` returns, for a function that a user called."""
-    current = frames.current_frame(wanted_by)
+    current = frames.current_frame(caller)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(
-            f"{wanted_by} was called outside of a computational stage, in {current.place}. It needs a "
+            f"{caller} was called outside of a computational stage, in {current.place}. It needs a "
             f"random key, and only a stage has one for each micro-batch: call it in a stage.{mend}"
         )
     scope = scopes.current_scope()
@@ -160,8 +158,6 @@ def micro_batch_key(key: jax.Array, execution_count: jax.Array, micro_batch: jax
     """The key that all calls of one micro-batch are folded from."""
     return jax.random.fold_in(jax.random.fold_in(key, execution_count), micro_batch)
 
-
-# Checkpoints: marks in a stage on the values that recomputation keeps.
 
 _MARK = "ipu_pipeline.recomputation_checkpoint."
 

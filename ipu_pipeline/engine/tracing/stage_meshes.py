@@ -21,11 +21,9 @@ from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import is_integer
 
-# Functions for stages that use the number of replicas, or compute together with other replicas.
-#
-# These are primitives of JAX. They are lowered for one replica, unless they are within the program of
-# several (`jax.shard_map` over the axis `replica`), so nothing has to be known about replicas when a stage
-# is traced. A program that has any of them runs on all replicas at once.
+# What stages compute with other replicas are primitives of JAX. They are lowered for one replica, unless
+# they are within the program of several (`jax.shard_map` over the axis `replica`), so nothing has to be
+# known about replicas when a stage is traced. A program that has any of them runs on all replicas at once.
 
 REPLICA = "replica"  # the axis of the replicas
 T = TypeVar("T")
@@ -119,9 +117,6 @@ def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
     return any(find(flat.equations))
 
 
-# The primitives' rules in JAX.
-
-
 def _sum(x: jax.Array) -> jax.Array:
     # XLA's client for CPUs crashes on the sum of a constant in an executable from JAX's cache (seen with
     # jaxlib 0.10.2), so the operand is made non-constant: no index is negative.
@@ -153,11 +148,10 @@ replica_count_p.def_impl(lambda: jnp.int32(1))
 jax_compat.lower_by_axis(replica_count_p, REPLICA, lambda: jnp.int32(1), lambda: _sum(jnp.int32(1)))
 
 
-# Stages that several devices compute together: what is divided over the axis `model`.
-#
-# Each stage then runs on a group of devices. Variables and intermediate values carry a
-# `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner decides from
-# these which device computes what, and where devices exchange results (Xu et al., "GSPMD", 2021).
+# Tensor parallelism: a stage runs on a group of devices along the axis `model`. Variables and intermediate
+# values carry a `jax.sharding.PartitionSpec` that says which of their axes is divided. XLA's partitioner
+# decides from these which device computes what, and where devices exchange results (Xu et al., "GSPMD",
+# 2021).
 
 MODEL = "model"  # the axis of the devices that compute a stage together
 
@@ -167,7 +161,7 @@ Partitions: TypeAlias = "Mapping[str, PartitionSpec]"
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How many devices compute each stage together, and what they divide.
+    """The number of devices that compute each stage together, and what they divide.
 
     Example:
       >>> parallel = ipu.pipelining_ops.TensorParallel(2, {"block0/up": jax.P(None, "model")})
@@ -204,27 +198,27 @@ class TensorParallel:
         Raises:
           ValueError: a name is no variable's, or a variable cannot be divided like that.
         """
-        given = self.variables
-        if callable(given):
-            found = {name: given(spec) for name, spec in variables.items()}
+        rules = self.variables
+        if callable(rules):
+            partitions = {name: rules(spec) for name, spec in variables.items()}
         else:
-            found = dict(given)
-            for name in found.keys() - variables.keys():
+            partitions = dict(rules)
+            for name in partitions.keys() - variables.keys():
                 raise ValueError(
                     f"TensorParallel: there is no variable {name!r}; there are "
                     f"{', '.join(variables) or 'none'}."
                 )
         divided = {}
-        for name, partition in found.items():
+        for name, partition in partitions.items():
             if partition is None:
                 continue
-            shape, what = variables[name].shape, f"TensorParallel: variable {name}"
-            axis = _check_partition(partition, shape, what)
+            shape, label = variables[name].shape, f"TensorParallel: variable {name}"
+            axis = _check_partition(partition, shape, label)
             if axis is None or self.size == 1:
                 continue
             if shape[axis] % self.size:
                 raise ValueError(
-                    f"{what}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
+                    f"{label}: axis {axis} of its shape {shape} must be a multiple of size {self.size} to "
                     "be divided. Divide another axis, or leave it whole."
                 )
             divided[name] = normal_partition(
@@ -235,10 +229,10 @@ class TensorParallel:
 
 def normal_partition(names: Sequence[str | None]) -> PartitionSpec:
     """Makes a `PartitionSpec` as JAX returns it, without None at the end; other forms are not equal."""
-    found = list(names)
-    while found and found[-1] is None:
-        found.pop()
-    return PartitionSpec(*found)
+    entries = list(names)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 @dataclass
@@ -264,7 +258,7 @@ def dividing(size: int) -> Iterator[_Tracing]:
 
 
 def mesh_of_stages() -> AbstractMesh:
-    """The mesh of the stages that are being traced: a replica's devices, one where nobody said more."""
+    """The mesh of the stages that are being traced: a replica's devices, by default one."""
     tracing = _tracing.get()
     shape = (1, 1 if tracing is None else tracing.size)
     # "Explicit" ones, which a newer JAX has by default, would have each stage say how its values lie.
@@ -312,10 +306,10 @@ def constrain(x: Any, partition: PartitionSpec) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of_stages(), partition))
 
 
-def _check_partition(partition: Any, shape: Sequence[int], what: str) -> int | None:
+def _check_partition(partition: Any, shape: Sequence[int], label: str) -> int | None:
     """Checks a partition. Returns the axis that it divides."""
     if not isinstance(partition, PartitionSpec):
-        raise ValueError(f"{what}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
+        raise ValueError(f"{label}: its partition must be a jax.sharding.PartitionSpec; got {partition!r}.")
     is_summed = getattr(partition, "unreduced", None) or getattr(partition, "reduced", None)
     entries = () if is_summed else tuple(partition)  # JAX warns of summed axes
     names = [
@@ -338,14 +332,13 @@ def _check_partition(partition: Any, shape: Sequence[int], what: str) -> int | N
             f"has {len(names)} places, and the shape {tuple(shape)} {len(shape)}. Leave out the last ones"
         )
     if wrong is not None:
-        raise ValueError(f"{what}: {partition} {wrong}.")
+        raise ValueError(f"{label}: {partition} {wrong}.")
     return axes[0] if axes else None
 
 
-# The mesh of the devices that compute a stage, set for JAX while the stage's functions run.
-#
-# In it `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of
-# its annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without
+# The mesh of a stage's devices is JAX's current mesh while the stage's functions run. In it
+# `jax.shard_map`, `jax.lax.with_sharding_constraint` with a `PartitionSpec`, and what Flax makes of its
+# annotations work in a stage as in plain JAX. While a stage is traced the mesh is abstract, without
 # devices, so equal stages stay equal; only where stage functions are called as Python does it have devices.
 
 StageMesh: TypeAlias = AbstractMesh | Mesh
@@ -397,7 +390,7 @@ def stage_mesh() -> StageMesh:
 
 @contextlib.contextmanager
 def in_mesh(mesh: StageMesh) -> Iterator[None]:
-    """Makes a mesh that of the stage that is traced or called in a `with` block."""
+    """Sets the mesh of the stage that is traced or called in a `with` block."""
     token = _mesh.set(mesh)
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     try:

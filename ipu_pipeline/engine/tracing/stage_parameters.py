@@ -18,6 +18,8 @@ from ipu_pipeline.ground.jax_compat import is_traced
 from ipu_pipeline.ground.pytrees import as_shape, describe, describe_structures, is_of_numbers
 
 
+# Sharing needs a name. The identity of arrays would not do: two biases that were made from the same zeros
+# would be tied in silence.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["name"])
 @dataclass(frozen=True, eq=False)
 class Shared:
@@ -74,7 +76,7 @@ class Layout:
 
     leaves: Sequence[Leaf]  # in the order of the pytree
     tree: Any  # its structure, with the value in place of a `Shared`
-    what: str  # what errors call it
+    label: str  # what errors call it
 
 
 def is_maker(value: Any) -> bool:
@@ -82,26 +84,26 @@ def is_maker(value: Any) -> bool:
     return callable(value) and jax.tree_util.all_leaves([value])
 
 
-def find_shapes(parameters: Any, what: str) -> Any:
-    """The parameters with shapes in place of what functions make of a random key."""
+def find_shapes(parameters: Any, label: str) -> Any:
+    """Replaces functions of a random key in parameters by the shapes of what they make."""
     if is_maker(parameters):
-        parameters = _shapes_of(parameters, what)
+        parameters = _shapes_of(parameters, label)
 
     def find(node: Any) -> Any:
         if not isinstance(node, Shared) or not is_maker(node.value):
             return node
-        return Shared(node.name, _shapes_of(node.value, f"{node.name} in the {what}"))
+        return Shared(node.name, _shapes_of(node.value, f"{node.name} in the {label}"))
 
     return jax.tree.map(find, parameters, is_leaf=_is_shared)
 
 
-def _shapes_of(make: Callable[[Any], Any], what: str) -> Any:
+def _shapes_of(make: Callable[[Any], Any], label: str) -> Any:
     try:
         return jax.eval_shape(make, jax.eval_shape(jax.random.key, 0))
     except Exception as error:
         drop_traceback_note(error)
         error.add_note(
-            f"This happened while finding the shapes of the {what}, which a function makes of a key"
+            f"This happened while finding the shapes of the {label}, which a function makes of a key"
         )
         raise
 
@@ -112,7 +114,7 @@ def parts(parameters: Any) -> list[Any]:
     return [node.value if isinstance(node, Shared) else node for node in nodes]
 
 
-def make_layout(parameters: Any, scope: str, what: str) -> Layout:
+def make_layout(parameters: Any, scope: str, label: str) -> Layout:
     """Finds the variables that a pytree of parameters becomes, without functions in it."""
     leaves: list[Leaf] = []
     nodes = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=_is_shared)[0]
@@ -120,29 +122,29 @@ def make_layout(parameters: Any, scope: str, what: str) -> Layout:
         shared = node.name if isinstance(node, Shared) else None
         place, inner = (path, node.value) if isinstance(node, Shared) else (path, node)
         inner_leaves = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_shared)[0]
-        for inner_number, (rest, leaf) in enumerate(inner_leaves):
-            where = jax.tree_util.keystr((*place, *rest))
+        for inner_number, (inner_path, leaf) in enumerate(inner_leaves):
+            where = jax.tree_util.keystr((*place, *inner_path))
             if isinstance(leaf, Shared):
-                raise ValueError(f"{what}{where}: a Shared cannot stand within another one, {shared}.")
-            _check_leaf(leaf, f"{what}{where}")
+                raise ValueError(f"{label}{where}: a Shared cannot stand within another one, {shared}.")
+            _check_leaf(leaf, f"{label}{where}")
             if shared is None:
                 name = join(scope, _words(path) or "parameter")
             else:
-                name = "/".join([shared, *([_words(rest)] if rest else [])])
+                name = "/".join([shared, *([_words(inner_path)] if inner_path else [])])
             leaves.append(Leaf(name, where, as_shape(leaf), shared, (number, inner_number)))
-    return Layout(leaves, jax.tree.structure(_without_shared(parameters)), what)
+    return Layout(leaves, jax.tree.structure(_without_shared(parameters)), label)
 
 
 def check_names(stages: Iterable[tuple[Layout, Any]]) -> None:
     """Checks that leaves of the same name are one `Shared`, the same wherever it occurs."""
-    known: dict[str, tuple[Leaf, str, Any]] = {}
+    leaves_by_name: dict[str, tuple[Leaf, str, Any]] = {}
     for layout, parameters in stages:
         values: Sequence[Any] = [None] * len(layout.leaves)
         if parameters is not None:
             values = jax.tree.leaves(_without_shared(parameters))
         for leaf, value in zip(layout.leaves, values, strict=True):
-            place = layout.what + leaf.path
-            other, other_place, other_value = known.setdefault(leaf.name, (leaf, place, value))
+            place = layout.label + leaf.path
+            other, other_place, other_value = leaves_by_name.setdefault(leaf.name, (leaf, place, value))
             if other is leaf:
                 continue
             if leaf.shared is None or other.shared is None:
@@ -170,7 +172,7 @@ class ModelParameters:
 
         def value(name: str) -> Any:
             names = self._parts.get(name, [name])
-            missing = next((own for own in names if own not in variables), None)
+            missing = next((part for part in names if part not in variables), None)
             if missing is not None:
                 raise ValueError(
                     f"The state has no variable {missing}, which is one of the model's. A state of another "
@@ -178,7 +180,7 @@ class ModelParameters:
                 )
             if names == [name]:
                 return variables[name]
-            values = [variables[own] for own in names]
+            values = [variables[part] for part in names]
             if isinstance(values[0], jax.Array) and not is_traced(values[0]):
                 values = jax.device_put(values, next(iter(values[0].devices())))
             return jnp.stack(values)
@@ -187,13 +189,13 @@ class ModelParameters:
 
     def write(self, parameters: Any) -> dict[str, Any]:
         """Makes the variables, by full name; the inverse of `read`."""
-        found: dict[str, tuple[str, Any]] = {}
-        _write_stage(self._layout, parameters, "parameters", found)
+        values: dict[str, tuple[str, Any]] = {}
+        _write_stage(self._layout, parameters, "parameters", values)
         variables = {}
-        for name, (_place, value) in found.items():
+        for name, (_place, value) in values.items():
             names = self._parts.get(name, [name])
             variables.update(
-                {name: value} if names == [name] else {own: value[n, ...] for n, own in enumerate(names)}
+                {name: value} if names == [name] else {part: value[n, ...] for n, part in enumerate(names)}
             )
         return variables
 
@@ -219,7 +221,7 @@ class StageParameters:
             for leaf in entry.leaves:
                 if leaf.name not in variables:
                     raise ValueError(
-                        f"The state has no variable {leaf.name}, which is one of the {entry.what}. {MOVES}"
+                        f"The state has no variable {leaf.name}, which is one of the {entry.label}. {MOVES}"
                     )
             return jax.tree.unflatten(entry.tree, [variables[leaf.name] for leaf in entry.leaves])
 
@@ -227,27 +229,27 @@ class StageParameters:
 
     def write(self, parameters: Any) -> dict[str, Any]:
         """Makes the variables, by full name; the inverse of `read`."""
-        found: dict[str, tuple[str, Any]] = {}  # name -> the place where it was found, and the value
+        values: dict[str, tuple[str, Any]] = {}  # name -> the place where it was found, and the value
 
-        def write(entry: Any, given: Any, what: str) -> None:
+        def write(entry: Any, pytree: Any, label: str) -> None:
             if isinstance(entry, ModelParameters):
-                raise ValueError(f"{what}: {_OF_A_MODEL}")
+                raise ValueError(f"{label}: {_OF_A_MODEL}")
             if isinstance(entry, Layout):
-                _write_stage(entry, given, what, found)
+                _write_stage(entry, pytree, label, values)
             elif entry is not None:
-                check_length(what, given, len(entry))
-                for number, (parallel, own) in enumerate(zip(entry, given, strict=True)):
-                    write(parallel, own, f"{what}[{number}]")
-            elif given is not None:
-                raise ValueError(f"{what} must be None, since the stage has no pytree of parameters.")
+                check_length(label, pytree, len(entry))
+                for number, (parallel, stage_pytree) in enumerate(zip(entry, pytree, strict=True)):
+                    write(parallel, stage_pytree, f"{label}[{number}]")
+            elif pytree is not None:
+                raise ValueError(f"{label} must be None, since the stage has no pytree of parameters.")
 
         write(self._layouts, parameters, "parameters")
-        if not found:
+        if not values:
             raise ValueError(
                 "No stage has a pytree of parameters: variables come from get_variable. Give them with "
                 "dataclasses.replace(state, variables=other.variables)."
             )
-        return {name: value for name, (_place, value) in found.items()}
+        return {name: value for name, (_place, value) in values.items()}
 
 
 _OF_A_MODEL = (
@@ -256,31 +258,31 @@ _OF_A_MODEL = (
 )
 
 
-def check_length(what: str, given: Any, number: int) -> None:
-    """Raises a ValueError if `given` is not a list of `number` pytrees, one for each stage."""
-    if not isinstance(given, (list, tuple)) or len(given) != number:
-        got = f"a {type(given).__name__}" + (
-            f" of {len(given)}" if isinstance(given, (list, tuple)) else ""
+def check_length(label: str, value: Any, number: int) -> None:
+    """Raises a ValueError if `value` is not a list of `number` pytrees, one for each stage."""
+    if not isinstance(value, (list, tuple)) or len(value) != number:
+        kind = f"a {type(value).__name__}" + (
+            f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
         )
-        raise ValueError(f"{what} must be a list of {number} pytrees, one for each stage; got {got}.")
+        raise ValueError(f"{label} must be a list of {number} pytrees, one for each stage; got {kind}.")
 
 
-def _write_stage(layout: Layout, parameters: Any, what: str, found: dict[str, tuple[str, Any]]) -> None:
+def _write_stage(layout: Layout, parameters: Any, label: str, values: dict[str, tuple[str, Any]]) -> None:
     plain = _without_shared(parameters)
     tree = jax.tree.structure(plain)
     if tree != layout.tree:
         right, wrong = describe_structures(layout.tree, tree)
-        raise ValueError(f"{what} must be {right}, as the stage's parameters; got {wrong}.")
+        raise ValueError(f"{label} must be {right}, as the stage's parameters; got {wrong}.")
     for leaf, value in zip(layout.leaves, jax.tree.leaves(plain), strict=True):
-        place = what + leaf.path
+        place = label + leaf.path
         _check_leaf(value, place)
         shape = as_shape(value)
         if shape != leaf.shape:
             raise ValueError(f"{place} must be {describe(leaf.shape)}; got {describe(shape)}.")
         # JAX converts NumPy's float64 to float32 by itself, but a state must have the dtypes of its specs.
-        own = value.astype(leaf.shape.dtype) if isinstance(value, np.ndarray) else value
-        known_place, known = found.setdefault(leaf.name, (place, own))
-        _check_same(leaf.name, (known_place, known), (place, own))
+        array = value.astype(leaf.shape.dtype) if isinstance(value, np.ndarray) else value
+        first_place, first_value = values.setdefault(leaf.name, (place, array))
+        _check_same(leaf.name, (first_place, first_value), (place, array))
 
 
 def _without_shared(parameters: Any) -> Any:
@@ -298,15 +300,15 @@ def _words(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _check_leaf(leaf: Any, what: str) -> None:
+def _check_leaf(leaf: Any, label: str) -> None:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ValueError(
-            f"{what} must be an array; got {type(leaf).__name__} {leaf!r}. Bind what is not an array "
+            f"{label} must be an array; got {type(leaf).__name__} {leaf!r}. Bind what is not an array "
             "to the function (functools.partial); make a number that is to be trained an array."
         )
     if not is_of_numbers(leaf.dtype):
         raise ValueError(
-            f"{what} must be an array of numbers or booleans; got {describe(leaf)}. A stage gets random "
+            f"{label} must be an array of numbers or booleans; got {describe(leaf)}. A stage gets random "
             "keys by next_rng_key()."
         )
 

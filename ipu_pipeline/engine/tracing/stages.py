@@ -22,19 +22,20 @@ from ipu_pipeline.engine.tracing.side_outputs import first_leaves, with_checks_h
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_markers import check_marks, count_aval, has_marks
 from ipu_pipeline.engine.tracing.stage_meshes import check_mesh, in_mesh, mesh_of_stages, uses_replicas
-from ipu_pipeline.ground import jax_compat, jax_core
+from ipu_pipeline.ground import jax_compat
 from ipu_pipeline.ground.checks import name_of
 from ipu_pipeline.ground.pytrees import as_loss, describe
 
-# Stages as jaxprs, and the routes of the values between them.
-#
 # Every value is identified by its `Source`, the place where it is made, and goes straight from there to
-# where it is used. A variable that several stages share belongs to the first of them, its owner.
+# where it is used: a stage that passes a value on is not on its way. A variable that several stages share
+# belongs to the first of them, its owner. The others get copies of it once per update, and accumulate its
+# gradient themselves: to send the value and its gradient with each micro-batch would often take more, as an
+# embedding table is larger than the activations.
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value between stages comes from.
+    """The origin of a value between stages.
 
     `kind` is "input" (an input that is constant during a step), "element" (a leaf of the micro-batch),
     "output" (of stage `stage`) or "update_count"; `index` is the position among the leaves there.
@@ -74,7 +75,7 @@ class TracedStage:
 
 @dataclass(frozen=True, eq=False)
 class TracedPipeline:
-    """All stages, and what surrounds them."""
+    """A pipeline as it was traced: all stages, and what surrounds them."""
 
     stages: tuple[TracedStage, ...]  # in order
     element: Any  # shapes and dtypes of a micro-batch, as it was given
@@ -96,17 +97,17 @@ class TracedPipeline:
     enqueued: tuple[Enqueued, ...] = ()  # what stages enqueue, whose leaves are numbered through
 
     def with_captured(
-        self, captured: Sequence[jax.ShapeDtypeStruct], read: Sequence[int]
+        self, captured: Sequence[jax.ShapeDtypeStruct], read_numbers: Sequence[int]
     ) -> TracedPipeline:
         """Adds inputs to the pipeline, some of which are outputs, too."""
-        given = self.given
-        first = len(jax.tree.leaves(given))
+        inputs = self.given
+        first = len(jax.tree.leaves(inputs))
         return dataclasses.replace(
             self,
-            inputs=(*given, *captured),
+            inputs=(*inputs, *captured),
             num_captured=len(captured),
-            outputs=(*self.outputs, *(Source("input", first + number) for number in read)),
-            output_avals=(*self.output_avals, *(captured[number] for number in read)),
+            outputs=(*self.outputs, *(Source("input", first + number) for number in read_numbers)),
+            output_avals=(*self.output_avals, *(captured[number] for number in read_numbers)),
         )
 
     @property
@@ -141,7 +142,7 @@ class TracedPipeline:
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
-        """All variables by full name."""
+        """The variables of all stages, by full name."""
         return {spec.name: spec for stage in self.stages for spec in stage.variables}
 
     def aval(self, source: Source) -> Any:
@@ -177,11 +178,11 @@ def share_variables(
             home = owners.setdefault(spec.name, index)
             if home == index:
                 continue
-            assigning = [other for other in stages if spec in other.assigned]
+            assigning = [writer for writer in stages if spec in writer.assigned]
             if assigning and (assigning != [stages[home]] or levels[home] == levels[index]):
                 raise ValueError(
                     f"Variable {spec.name} is used by {stages[home].place} and by {stage.place}, and "
-                    f"assigned by {' and by '.join(other.place for other in assigning)}. Stages are at "
+                    f"assigned by {' and by '.join(writer.place for writer in assigning)}. Stages are at "
                     "different micro-batches at the same time, so only the first stage that uses a "
                     "variable may assign it, and only later stages may read it too. Give each stage a "
                     "variable of its own, or return the value from the stage and pass it on."
@@ -194,7 +195,10 @@ def share_variables(
 def send_variables(
     stages: Sequence[TracedStage], owners: Mapping[str, int], sent: Collection[str]
 ) -> list[TracedStage]:
-    """Makes shared variables values between stages, instead of a variable in each of them."""
+    """Makes shared variables values between stages, instead of a variable in each of them.
+
+    Gradient maps need this: their owner then gets the whole gradient of each micro-batch.
+    """
     changed = list(stages)
     for name in sorted(sent):
         home = owners[name]
@@ -228,10 +232,7 @@ def send_variables(
     return changed
 
 
-# Traces stage functions, one after another.
-#
-# Every function is traced once, to a jaxpr, on the shapes of what the previous one returns. Values that a
-# stage only passes on are not part of its program.
+# Tracing: every function is traced once, to a jaxpr, on the shapes of what the previous one returns.
 
 StageFunction: TypeAlias = Callable[..., Any]
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -259,6 +260,7 @@ def trace(
 ) -> TracedPipeline:
     """Traces all stages of a pipeline. Does not start a JAX backend."""
     assert len(functions[-1]) == 1
+    # The arguments of the first level, and the source of each leaf.
     element_args, element_kwargs = as_arguments(element)
     arguments: Arguments = ((*inputs, *element_args), element_kwargs)
     num_inputs = len(jax.tree.leaves(tuple(inputs)))
@@ -268,12 +270,13 @@ def trace(
         source = Source("input", number) if is_input else Source("element", number - num_inputs)
         avals[source] = aval
     sources: Arguments = jax.tree.unflatten(jax.tree.structure(arguments), list(avals))
-    given = "the inputs and the micro-batch"
+    giver = "the inputs and the micro-batch"
     stages: list[TracedStage] = []
     levels: list[int] = []
     results: list[Any] = []
     enqueued: list[frames.Enqueued] = []
     all_places = name_places(functions)
+    # Level by level: each stage takes what the level before it returned.
     for level, (parallel, places) in enumerate(zip(functions, all_places, strict=True)):
         results = []  # per stage of the level, its results, with the sources as leaves
         arguments = jax.tree.map(avals.__getitem__, sources)
@@ -293,7 +296,7 @@ def trace(
                 len(stages),
                 function,
                 arguments,
-                given,
+                giver,
                 jax.tree.leaves(sources),
                 loss if is_last else None,
                 frame,
@@ -308,7 +311,8 @@ def trace(
             levels.append(level)
             avals.update(zip(stage.outputs, stage.output_avals, strict=True))
             results.append(jax.tree.unflatten(tree, stage.outputs[: tree.num_leaves]))
-        if len(results) < len(parallel):  # the inputs of later stages are not known
+        # The inputs of later stages are not known: only signatures that nothing would fit are surely wrong.
+        if len(results) < len(parallel):
             for later, other_places in zip(functions[level + 1 :], all_places[level + 1 :], strict=True):
                 for function, place in zip(later, other_places, strict=True):
                     faults.add_known(place, find_signature_fault(function, place))
@@ -318,7 +322,8 @@ def trace(
         except TypeError as error:
             faults.add(places[0], error)
             raise faults.as_error() from None
-        given = f"what {' and '.join(places)} return{'s' if len(places) == 1 else ''}"
+        giver = f"what {' and '.join(places)} return{'s' if len(places) == 1 else ''}"
+    # What the last stage returns, and the owners of variables.
     output_leaves, output_tree = jax.tree.flatten(results[0])
     loss_source = None if loss is None else stages[-1].outputs[-1]
     owners: dict[str, int] = {}
@@ -341,7 +346,7 @@ def trace(
 
 
 def name_places(functions: Sequence[Sequence[StageFunction]]) -> list[list[str]]:
-    """What errors call the stages, level by level."""
+    """The names of the stages in errors, level by level."""
     numbers = itertools.count()
     return [[f"stage {next(numbers)} ({name_of(f)})" for f in parallel] for parallel in functions]
 
@@ -372,7 +377,7 @@ def _trace_stage(
     index: int,
     function: StageFunction,
     arguments: Arguments,
-    given: str,
+    giver: str,
     sources: Sequence[Source],
     loss: Callable[..., Any] | None,
     frame: frames.Frame,
@@ -382,11 +387,11 @@ def _trace_stage(
 ) -> tuple[TracedStage, Any] | None:
     """Traces a stage. Returns it and the structure of its results; None if a fault leaves that unknown."""
     try:
-        check_signature(function, arguments, given, frame.place)
+        check_signature(function, arguments, giver, frame.place)
     except TypeError as error:
         faults.add(frame.place, error)
         return None
-    num_known = len(frame.names.variables)
+    num_variables_before = len(frame.names.variables)
     leaves, tree = jax.tree.flatten(arguments)
     result_trees: list[Any] = []
 
@@ -405,6 +410,7 @@ def _trace_stage(
                 result_leaves.append(value)
             return list(result_leaves)
 
+    # The stage as a jaxpr, whose types have no mesh, and whose checks are outputs.
     try:
         with jax_compat.fresh_trace():
             mesh = mesh_of_stages()
@@ -420,23 +426,25 @@ def _trace_stage(
     with faults.collecting(frame.place):
         captures.check(closed_jaxpr.consts, frame.place, frame.names.reads)
     output_avals = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.out_avals)
+    # Markers become inputs and outputs. If one cannot be reached, a stage without equations stands in.
     try:
         hoisted = hoisting.hoist(closed_jaxpr, frame.place, frame.names)
         check_marks(hoisted.flat, frame.place)
     except ValueError as error:
         faults.add(frame.place, error)
-        variables = tuple(frame.names.variables.values())[num_known:]
-        own = tuple(Source("output", position, index) for position in range(len(output_avals)))
+        variables = tuple(frame.names.variables.values())[num_variables_before:]
+        stage_outputs = tuple(Source("output", position, index) for position in range(len(output_avals)))
         nothing = jaxprs.FlatJaxpr([], [], [], {})
-        return TracedStage(frame.place, nothing, variables, (), False, (), own, output_avals), result_trees[
-            0
-        ]
+        return TracedStage(
+            frame.place, nothing, variables, (), False, (), stage_outputs, output_avals
+        ), result_trees[0]
     if frame.training:
         try:
             check_modules(function, hoisted.flat.constants.values(), frame.place)
         except ValueError as error:
             faults.add(frame.place, error)
             faults.has_constant_modules = True
+    # The source of each input; captured values become inputs, too.
     num_first = len(hoisted.variables) + hoisted.uses_key
     count = [Source("update_count", 0)] * hoisted.uses_count
     source_of = dict(zip(hoisted.flat.inputs[num_first:], [*sources, *count], strict=True))
@@ -447,12 +455,13 @@ def _trace_stage(
     for var, source in source_of.items():
         first_with.setdefault(source, var)
     flat = jaxprs.substitute(flat, {var: first_with[source] for var, source in source_of.items()})
+    # The source of each output: that of an input if the stage only passes it on.
     num_outputs = len(closed_jaxpr.jaxpr.outvars)
     passed_on = {var: source for var, source in source_of.items() if source.kind != "update_count"}
     outputs = tuple(
-        Source("output", position, index)
-        if isinstance(atom, jax_core.Literal)
-        else passed_on.get(atom, Source("output", position, index))
+        passed_on.get(atom, Source("output", position, index))
+        if jaxprs.is_var(atom)
+        else Source("output", position, index)
         for position, atom in enumerate(flat.outputs[:num_outputs])
     )
     stage = TracedStage(
@@ -475,16 +484,16 @@ def _trace_stage(
 
 
 def _on_mesh(avals: Sequence[jax.ShapeDtypeStruct], mesh: AbstractMesh) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes with the type that values which are made in a mesh have."""
+    """Gives shapes and dtypes the type of values that are made in a mesh."""
     # Otherwise JAX would trace functions that it caches for both types.
-    whole = NamedSharding(mesh, PartitionSpec())
-    return [aval.update(sharding=whole) for aval in avals]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return [aval.update(sharding=replicated) for aval in avals]
 
 
 def check_signature(
     function: StageFunction,
     arguments: Arguments,
-    given: str,
+    giver: str,
     place: str,
 ) -> None:
     """Raises if a function does not take what it is given."""
@@ -500,7 +509,7 @@ def check_signature(
         described += [f"{name}={describe(arg)}" for name, arg in kwargs.items()]
         after = " after its parameters" if getattr(function, "takes_parameters", False) else ""
         raise TypeError(
-            f"{place} takes {signature}{after}, but {given} gives it ({', '.join(described)}): {error}."
+            f"{place} takes {signature}{after}, but {giver} gives it ({', '.join(described)}): {error}."
         ) from None
 
 

@@ -32,166 +32,6 @@ from ipu_pipeline.ground import jax_compat, jax_core
 from ipu_pipeline.ground.checks import join
 from ipu_pipeline.ground.pytrees import is_of_numbers
 
-# Initial values that a stage computes: `get_variable("w", initializer=jnp.zeros(3))`.
-#
-# In a function that is being traced, `jnp.zeros(3)` has no value yet. `get_variable` leaves a marker that
-# takes it. When the function has been traced, the equations that it depends on become a program of its own,
-# which makes the initial value whenever one is wanted. It may depend on nothing that the function is given.
-
-_DEPTH = 4  # of functions within functions in which traced values are looked for
-
-initial_value_p = jax_core.Primitive("initial_value")
-
-
-@initial_value_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
-def _abstract(*values: Any, spec: VariableSpec) -> Any:
-    del values, spec
-    return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
-
-
-class ComputedInitializer:
-    """An initializer that needs values which the function being traced computes."""
-
-    def __init__(
-        self, full_name: str, values: Sequence[Any], finish: Callable[[Sequence[Any], Any], Any] | None
-    ) -> None:
-        """Begins without the values."""
-        self._full_name = full_name
-        self._finish = finish
-        self._line = find_computing_line(values[0])
-        self._program: Callable[[], Sequence[Any]] | None = None
-        self.needs_key = finish is not None  # see `initial_value`
-
-    def resolve(self, program: Callable[[], Sequence[Any]]) -> None:
-        """Takes the program that computes the values."""
-        self._program = program
-
-    def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes the initial value."""
-        assert self._program is not None
-        values = self._program()
-        if self._finish is not None:
-            return self._finish(values, key)
-        (value,) = values
-        return jnp.broadcast_to(jnp.asarray(cast_constant(self._full_name, value, np.dtype(dtype))), shape)
-
-    def depends(self, place: str) -> ValueError:
-        """The error if a value depends on what a function is given."""
-        line = f" (computed at {self._line})" if self._line else ""
-        return ValueError(
-            f"Variable {self._full_name}: its initializer needs a value{line} that depends on what {place} "
-            "is given: inputs, variables or random keys. A variable starts before there are any. Give an "
-            "array that depends on none of them, or a function init(key, shape, dtype)."
-        )
-
-
-def make_variable(
-    full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool
-) -> VariableSpec:
-    """Makes the specification of a variable that a function being traced asks for; see `get_variable`."""
-    if callable(initializer):
-        spec = make_spec(full_name, shape, dtype, initializer, trainable)
-        values, finish = _lift(spec)
-    elif jax_compat.is_traced(initializer):
-        given: tuple[int, ...] = tuple(initializer.shape)
-        spec = make_spec(full_name, given if shape is None else shape, dtype, _no_value, trainable)
-        check_shape(full_name, given, spec.shape)
-        values, finish = [initializer], None
-    else:
-        return make_spec(full_name, shape, dtype, initializer, trainable)
-    if not values:
-        return spec
-    computed = ComputedInitializer(full_name, values, finish)
-    spec = dataclasses.replace(spec, initializer=computed)
-    try:
-        initial_value_p.bind(*values, spec=spec)
-    except NotImplementedError:  # within jax.grad or jax.vmap, which have no rule for it
-        raise computed.depends("the function that is transformed") from None
-    return spec
-
-
-def as_constant(initializer: Any) -> Any:
-    """Makes a list that has computed values one value; anything else is returned as it is."""
-    is_list = isinstance(initializer, (list, tuple))
-    if is_list and any(map(jax_compat.is_traced, jax.tree.leaves(initializer))):
-        return jnp.asarray(initializer)
-    return initializer
-
-
-def _no_value(key: Any, shape: Any, dtype: Any) -> Any:
-    raise AssertionError((key, shape, dtype))
-
-
-def _lift(spec: VariableSpec) -> tuple[list[Any], Callable[[Sequence[Any], Any], Any] | None]:
-    """The traced values that an initializer was made with, and a function of these and a key."""
-    initializer = spec.initializer
-    if not any(_captured(initializer, _DEPTH, set())):
-        return [], None
-    try:
-        closed_jaxpr = jax.make_jaxpr(lambda key: initializer(key, spec.shape, spec.dtype))(
-            jax.eval_shape(jax.random.key, 0)
-        )
-    except jax.errors.JAXTypeError:  # it computes with NumPy, so it cannot be traced
-        return [], None
-    lifted, values = jaxprs.lift_captures(closed_jaxpr)
-
-    def finish(values: Sequence[Any], key: Any) -> Any:
-        return jax_core.jaxpr_as_fun(lifted)(*values, key)[0]
-
-    return values, finish
-
-
-def resolve(
-    equations: list[Any],
-    constants: dict[Any, Any],
-    marked: Iterable[tuple[VariableSpec, Sequence[Any]]],
-    place: str,
-) -> None:
-    """Makes the programs of initial values that a function computes."""
-    for spec, atoms in marked:
-        initializer = spec.initializer
-        assert isinstance(initializer, ComputedInitializer)
-        program = jaxprs.extract(jaxprs.FlatJaxpr([], equations, [], constants), atoms)
-        jaxpr = program.closed_jaxpr.jaxpr
-        known = {*jaxpr.constvars, *(var for equation in jaxpr.eqns for var in equation.outvars)}
-        needed = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
-        if not all(isinstance(atom, jax_core.Literal) or atom in known for atom in needed):
-            raise initializer.depends(place)
-        initializer.resolve(program)
-
-
-def _captured(value: Any, depth: int, seen: set[int]) -> Iterator[bool]:
-    """True for each traced value that a function has: in its closure, its defaults, or its partials."""
-    if id(value) in seen or depth == 0:
-        return
-    seen.add(id(value))
-    parts: list[Any] = []
-    if isinstance(value, functools.partial):
-        parts = [value.func, value.args, value.keywords]
-    elif isinstance(value, types.FunctionType):
-        parts = [_content(cell) for cell in value.__closure__ or ()]
-        parts += [value.__defaults__, value.__kwdefaults__]
-    elif isinstance(value, types.MethodType):
-        parts = [value.__func__, value.__self__]
-    elif hasattr(value, "__wrapped__"):  # as of jax.jit
-        parts = [value.__wrapped__]
-    for part in parts:
-        for leaf in jax.tree.leaves(part):
-            if jax_compat.is_traced(leaf):
-                yield True
-            elif callable(leaf):
-                yield from _captured(leaf, depth - 1, seen)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty: a name that has no value yet
-        return None
-
-
-# `variable_scope` opens a scope for variables, as in TensorFlow 1.
-
 
 class _Reuse(enum.Enum):
     AUTO_REUSE = 1
@@ -208,9 +48,9 @@ class VariableScope(str):
     @staticmethod
     def of(scope: scopes.Scope) -> VariableScope:
         """Makes the full name of a scope."""
-        made = VariableScope(scope.name)
-        made._scope = scope
-        return made
+        name = VariableScope(scope.name)
+        name._scope = scope
+        return name
 
     @property
     def scope(self) -> scopes.Scope:
@@ -353,11 +193,8 @@ def _check(argument: str, name: Any) -> None:
         )
 
 
-# Variables are asked for by name while a function is traced, and collected from its jaxpr afterwards.
-#
 # `get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What
-# traces the function (`stages`) turns the markers into inputs and outputs. A function is therefore traced
-# only once.
+# traces the function (`stages`) turns the markers into inputs and outputs.
 
 read_variable_p = jax_core.Primitive("read_variable")
 assign_variable_p = jax_core.Primitive("assign_variable")
@@ -486,7 +323,7 @@ def _get(
     del regularizer  # `get_variable` has warned about it
     current = frames.current_frame("get_variable")
     existing = current.names.variables.get(full_name)
-    if existing is None:
+    if existing is None:  # also with reuse=True: a program that evaluates is traced before any exists
         spec = make_variable(full_name, shape, dtype, initializer, trainable)
         current.names.variables[full_name] = spec
     else:
@@ -508,7 +345,7 @@ def _get(
 
 
 def _find_conflict(spec: VariableSpec, shape: Any, dtype: Any) -> ValueError | None:
-    """The error if a variable that exists cannot be asked for in this way; else None."""
+    """Finds the error if an existing variable cannot be asked for in this way; else None."""
     if not scopes.is_reusing():
         return ValueError(
             f"Variable {spec.name} already exists, disallowed. Did you mean to set reuse=True in "
@@ -591,39 +428,198 @@ def assign_sub(name: str | jax.Array, value: Any) -> None:
     _give("assign_sub", name, lambda before: before - value)
 
 
-def _give(what: str, name: str | jax.Array, compute: Callable[[jax.Array], Any]) -> None:
-    """Gives a variable the value that is computed from the one that it has."""
-    current = frames.current_frame(what)
+def _give(caller: str, name: str | jax.Array, compute: Callable[[jax.Array], Any]) -> None:
+    """Assigns a variable the value that is computed from its present one."""
+    current = frames.current_frame(caller)
     if not current.is_stage:
         raise frames.OutsideOfBodyError(
-            f"{what}({name!r}, ...) was called outside of a computational stage."
+            f"{caller}({name!r}, ...) was called outside of a computational stage."
         )
-    known = current.names.variables
+    variables = current.names.variables
     if current.faults is not None:
-        known = {**known, **current.faults.stand_ins}
+        variables = {**variables, **current.faults.stand_ins}
     if isinstance(name, str):
-        spec = known.get(join(scopes.current_scope(), name)) or known.get(name)
+        spec = variables.get(join(scopes.current_scope(), name)) or variables.get(name)
     elif id(name) in current.names.reads:
         spec = current.names.reads[id(name)][1]
     else:
         raise TypeError(
-            f"{what}: name must be a variable's name, or the array that get_variable returned for it, and "
-            f"not what was computed from that; got {type(name).__name__}."
+            f"{caller}: name must be a variable's name, or the array that get_variable returned for it, "
+            f"and not what was computed from that; got {type(name).__name__}."
         )
     if spec is None:
         raise ValueError(
-            f"{what}: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
-            f"creates it. There are: {', '.join(known) or 'none'}."
+            f"{caller}: there is no variable {name!r} in scope {scopes.current_scope()!r}; get_variable "
+            f"creates it. There are: {', '.join(variables) or 'none'}."
         )
     if spec.trainable:
         raise ValueError(
-            f"{what}: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
+            f"{caller}: variable {spec.name} is trainable, so the optimizer updates it. Create it with "
             "trainable=False to assign it in a stage."
         )
     value = jnp.asarray(compute(read_variable_p.bind(spec=spec, serial=next(serial_numbers))))
     if value.shape != spec.shape or value.dtype != spec.dtype:
         raise ValueError(
-            f"{what}: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
+            f"{caller}: variable {spec.name} is {spec.dtype.name}{list(spec.shape)}, but the value is "
             f"{value.dtype.name}{list(value.shape)}."
         )
     assign_variable_p.bind(jax.lax.stop_gradient(value), spec=spec)
+
+
+# Initial values that a stage computes: `get_variable("w", initializer=jnp.zeros(3))`.
+#
+# In a function that is being traced, `jnp.zeros(3)` has no value yet. `get_variable` leaves a marker that
+# takes it. When the function has been traced, the equations that it depends on become a program of its own,
+# which makes the initial value. It may depend on nothing that the function is given.
+# (`jax.ensure_compile_time_eval` would start a backend, and make constants of all arrays of a stage.)
+
+_DEPTH = 4  # of functions within functions in which traced values are looked for
+
+initial_value_p = jax_core.Primitive("initial_value")
+
+
+@initial_value_p.def_abstract_eval  # type: ignore[untyped-decorator]  # jax.extend has no annotations
+def _abstract(*values: Any, spec: VariableSpec) -> Any:
+    del values, spec
+    return jax_compat.shaped_array((), np.dtype(np.int32))  # never read; a marker needs a result
+
+
+class ComputedInitializer:
+    """An initializer that needs values which the function being traced computes."""
+
+    def __init__(
+        self, full_name: str, values: Sequence[Any], finish: Callable[[Sequence[Any], Any], Any] | None
+    ) -> None:
+        """Begins without the values."""
+        self._full_name = full_name
+        self._finish = finish
+        self._line = find_computing_line(values[0])
+        self._program: Callable[[], Sequence[Any]] | None = None
+        self.needs_key = finish is not None  # see `initial_value`
+
+    def resolve(self, program: Callable[[], Sequence[Any]]) -> None:
+        """Takes the program that computes the values."""
+        self._program = program
+
+    def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Makes the initial value."""
+        assert self._program is not None
+        values = self._program()
+        if self._finish is not None:
+            return self._finish(values, key)
+        (value,) = values
+        return jnp.broadcast_to(jnp.asarray(cast_constant(self._full_name, value, np.dtype(dtype))), shape)
+
+    def depends(self, place: str) -> ValueError:
+        """The error if a value depends on what a function is given."""
+        line = f" (computed at {self._line})" if self._line else ""
+        return ValueError(
+            f"Variable {self._full_name}: its initializer needs a value{line} that depends on what {place} "
+            "is given: inputs, variables or random keys. A variable starts before there are any. Give an "
+            "array that depends on none of them, or a function init(key, shape, dtype)."
+        )
+
+
+def make_variable(
+    full_name: str, shape: Any, dtype: Any, initializer: Any, trainable: bool
+) -> VariableSpec:
+    """Makes the specification of a variable that a function being traced asks for; see `get_variable`."""
+    if callable(initializer):
+        spec = make_spec(full_name, shape, dtype, initializer, trainable)
+        values, finish = _lift(spec)
+    elif jax_compat.is_traced(initializer):
+        constant_shape: tuple[int, ...] = tuple(initializer.shape)
+        spec = make_spec(full_name, constant_shape if shape is None else shape, dtype, _no_value, trainable)
+        check_shape(full_name, constant_shape, spec.shape)
+        values, finish = [initializer], None
+    else:
+        return make_spec(full_name, shape, dtype, initializer, trainable)
+    if not values:
+        return spec
+    computed = ComputedInitializer(full_name, values, finish)
+    spec = dataclasses.replace(spec, initializer=computed)
+    try:
+        initial_value_p.bind(*values, spec=spec)
+    except NotImplementedError:  # within jax.grad or jax.vmap, which have no rule for it
+        raise computed.depends("the function that is transformed") from None
+    return spec
+
+
+def as_constant(initializer: Any) -> Any:
+    """Joins a list that has computed values to one value; anything else is returned as it is."""
+    is_list = isinstance(initializer, (list, tuple))
+    if is_list and any(map(jax_compat.is_traced, jax.tree.leaves(initializer))):
+        return jnp.asarray(initializer)
+    return initializer
+
+
+def _no_value(key: Any, shape: Any, dtype: Any) -> Any:
+    raise AssertionError((key, shape, dtype))
+
+
+def _lift(spec: VariableSpec) -> tuple[list[Any], Callable[[Sequence[Any], Any], Any] | None]:
+    """The traced values that an initializer was made with, and a function of these and a key."""
+    initializer = spec.initializer
+    if not any(_find_traced(initializer, _DEPTH, set())):
+        return [], None
+    try:
+        closed_jaxpr = jax.make_jaxpr(lambda key: initializer(key, spec.shape, spec.dtype))(
+            jax.eval_shape(jax.random.key, 0)
+        )
+    except jax.errors.JAXTypeError:  # it computes with NumPy, so it cannot be traced
+        return [], None
+    lifted, values = jaxprs.lift_captures(closed_jaxpr)
+
+    def finish(values: Sequence[Any], key: Any) -> Any:
+        return jax_core.jaxpr_as_fun(lifted)(*values, key)[0]
+
+    return values, finish
+
+
+def resolve(
+    equations: list[Any],
+    constants: dict[Any, Any],
+    marked: Iterable[tuple[VariableSpec, Sequence[Any]]],
+    place: str,
+) -> None:
+    """Makes the programs of initial values that a function computes."""
+    for spec, atoms in marked:
+        initializer = spec.initializer
+        assert isinstance(initializer, ComputedInitializer)
+        program = jaxprs.extract(jaxprs.FlatJaxpr([], equations, [], constants), atoms)
+        jaxpr = program.closed_jaxpr.jaxpr
+        computed = {*jaxpr.constvars, *(var for equation in jaxpr.eqns for var in equation.outvars)}
+        read_atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+        if not computed.issuperset(jaxprs.variables_in(read_atoms)):
+            raise initializer.depends(place)
+        initializer.resolve(program)
+
+
+def _find_traced(value: Any, depth: int, visited: set[int]) -> Iterator[bool]:
+    """Yields True for each traced value that a function has: in its closure, defaults or partials."""
+    if id(value) in visited or depth == 0:
+        return
+    visited.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, types.FunctionType):
+        parts = [_content(cell) for cell in value.__closure__ or ()]
+        parts += [value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__func__, value.__self__]
+    elif hasattr(value, "__wrapped__"):  # as of jax.jit
+        parts = [value.__wrapped__]
+    for part in parts:
+        for leaf in jax.tree.leaves(part):
+            if jax_compat.is_traced(leaf):
+                yield True
+            elif callable(leaf):
+                yield from _find_traced(leaf, depth - 1, visited)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty: a name that has no value yet
+        return None
