@@ -16,7 +16,7 @@ def run(code, **environment):
         import os, jax, numpy as np
         import ipu_pipeline as ipu
         from ipu_pipeline import config
-        from ipu_pipeline.processes import selection
+        from ipu_pipeline.processes import device_selection
         from jax._src import xla_bridge
         def is_started():
             return xla_bridge.backends_are_initialized()
@@ -31,7 +31,7 @@ def run(code, **environment):
             for name, value in options.items():
                 setattr(made, name, value)
             made.configure_ipu_system()
-            return [device.id for device in selection.devices_for(0, 1)]
+            return [device.id for device in device_selection.devices_for(0, 1)]
         def program(num_stages):
             queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
             with ipu.scopes.ipu_scope("/device:IPU:0"):
@@ -84,8 +84,8 @@ def test_selection_orders_and_exact_number():
         assert configure(auto_select_ipus=2) == [0, 1]
         assert configure(select_ipus=[3, 1]) == [3, 1]
         assert configure(auto_select_ipus=[1, 2]) == [0]
-        assert [device.id for device in selection.devices_for(1, 2)] == [1, 2]
-        assert "only 2 such device(s)" in message(lambda: selection.devices_for(2, 1), ValueError)
+        assert [device.id for device in device_selection.devices_for(1, 2)] == [1, 2]
+        assert "only 2 such device(s)" in message(lambda: device_selection.devices_for(2, 1), ValueError)
         configure(auto_select_ipus=2)
         queue, three = program(3)
         text = message(lambda: ipu.Session().run(three), ValueError)
