@@ -1,4 +1,4 @@
-"""Checks of users' values and names: numbers, members of enumerations, names that may be meant."""
+"""Checks of users' values and names: numbers, functions, members of enumerations, mistyped names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
 # Numbers. Booleans, which Python counts as integers, are not integers here.
+
+MAX_INT32 = 2**31 - 1
 
 
 def is_int(value: Any, least: int | None = None) -> TypeGuard[int]:
@@ -34,6 +36,27 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def check_int(argument: str, value: Any, least: int) -> None:
+    """Raises a ValueError if a value is not a Python integer of at least `least`."""
+    if not is_int(value, least):
+        raise ValueError(f"{argument} must be an integer of at least {least}; got {value!r}.")
+
+
+def check_integer(argument: str, value: Any, least: int = 1, most: int = MAX_INT32) -> int:
+    """Returns an integer within limits as Python's; raises a TypeError or ValueError for another value."""
+    if not is_integer(value):
+        raise TypeError(f"{argument} must be an integer; got {value!r}.")
+    if not least <= value <= most:
+        raise ValueError(f"{argument} must be from {least} to {most}; got {value}.")
+    return int(value)
+
+
+def check_function(argument: str, value: Any) -> None:
+    """Raises a TypeError if a value cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{argument} must be a function; got {value!r}.")
+
+
 # Members of enumerations.
 
 Member = TypeVar("Member", bound=enum.Enum)
@@ -42,6 +65,12 @@ Member = TypeVar("Member", bound=enum.Enum)
 def list_members(kind: type[enum.Enum]) -> str:
     """The members of an enumeration for errors, for example "OverlapMode.NoOverlap, ..."."""
     return ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+
+
+def check_member(argument: str, value: Any, kind: type[enum.Enum]) -> None:
+    """Raises a TypeError if a value is not a member of an enumeration."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{argument} must be one of {list_members(kind)}; got {value!r}.")
 
 
 def parse_member(kind: type[Member], value: Any, argument: str) -> Member:

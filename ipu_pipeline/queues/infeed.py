@@ -13,17 +13,9 @@ from ipu_pipeline.engine.fronts import Take, find_calling_line
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.ground.pytrees import as_shape, describe
 from ipu_pipeline.queues.feeder import DataPass, Feeder, Place, Position, as_array, is_factory, is_sequence
-from ipu_pipeline.queues.queue_arguments import check_replication_factor, join_arguments, warn_of_arguments
+from ipu_pipeline.queues.queue_arguments import take_arguments
 
 _MAX_COLUMNS = 4  # arrays of a data set that are taken for samples' features and labels
-_POSITIONS = ("device_ordinal", "prefetch_depth", "optimise_latency")
-_OLDER_POSITIONS = (
-    "feed_name",
-    "device_ordinal",
-    "replication_factor",
-    "data_to_prefetch",
-    "prefetch_depth",
-)
 
 
 class InfeedOperation:
@@ -94,22 +86,16 @@ class IPUInfeedQueue:
             of different shapes, instead of elements; or an argument is given twice.
           ValueError: `prefetch_depth` or `replication_factor` is out of range.
         """
-        arguments = join_arguments(
+        arguments = take_arguments(
             "IPUInfeedQueue",
             positions,
-            _POSITIONS,
-            _OLDER_POSITIONS,
-            {
-                "prefetch_depth": prefetch_depth,
-                "feed_name": feed_name,
-                "device_ordinal": device_ordinal,
-                "replication_factor": replication_factor,
-                "data_to_prefetch": data_to_prefetch,
-                "optimise_latency": optimise_latency,
-            },
+            prefetch_depth=prefetch_depth,
+            feed_name=feed_name,
+            device_ordinal=device_ordinal,
+            replication_factor=replication_factor,
+            data_to_prefetch=data_to_prefetch,
+            optimise_latency=optimise_latency,
         )
-        warn_of_arguments("IPUInfeedQueue", arguments)
-        check_replication_factor("IPUInfeedQueue", arguments["replication_factor"])
         depths = [arguments[name] for name in ("prefetch_depth", "data_to_prefetch")]
         prefetch_depth = next((depth for depth in depths if depth is not None), 3)
         if not is_int(prefetch_depth) or not 1 <= prefetch_depth <= 255:

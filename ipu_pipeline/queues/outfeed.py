@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.fronts import enqueue_to
-from ipu_pipeline.ground.checks import is_int, list_members
+from ipu_pipeline.ground.checks import check_int, check_member
 from ipu_pipeline.ground.pytrees import as_objects, describe, describe_structure, is_readable
-from ipu_pipeline.queues.queue_arguments import check_replication_factor, join_arguments, warn_of_arguments
+from ipu_pipeline.queues.queue_arguments import take_arguments
 from ipu_pipeline.queues.synthetic_data import uses_synthetic_data
 
 
@@ -26,17 +26,6 @@ class Operation:
     def __init__(self, name: str) -> None:
         """Names the operation."""
         self.name = name
-
-
-_POSITIONS = ("outfeed_mode", "device_ordinal", "buffer_depth", "optimise_latency")
-_OLDER_POSITIONS = (
-    "feed_name",
-    "outfeed_mode",
-    "outfeed_all",
-    "device_ordinal",
-    "replication_factor",
-    "io_batch_size",
-)
 
 
 class IPUOutfeedMode(enum.Enum):
@@ -144,24 +133,18 @@ class IPUOutfeedQueue:
           TypeError: the mode is not an `IPUOutfeedMode`, or an argument is given twice.
           ValueError: `buffer_depth` or `replication_factor` is below 1.
         """
-        arguments = join_arguments(
+        arguments = take_arguments(
             "IPUOutfeedQueue",
             positions,
-            _POSITIONS,
-            _OLDER_POSITIONS,
-            {
-                "outfeed_mode": outfeed_mode,
-                "buffer_depth": buffer_depth,
-                "feed_name": feed_name,
-                "device_ordinal": device_ordinal,
-                "outfeed_all": outfeed_all,
-                "replication_factor": replication_factor,
-                "io_batch_size": io_batch_size,
-                "optimise_latency": optimise_latency,
-            },
+            outfeed_mode=outfeed_mode,
+            buffer_depth=buffer_depth,
+            feed_name=feed_name,
+            device_ordinal=device_ordinal,
+            outfeed_all=outfeed_all,
+            replication_factor=replication_factor,
+            io_batch_size=io_batch_size,
+            optimise_latency=optimise_latency,
         )
-        warn_of_arguments("IPUOutfeedQueue", arguments)
-        check_replication_factor("IPUOutfeedQueue", arguments["replication_factor"])
         buffer_depth = 3 if arguments["buffer_depth"] is None else arguments["buffer_depth"]
         outfeed_mode, outfeed_all = arguments["outfeed_mode"], arguments["outfeed_all"]
         if outfeed_all is not None and not isinstance(outfeed_all, (bool, np.bool_)):
@@ -173,12 +156,8 @@ class IPUOutfeedQueue:
         if outfeed_mode is None:
             is_last = outfeed_all is not None and not outfeed_all
             outfeed_mode = IPUOutfeedMode.LAST if is_last else IPUOutfeedMode.ALL
-        if not isinstance(outfeed_mode, IPUOutfeedMode):
-            raise TypeError(
-                f"outfeed_mode must be one of {list_members(IPUOutfeedMode)}; got {outfeed_mode!r}."
-            )
-        if not is_int(buffer_depth, 1):
-            raise ValueError(f"buffer_depth must be an integer of at least 1; got {buffer_depth!r}.")
+        check_member("outfeed_mode", outfeed_mode, IPUOutfeedMode)
+        check_int("buffer_depth", buffer_depth, 1)
         self._mode = outfeed_mode
         self._buffer_depth = int(buffer_depth)
         self._replication_factor: int | None = arguments["replication_factor"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import find_near, is_int, list_members
+from ipu_pipeline.ground.checks import check_member, find_near, is_int, list_members
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.processes import device_selection
 from ipu_pipeline.processes.device_selection import (
@@ -449,11 +449,7 @@ class IPUConfig:
         if name in ("auto_select_ipus", "select_ipus"):
             _check_numbers(name, value)
         elif name == "selection_order":
-            if not isinstance(value, SelectionOrder):
-                raise TypeError(
-                    f"IPUConfig.selection_order must be one of {list_members(SelectionOrder)}; got "
-                    f"{value!r}."
-                )
+            check_member("IPUConfig.selection_order", value, SelectionOrder)
         elif not isinstance(value, (bool, IPUModel) if name == "ipu_model" else bool):
             raise TypeError(f"IPUConfig.{name} must be True or False; got {value!r}.")
         elif name == "ipu_model":

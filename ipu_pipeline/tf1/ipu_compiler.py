@@ -11,6 +11,7 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import InsideOfBodyError, OutsideOfBodyError
 from ipu_pipeline.graphcore.sdk_names import explain_missing
+from ipu_pipeline.ground.checks import check_function
 from ipu_pipeline.ground.pytrees import as_own
 from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.loops import run_once
@@ -58,8 +59,7 @@ def compile(computation: Callable[..., Any], inputs: Sequence[Any] | None = None
       ValueError: the function returns an operation before a value.
       Others: errors of the function; see `pipelining_ops.pipeline`.
     """
-    if not callable(computation):
-        raise TypeError(f"ipu_compiler.compile: computation must be a function; got {computation!r}.")
+    check_function("ipu_compiler.compile: computation", computation)
     device = current_ipu_device()
     if device is None:
         name = getattr(computation, "__name__", computation)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import find_frame
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import is_int
+from ipu_pipeline.ground.checks import check_function, is_int
 from ipu_pipeline.ground.pytrees import as_loss
 from ipu_pipeline.queues.outfeed import Operation
 from ipu_pipeline.tf1.estimator.base import Estimator
@@ -151,8 +151,7 @@ class IPUEstimatorSpec:
 
 def check_model_function(model_fn: Any) -> None:
     """Raises if a function cannot be the `model_fn` of an `IPUEstimator`."""
-    if not callable(model_fn):
-        raise TypeError(f"IPUEstimator: model_fn must be a function; got {model_fn!r}.")
+    check_function("IPUEstimator: model_fn", model_fn)
     if "features" not in argument_names(model_fn):
         raise ValueError(
             f"model_fn ({getattr(model_fn, '__name__', model_fn)!r}) must include features argument. An "

@@ -6,7 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import is_int, is_real
+from ipu_pipeline.ground.checks import check_int, is_int, is_real
 from ipu_pipeline.tf1.config import IPUConfig
 
 __all__ = ["IPURunConfig", "RunConfig"]
@@ -39,13 +39,8 @@ class IPURunConfig:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        for name, least in (
-            ("iterations_per_loop", 1),
-            ("num_replicas", 1),
-            ("num_shards", 1),
-            ("ordinal", 0),
-        ):
-            _check_integer(f"IPURunConfig: {name}", getattr(self, name), least)
+        for name in ("iterations_per_loop", "num_replicas", "num_shards", "ordinal"):
+            check_int(f"IPURunConfig: {name}", getattr(self, name), 0 if name == "ordinal" else 1)
         num_devices = self.num_replicas * self.num_shards
         if num_devices > 1 and self.ipu_options is None:
             raise ValueError(
@@ -111,9 +106,9 @@ class RunConfig:
             raise ValueError("Can not provide both save_checkpoints_steps and save_checkpoints_secs.")
         for name in ("save_checkpoints_steps", "log_step_count_steps", "save_summary_steps"):
             if getattr(self, name) is not None:
-                _check_integer(f"RunConfig: {name}", getattr(self, name), 1)
+                check_int(f"RunConfig: {name}", getattr(self, name), 1)
         if self.keep_checkpoint_max is not None:
-            _check_integer("RunConfig: keep_checkpoint_max", self.keep_checkpoint_max, 0)
+            check_int("RunConfig: keep_checkpoint_max", self.keep_checkpoint_max, 0)
         seconds = self.save_checkpoints_secs
         if seconds is not None and not (is_real(seconds) and seconds > 0):
             raise ValueError(f"RunConfig: save_checkpoints_secs must be a number above 0; got {seconds!r}.")
@@ -126,11 +121,6 @@ class RunConfig:
         if self.save_checkpoints_steps is not None:
             return None
         return self.save_checkpoints_secs or _SECONDS_BETWEEN_CHECKPOINTS
-
-
-def _check_integer(subject: str, value: object, least: int) -> None:
-    if not is_int(value, least):
-        raise ValueError(f"{subject} must be an integer of at least {least}; got {value!r}.")
 
 
 explain_missing(__name__)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import list_members
+from ipu_pipeline.ground.checks import check_member
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [
@@ -210,10 +210,7 @@ class IPULoggingTensorHook(SessionRunHook):
             raise ValueError(f"every_n_iter must be an integer of at least 1; got {every_n_iter!r}.")
         if every_n_secs is not None and not every_n_secs > 0:
             raise ValueError(f"every_n_secs must be above 0; got {every_n_secs!r}.")
-        if not isinstance(logging_mode, IPUOutfeedMode):
-            raise TypeError(
-                f"logging_mode must be one of {list_members(IPUOutfeedMode)}; got {logging_mode!r}."
-            )
+        check_member("logging_mode", logging_mode, IPUOutfeedMode)
         self._every_n_iter = every_n_iter
         self._every_n_secs = every_n_secs
         self._at_end = at_end

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.fronts import InsideOfBodyError, Loop, find_frame, look_at_body
 from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.checks import is_integer, name_of
+from ipu_pipeline.ground.checks import check_function, check_integer, name_of
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import Operation
+from ipu_pipeline.queues.queue_arguments import check_queue
 from ipu_pipeline.tf1.graph import Placeholder, as_traced_inputs
 from ipu_pipeline.tf1.program.calls import LoopCall, current_builder, make_replication
 from ipu_pipeline.tf1.program.program import returned_values
 
 __all__ = ["repeat", "while_loop"]
-
-_MAX_INT32 = 2**31 - 1
 
 
 def repeat(
@@ -117,8 +116,7 @@ def while_loop(
       The errors of `repeat`; and ValueError if the condition does not return a boolean scalar.
     """
     del use_while_v1
-    if not callable(condition):
-        raise TypeError(f"ipu.loops.while_loop: condition must be a function; got {condition!r}.")
+    check_function("ipu.loops.while_loop: condition", condition)
     count = maximum_iterations
     if count is not None:
         count = _check_count(count, "ipu.loops.while_loop: maximum_iterations")
@@ -162,13 +160,8 @@ def _loop(
     cond: Callable[..., Any] | None,
     place: str | None = None,
 ) -> Any:
-    if not callable(body):
-        raise TypeError(f"{caller}: body must be a function; got {body!r}.")
-    if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
-        raise TypeError(
-            f"{caller}: infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
-            f"{type(infeed_queue).__name__}."
-        )
+    check_function(f"{caller}: body", body)
+    check_queue("infeed_queue", infeed_queue, IPUInfeedQueue, f"{caller}: ")
     builder = current_builder()
     if builder is None:
         raise RuntimeError(
@@ -262,11 +255,7 @@ def _check_count(n: Any, argument: str) -> Any:
         if n.shape != () or not jnp.issubdtype(n.dtype, jnp.integer):
             raise TypeError(f"{argument} must be an integer scalar; got {n.dtype.name}{list(n.shape)}.")
         return n
-    if not is_integer(n):
-        raise TypeError(f"{argument} must be an integer; got {n!r}.")
-    if not 0 <= n <= _MAX_INT32:
-        raise ValueError(f"{argument} must be from 0 to {_MAX_INT32}; got {n}.")
-    return int(n)
+    return check_integer(argument, n, least=0)
 
 
 explain_missing(__name__)

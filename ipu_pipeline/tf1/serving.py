@@ -15,12 +15,12 @@ import jax
 
 from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.graphcore.sdk_names import explain_missing
+from ipu_pipeline.ground.checks import check_function, check_integer
 from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue
 from ipu_pipeline.tf1 import ipu_compiler, scopes
 from ipu_pipeline.tf1.ops import pipelining_ops
-from ipu_pipeline.tf1.program.pipeline_arguments import check_integer
 from ipu_pipeline.tf1.program.program import Program
 from ipu_pipeline.tf1.session.exported_programs import LoadedProgram, load_program, make_example
 from ipu_pipeline.tf1.session.saver import latest_checkpoint, take_weights
@@ -53,8 +53,7 @@ def export_single_step(
       TypeError, ValueError: an argument is not usable.
       Others: the errors of `export_pipeline`.
     """
-    if not callable(predict_step):
-        raise TypeError(f"export_single_step: predict_step must be a function; got {predict_step!r}.")
+    check_function("export_single_step: predict_step", predict_step)
     return _export(
         "export_single_step",
         [predict_step],
@@ -265,8 +264,7 @@ def _choose(caller: str, name: str, signature: Any, dataset: Any) -> tuple[Any, 
 def _check_arguments(caller: str, name: str, function: Any, signature: Any, num_inputs: int) -> None:
     functions = function if isinstance(function, (list, tuple)) else [function]
     for stage in functions:
-        if not callable(stage):
-            raise TypeError(f"{caller}: a stage must be a function; got {stage!r}.")
+        check_function(f"{caller}: a stage", stage)
         parameters = inspect.signature(stage).parameters.values()
         if isinstance(signature, dict) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             continue

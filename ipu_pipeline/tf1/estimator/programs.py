@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.processes import share_stacks
+from ipu_pipeline.ground.checks import check_function
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.pytrees import as_objects
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -224,8 +225,7 @@ class EstimatorProgram:
 
 def check_model_fn(model_fn: Any) -> None:
     """Raises if a function cannot be a `model_fn`."""
-    if not callable(model_fn):
-        raise TypeError(f"IPUPipelineEstimator: model_fn must be a function; got {model_fn!r}.")
+    check_function("IPUPipelineEstimator: model_fn", model_fn)
     arguments = argument_names(model_fn)
     if {"features", "labels"} & set(arguments):
         raise ValueError(
@@ -236,11 +236,16 @@ def check_model_fn(model_fn: Any) -> None:
     check_known(model_fn, "model_fn")
 
 
+def check_input_fn(argument: str, input_fn: Any) -> None:
+    """Raises if a function cannot be an `input_fn`."""
+    if not callable(input_fn):
+        raise TypeError(f"{argument} must be a function that returns a data set; got {input_fn!r}.")
+    check_known(input_fn, argument)
+
+
 def call_input_fn(input_fn: Any, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> Any:
     """Returns the data set of an `input_fn`."""
-    if not callable(input_fn):
-        raise TypeError(f"input_fn must be a function that returns a data set; got {input_fn!r}.")
-    check_known(input_fn, "input_fn")
+    check_input_fn("input_fn", input_fn)
     dataset = call_with(input_fn, mode=mode, params=dict(params), config=config)
     try:
         IPUInfeedQueue(dataset)

@@ -12,7 +12,7 @@ from typing import Any
 from ipu_pipeline.checkpointing.collective_calls import is_any
 from ipu_pipeline.ground.checks import is_int, is_real
 from ipu_pipeline.tf1.estimator.base import Estimator
-from ipu_pipeline.tf1.estimator.programs import check_known
+from ipu_pipeline.tf1.estimator.programs import check_input_fn
 from ipu_pipeline.tf1.ipu_session_run_hooks import (
     CheckpointSaverListener,
     SessionRunHook,
@@ -41,12 +41,11 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        _check_input_fn("TrainSpec", self.input_fn)
-        number = self.max_steps
-        if not is_int(number, 1):
+        check_input_fn("TrainSpec: input_fn", self.input_fn)
+        if not is_int(self.max_steps, 1):
             raise ValueError(
-                f"TrainSpec: max_steps must be an integer above 0; got {number!r}. Training ends earlier "
-                "where its data end."
+                f"TrainSpec: max_steps must be an integer above 0; got {self.max_steps!r}. Training ends "
+                "earlier where its data end."
             )
         check_hooks(self.hooks, "TrainSpec: hooks")
         check_listeners(self.saving_listeners, "TrainSpec: saving_listeners")
@@ -78,7 +77,7 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        _check_input_fn("EvalSpec", self.input_fn)
+        check_input_fn("EvalSpec: input_fn", self.input_fn)
         if self.exporters:
             raise NotImplementedError(
                 "EvalSpec: exporters must be None, since those of TensorFlow write its SavedModel. Call "
@@ -89,8 +88,7 @@ class EvalSpec:
             raise ValueError(f"EvalSpec: steps must be an integer above 0, or None; got {steps!r}.")
         for name in ("start_delay_secs", "throttle_secs"):
             seconds = getattr(self, name)
-            is_number = is_real(seconds)
-            if not is_number or not seconds >= 0:
+            if not is_real(seconds) or not seconds >= 0:
                 raise ValueError(f"EvalSpec: {name} must be a number of seconds from 0; got {seconds!r}.")
         if self.start_delay_secs != _START_DELAY:
             warnings.warn(
@@ -191,11 +189,3 @@ class _Evaluator(CheckpointSaverListener):
         self.result = self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=spec.name)
         self.step = int(self.result["global_step"])
         self._evaluated_at = time.monotonic()
-
-
-def _check_input_fn(subject: str, input_fn: Any) -> None:
-    if not callable(input_fn):
-        raise TypeError(
-            f"{subject}: input_fn must be a function that returns a data set; got {input_fn!r}."
-        )
-    check_known(input_fn, f"{subject}: input_fn")

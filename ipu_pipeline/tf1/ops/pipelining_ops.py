@@ -23,7 +23,7 @@ from ipu_pipeline.engine import split as engine_split
 from ipu_pipeline.engine.fronts import Captures, Hooks, InsideOfBodyError, find_frame, join_layers
 from ipu_pipeline.engine.schedules import Schedule
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_integer, is_integer
 from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
@@ -40,7 +40,6 @@ from ipu_pipeline.tf1.program.pipeline_arguments import (
     check_arguments,
     check_batch_serialization,
     check_count,
-    check_integer,
     check_mapping,
     check_offloading,
     check_outfeed,

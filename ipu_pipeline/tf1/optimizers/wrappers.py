@@ -27,13 +27,11 @@ from ipu_pipeline.engine.fronts import (
     record_training_step,
     scale_loss,
 )
-from ipu_pipeline.ground.checks import is_integer, is_number, list_members
+from ipu_pipeline.ground.checks import MAX_INT32, check_function, check_integer, check_member, is_number
 from ipu_pipeline.ground.pytrees import as_loss, check_float_dtype
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph import GlobalStep, is_internal
-
-_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,12 +338,7 @@ class GradientAccumulationOptimizerV2(Optimizer):
           TypeError, ValueError: an argument has a wrong value.
         """
         super().__init__(opt, name or type(self).__name__)
-        if not is_integer(num_mini_batches):
-            raise TypeError(f"num_mini_batches must be an integer; got {num_mini_batches!r}.")
-        if not 1 <= num_mini_batches < _MAX_INT32:
-            raise ValueError(
-                f"num_mini_batches must be from 1 to {_MAX_INT32 - 1}; got {num_mini_batches}."
-            )
+        num_mini_batches = check_integer("num_mini_batches", num_mini_batches, most=MAX_INT32 - 1)
         if offload_weight_update_variables not in (None, False, True):
             raise TypeError(
                 "offload_weight_update_variables must be True, False or None; got "
@@ -359,7 +352,7 @@ class GradientAccumulationOptimizerV2(Optimizer):
         if dtype is not None and not callable(dtype):
             check_float_dtype(dtype, "dtype")
         self._accumulation = Accumulation(
-            num_mini_batches=int(num_mini_batches),
+            num_mini_batches=num_mini_batches,
             dtype=dtype,
             reduction_method=GradientAccumulationReductionMethod.parse(reduction_method),
             offloads_state=bool(offload_weight_update_variables),
@@ -416,10 +409,7 @@ class MapGradientOptimizer(Optimizer):
           TypeError: an argument has a wrong type.
         """
         super().__init__(wrapped_optimizer, name)
-        if not callable(gradient_mapping_function):
-            raise TypeError(
-                f"gradient_mapping_function must be a function; got {gradient_mapping_function!r}."
-            )
+        check_function("gradient_mapping_function", gradient_mapping_function)
         self.gradient_mapping_function = gradient_mapping_function
 
     def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
@@ -477,11 +467,7 @@ class OutfeedOptimizer(Optimizer):
                 f"outfeed_queue must be an IPUOutfeedQueue; got {type(outfeed_queue).__name__}. Of an "
                 "object that filters what goes to a queue, pass the queue, and variable_names."
             )
-        if not isinstance(outfeed_optimizer_mode, OutfeedOptimizerMode):
-            raise TypeError(
-                f"outfeed_optimizer_mode must be one of {list_members(OutfeedOptimizerMode)}; got "
-                f"{outfeed_optimizer_mode!r}."
-            )
+        check_member("outfeed_optimizer_mode", outfeed_optimizer_mode, OutfeedOptimizerMode)
         if variable_names is not None:
             is_list = isinstance(variable_names, (list, tuple)) and all(
                 isinstance(variable, str) for variable in variable_names
@@ -579,11 +565,8 @@ class LossScalingOptimizer(Optimizer):
                 raise ValueError(f"{argument} must be finite in float32 and above {above}; got {value}.")
         if not isinstance(dynamic, bool):
             raise TypeError(f"dynamic must be True or False; got {dynamic!r}.")
-        if not is_integer(growth_interval):
-            raise TypeError(f"growth_interval must be an integer; got {growth_interval!r}.")
-        if not 1 <= growth_interval <= _MAX_INT32:
-            raise ValueError(f"growth_interval must be from 1 to {_MAX_INT32}; got {growth_interval}.")
-        self._settings = (float(initial_scale), dynamic, int(growth_interval), float(factor))
+        growth_interval = check_integer("growth_interval", growth_interval)
+        self._settings = (float(initial_scale), dynamic, growth_interval, float(factor))
 
     def wrap(self, inner: OptimizerEffect) -> OptimizerEffect:
         """Adds the scale, around the transformation."""

@@ -19,6 +19,7 @@ from ipu_pipeline.engine import Pipeline, Recomputation, VariableSpec
 from ipu_pipeline.engine.fronts import Enqueued, Loop, ProgramNames, Progress, find_leaves, mark_call
 from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary, find_facts, summarize
 from ipu_pipeline.engine.planning import with_recomputation
+from ipu_pipeline.ground.checks import MAX_INT32
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -209,8 +210,6 @@ def make_replication(
 
 # Pipelines and loops.
 
-_MAX_INT32 = 2**31 - 1
-
 
 class Outfeed(NamedTuple):
     """A queue that a pipeline or loop enqueues to.
@@ -376,10 +375,10 @@ class PipelineCall(_Call):
     def check_count(self, value: Any) -> int:
         """Checks a number of micro-batches per weight update that is only known when the program runs."""
         count, num_serialized = int(value), self.pipeline.options.num_serialized
-        if not 1 <= count * num_serialized <= _MAX_INT32:
+        if not 1 <= count * num_serialized <= MAX_INT32:
             raise ValueError(
                 "gradient_accumulation_count must be from 1 to "
-                f"{_MAX_INT32 // num_serialized}; the value in this run is {count}."
+                f"{MAX_INT32 // num_serialized}; the value in this run is {count}."
             )
         return count
 

@@ -6,7 +6,7 @@ import enum
 import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ from ipu_pipeline.engine import Offload, Recomputation
 from ipu_pipeline.engine.fronts import as_level
 from ipu_pipeline.engine.schedules import ScheduleFunction, ScheduleName, SearchedSchedule, find_schedule
 from ipu_pipeline.ground import jax_compat
-from ipu_pipeline.ground.checks import is_integer, list_members
+from ipu_pipeline.ground.checks import MAX_INT32, check_function, check_integer, is_integer, list_members
 from ipu_pipeline.ground.pytrees import check_dtype, check_float_dtype
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode, IPUOutfeedQueue
+from ipu_pipeline.queues.queue_arguments import check_queue
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.graph import Placeholder
 from ipu_pipeline.tf1.program.calls import PipelineCall
@@ -131,9 +132,6 @@ def _check_list(name: str, value: Any, stages: Sequence[Any]) -> list[PipelineSt
             expected = f"a list of {len(stage)} PipelineStageOptions" if is_parallel else "one"
             raise ValueError(f"{name}[{index}] must be {expected}, as computational_stages[{index}] is.")
     return [entry for level in value for entry in as_level(level)]
-
-
-_MAX_INT32 = 2**31 - 1
 
 
 class PipelineSchedule(enum.Enum):
@@ -259,20 +257,11 @@ def check_batch_serialization(
             "When using batch serialization, all the pipeline stages need to be mapped to a single IPU; "
             f"device_mapping is {list(mapping)}."
         )
-    if isinstance(count, int) and count * iterations > _MAX_INT32:
+    if isinstance(count, int) and count * iterations > MAX_INT32:
         raise ValueError(
             "gradient_accumulation_count times batch_serialization_iterations must be at most "
-            f"{_MAX_INT32}; got {count} times {iterations}."
+            f"{MAX_INT32}; got {count} times {iterations}."
         )
-
-
-def check_integer(argument: str, value: Any) -> int:
-    """Checks an integer from 1 that fits int32."""
-    if not is_integer(value):
-        raise TypeError(f"{argument} must be an integer; got {value!r}.")
-    if not 1 <= value <= _MAX_INT32:
-        raise ValueError(f"{argument} must be from 1 to {_MAX_INT32}; got {value}.")
-    return int(value)
 
 
 def check_arguments(
@@ -291,22 +280,13 @@ def check_arguments(
         raise ValueError("computational_stages must have at least one stage; it is empty.")
     for index, entry in enumerate(computational_stages):
         for stage in as_level(entry):
-            if not callable(stage):
-                raise TypeError(f"computational_stages[{index}] must be a function; got {stage!r}.")
+            check_function(f"computational_stages[{index}]", stage)
         if not as_level(entry):
             raise ValueError(f"computational_stages[{index}] must have functions; the list is empty.")
-    if infeed_queue is not None and not isinstance(infeed_queue, IPUInfeedQueue):
-        raise TypeError(
-            "infeed_queue is not an instance of ipu_infeed_queue.IPUInfeedQueue; got "
-            f"{type(infeed_queue).__name__}."
-        )
-    if outfeed_queue is not None and not isinstance(outfeed_queue, IPUOutfeedQueue):
-        raise TypeError(
-            "outfeed_queue is not an instance of ipu_outfeed_queue.IPUOutfeedQueue; got "
-            f"{type(outfeed_queue).__name__}."
-        )
-    if optimizer_function is not None and not callable(optimizer_function):
-        raise TypeError(f"optimizer_function must be a function; got {optimizer_function!r}.")
+    check_queue("infeed_queue", infeed_queue, IPUInfeedQueue)
+    check_queue("outfeed_queue", outfeed_queue, IPUOutfeedQueue)
+    if optimizer_function is not None:
+        check_function("optimizer_function", optimizer_function)
 
 
 def find_pipeline_schedule(pipeline_schedule: Any) -> ScheduleName | ScheduleFunction | SearchedSchedule:
@@ -335,18 +315,8 @@ def check_accumulator_dtype(dtype: Any) -> Any:
 
 def check_replication(is_inference: bool, **arguments: Any) -> list[str]:
     """Returns the names of the arguments that are True; warns of those without effect in inference."""
-    chosen = []
-    for argument, value in arguments.items():
-        if value is not None and not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{argument} must be True or False; got {value!r}.")
-        if value and is_inference and argument != "replicated_weight_sharding":
-            warnings.warn(
-                f"{argument} will have no effect since this pipeline is in inference: nothing is sharded.",
-                stacklevel=3,
-            )
-        elif value:
-            chosen.append(argument)
-    return chosen
+    names = ("replicated_weight_sharding",) if is_inference else arguments
+    return _find_true(arguments, names, "True or False", ": nothing is sharded")
 
 
 def check_sharding(call: PipelineCall) -> None:
@@ -377,20 +347,22 @@ def check_recomputation(mode: Any, is_inference: bool) -> Recomputation:
 
 def check_offloading(is_inference: bool, **arguments: Any) -> list[Offload]:
     """Converts the offload arguments that are True for the engine; warns if they have no effect."""
-    chosen = []
+    names = ("offload_weights",) if is_inference else arguments
+    chosen = _find_true(arguments, names, "True, False or None", "")
+    return [Offload(argument.removeprefix("offload_")) for argument in chosen]
+
+
+def _find_true(
+    arguments: Mapping[str, Any], in_effect: Collection[str], kinds: str, consequence: str
+) -> list[str]:
+    """Returns the names of the arguments that are True; warns of those that are not in effect."""
     for argument, value in arguments.items():
         if value is not None and not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{argument} must be True, False or None; got {value!r}.")
-        if not value:
-            continue
-        offload = Offload(argument.removeprefix("offload_"))
-        if is_inference and offload is not Offload.WEIGHTS:
-            warnings.warn(
-                f"{argument} will have no effect since this pipeline is in inference.", stacklevel=3
-            )
-        else:
-            chosen.append(offload)
-    return chosen
+            raise TypeError(f"{argument} must be {kinds}; got {value!r}.")
+        if value and argument not in in_effect:
+            text = f"{argument} will have no effect since this pipeline is in inference{consequence}."
+            warnings.warn(text, stacklevel=4)
+    return [argument for argument, value in arguments.items() if value and argument in in_effect]
 
 
 def check_mapping(device_mapping: Any, stages: Sequence[Any]) -> list[int | list[int]]:

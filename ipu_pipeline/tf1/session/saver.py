@@ -58,8 +58,7 @@ class Saver:
                 "`session.restore(path, allow_partial=True)` takes what a model has of it, and "
                 "`session.load` some variables."
             )
-        is_number = is_int(max_to_keep, 0)
-        if max_to_keep is not None and not is_number:
+        if max_to_keep is not None and not is_int(max_to_keep, 0):
             raise ValueError(f"Saver: max_to_keep must be an integer from 0, or None; got {max_to_keep!r}.")
         self.max_to_keep = max_to_keep or None
 
