@@ -112,7 +112,7 @@ class IPUOutfeedQueue:
         io_batch_size: int | None = None,
         optimise_latency: bool | None = None,
     ) -> None:
-        """Makes an empty queue.
+        """Makes an empty queue. All other arguments are those of `IPUInfeedQueue`.
 
         Args:
           *positions: Graphcore's positional arguments: `outfeed_mode`, `device_ordinal`, `buffer_depth`,
@@ -122,12 +122,8 @@ class IPUOutfeedQueue:
           outfeed_mode: see `IPUOutfeedMode`; None: ALL.
           buffer_depth: the number of enqueued elements that stay on the device before they are copied to
             the host; None: 3. Elements of an incomplete weight update stay there, too.
-          feed_name: the queue's name in errors.
-          device_ordinal: other than 0 has no effect and warns.
           outfeed_all: the older way to give the mode: True for ALL, False for LAST.
-          replication_factor: the number of replicas of the programs that use the queue; None: any number.
           io_batch_size: other than 1 has no effect and warns.
-          optimise_latency: True has no effect and warns.
 
         Raises:
           TypeError: the mode is not an `IPUOutfeedMode`, or an argument is given twice.

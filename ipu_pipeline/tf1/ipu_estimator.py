@@ -27,6 +27,7 @@ from ipu_pipeline.tf1.estimator.programs import (
     check_known,
     compile_spec,
     make_infeed,
+    parse_mode,
 )
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
 from ipu_pipeline.tf1.ipu_run_config import RunConfig
@@ -78,8 +79,9 @@ class IPUEstimatorSpec:
     ) -> None:
         """Checks the arguments. A mode needs its own; those of other modes may be given, and are not used.
 
+        All other arguments are those of `IPUPipelineEstimatorSpec`.
+
         Args:
-          mode: the mode that the `model_fn` was called with.
           predictions: to predict: an array [examples, ...], or a dict of such arrays.
           loss: to train and evaluate: a scalar. Its means are logged.
           train_op: to train: the result of an optimizer's `minimize`, of `ipu.optimizers` or its `tf1`.
@@ -91,20 +93,12 @@ class IPUEstimatorSpec:
             is called on the host, with NumPy arrays stacked over micro-batches on a new first axis. It
             returns the same as an `eval_metrics_fn` (see `IPUPipelineEstimatorSpec`), without "loss".
           host_call: only None.
-          training_hooks: called when training.
-          evaluation_hooks: called when evaluating.
-          prediction_hooks: called when predicting.
 
         Raises:
           NotImplementedError: there is a `host_call`.
           TypeError, ValueError: an argument is not usable.
         """
-        try:
-            self.mode = ModeKeys(mode)
-        except ValueError:
-            raise ValueError(
-                f"IPUEstimatorSpec: mode must be one of {', '.join(ModeKeys)}; got {mode!r}."
-            ) from None
+        self.mode = parse_mode("IPUEstimatorSpec", mode)
         if host_call is not None:
             raise NotImplementedError(
                 "IPUEstimatorSpec: host_call is not there, since the weight update is part of the program. "
@@ -489,16 +483,14 @@ class IPUEstimator(Estimator):
     ) -> None:
         """Checks the arguments. It calls no function, and creates no folder except a temporary `model_dir`.
 
+        All other arguments are those of `IPUPipelineEstimator`.
+
         Args:
           model_fn: a function of `features` and any of `labels`, `mode`, `params` and `config` that returns
             an `IPUEstimatorSpec`. Elements of the data set are tuples of features and labels, or only
             features; labels are then None, as always in prediction. A dict of features is passed as a dict.
             All modes share variables of the same name, through checkpoints.
-          model_dir: the folder of checkpoints and scalars. None: the `model_dir` of `config`; if that is
-            None, too, a temporary folder.
           config: a `RunConfig` with `num_shards` 1; required.
-          params: parameters for `model_fn` and the `input_fn`s.
-          warm_start_from: same as for `IPUPipelineEstimator`.
           train_batch_size: examples in a training step, over all replicas. In training,
             `params["batch_size"]` is this number divided by `num_replicas`, for the `input_fn`, which makes
             the batches.

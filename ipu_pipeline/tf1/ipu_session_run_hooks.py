@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ __all__ = [
     "SessionRunValues",
 ]
 
+_Instance = TypeVar("_Instance")
 _logger = logging.getLogger("ipu_pipeline.estimator")
 
 
@@ -327,22 +328,20 @@ class IPULoggingTensorHook(SessionRunHook):
 
 def check_listeners(listeners: Any, subject: str) -> tuple[CheckpointSaverListener, ...]:
     """Checks listeners, and returns them as a tuple."""
-    checked = () if listeners is None else tuple(listeners)
-    for listener in checked:
-        if not isinstance(listener, CheckpointSaverListener):
-            raise TypeError(
-                f"{subject}: saving_listeners must be a list of CheckpointSaverListener instances, given: "
-                f"{listener!r}"
-            )
-    return checked
+    rule = f"{subject}: saving_listeners must be a list of CheckpointSaverListener instances"
+    return _check_instances(listeners, CheckpointSaverListener, rule)
 
 
 def check_hooks(hooks: Any, subject: str) -> tuple[SessionRunHook, ...]:
     """Checks hooks, and returns them as a tuple."""
-    checked = () if hooks is None else tuple(hooks)
-    for hook in checked:
-        if not isinstance(hook, SessionRunHook):
-            raise TypeError(f"{subject}: All hooks must be SessionRunHook instances, given: {hook!r}")
+    return _check_instances(hooks, SessionRunHook, f"{subject}: All hooks must be SessionRunHook instances")
+
+
+def _check_instances(values: Any, kind: type[_Instance], rule: str) -> tuple[_Instance, ...]:
+    checked = () if values is None else tuple(values)
+    for value in checked:
+        if not isinstance(value, kind):
+            raise TypeError(f"{rule}, given: {value!r}")
     return checked
 
 

@@ -105,18 +105,14 @@ def export_pipeline(
       >>> program(np.ones([16, 8], np.float32)).shape
       (16, 2)
 
+    All other arguments are those of `pipelining_ops.pipeline`. The loaded program takes values of
+    placeholders among `inputs` in `feed`, by their names.
+
     Args:
-      computational_stages: same as for `pipelining_ops.pipeline`, as are `inputs`, `device_mapping`,
-        `pipeline_schedule` and `name`. The loaded program takes values of placeholders among `inputs` in
-        `feed`, by their names.
       export_dir: the folder to write; it must not exist, or be empty.
       iterations: micro-batches that the pipeline takes in an execution. The loaded program takes any
         number.
-      inputs: see there.
-      device_mapping: see there.
-      pipeline_schedule: see there.
       poplar_options: `PipelineStageOptions` for each stage.
-      name: see there.
       predict_step_signature: the arguments of the first stage for a micro-batch, besides `inputs`: a list
         of `jax.ShapeDtypeStruct`s, placeholders or arrays.
       input_dataset: a data set whose first element is an example of them instead.

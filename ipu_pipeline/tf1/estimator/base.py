@@ -237,13 +237,11 @@ class Estimator(abc.ABC):
         checkpoint_path: str | os.PathLike[str] | None = None,
         name: str | None = None,
     ) -> dict[str, float]:
-        """Evaluates the variables of a checkpoint.
+        """Evaluates the variables of a checkpoint. All other arguments are those of `train`.
 
         Args:
-          input_fn: as for `train`.
           steps: the number of micro-batches of each replica, a multiple of `iterations_per_loop`; None: the
             whole data set, including a last run with fewer micro-batches.
-          hooks: called around each run, after the specification's hooks.
           checkpoint_path: the checkpoint; None: the newest in `model_dir`. If there is none, the initial
             values are evaluated, with a warning.
           name: the name of this evaluation, if there are several: scalars go to the folder eval_<name>.
@@ -283,13 +281,10 @@ class Estimator(abc.ABC):
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
     ) -> Iterator[Any]:
-        """Yields predictions for a whole data set.
+        """Yields predictions for a whole data set. All other arguments are those of `train` and `evaluate`.
 
         Args:
-          input_fn: as for `train`.
           predict_keys: the entries to yield, if the last stage returns a dict; None: all.
-          hooks: called around each run, after the specification's hooks.
-          checkpoint_path: as for `evaluate`.
           yield_single_examples: whether to yield single examples along the first axis. False: the last
             stage's results for each micro-batch. A scalar per micro-batch is one example.
           num_predictions: the most predictions to yield.

@@ -52,6 +52,15 @@ class ModeKeys(enum.StrEnum):
     PREDICT = "infer"
 
 
+def parse_mode(caller: str, mode: Any) -> ModeKeys:
+    """The mode that a member or its value stands for."""
+    try:
+        return ModeKeys(mode)
+    except ValueError:
+        modes = ", ".join(ModeKeys)
+        raise ValueError(f"{caller}: mode must be one of {modes}; got {mode!r}.") from None
+
+
 _NAMES = {  # the names of the pipelines
     ModeKeys.TRAIN: "ipu_pipeline_estimator_train",
     ModeKeys.EVAL: "ipu_pipeline_estimator_eval",
@@ -119,12 +128,7 @@ class IPUPipelineEstimatorSpec:
           TypeError: a hook is not one, or `pipeline` does not have an argument.
           ValueError: what the mode needs is missing, or an argument is the estimator's own.
         """
-        try:
-            self.mode = ModeKeys(mode)
-        except ValueError:
-            raise ValueError(
-                f"IPUPipelineEstimatorSpec: mode must be one of {', '.join(ModeKeys)}; got {mode!r}."
-            ) from None
+        self.mode = parse_mode("IPUPipelineEstimatorSpec", mode)
         if self.mode is ModeKeys.TRAIN and not optimizer_function:
             raise ValueError("`IPUPipelineEstimatorSpec` must contain `optimizer_function` when training")
         if self.mode is ModeKeys.EVAL and not eval_metrics_fn:

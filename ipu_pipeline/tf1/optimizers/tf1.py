@@ -359,14 +359,8 @@ class AdamWeightDecayOptimizer(_Plain):
         """Takes the formula's parameters. Other arguments are those of `GradientDescentOptimizer`.
 
         Args:
-          learning_rate: see `GradientDescentOptimizer`.
-          weight_decay_rate: a factor in the formula.
-          beta_1: Adam's.
-          beta_2: Adam's.
-          epsilon: a term in the formula.
           exclude_from_weight_decay: regular expressions; variables whose full names contain a match have no
             weight decay. None: all variables have it.
-          name: the name of the optimizer's state.
         """
         transformation = optax.chain(
             _scale_by_adam(beta_1, beta_2, epsilon, corrects_bias=False),
@@ -400,13 +394,6 @@ class LAMBOptimizer(_Plain):
         """Takes the formula's parameters. Other arguments are those of `AdamWeightDecayOptimizer`.
 
         Args:
-          learning_rate: see `GradientDescentOptimizer`.
-          weight_decay_rate: a factor in the formula.
-          beta_1: Adam's.
-          beta_2: Adam's.
-          epsilon: a term in the formula.
-          name: the name of the optimizer's state.
-          exclude_from_weight_decay: see `AdamWeightDecayOptimizer`.
           exclude_from_layer_adaptation: regular expressions for variables without the ratio of norms; None:
             the same as `exclude_from_weight_decay`.
         """
@@ -472,7 +459,11 @@ class AdagradOptimizer(_Plain):
         Raises:
           ValueError: `initial_accumulator_value` is not positive.
         """
-        _check_positive("AdagradOptimizer: initial_accumulator_value", initial_accumulator_value)
+        if initial_accumulator_value <= 0:
+            raise ValueError(
+                "AdagradOptimizer: initial_accumulator_value must be positive; got "
+                f"{initial_accumulator_value}."
+            )
         transformation = optax.adagrad(learning_rate, initial_accumulator_value, eps=0.0)
         super().__init__(transformation, use_locking, name)
 
@@ -552,11 +543,6 @@ class FtrlOptimizer(_Plain):
             l2_shrinkage_regularization_strength,
         )
         super().__init__(transformation, use_locking, name)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"{name} must be positive; got {value}.")
 
 
 def _excluding(

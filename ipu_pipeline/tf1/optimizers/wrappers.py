@@ -543,16 +543,14 @@ class LossScalingOptimizer(Optimizer):
         factor: float = 2.0,
         name: str = "LossScalingOptimizer",
     ) -> None:
-        """Wraps an optimizer.
+        """Wraps an optimizer. All other arguments are those of `CrossReplicaOptimizer`.
 
         Args:
-          opt: an Optax transformation, or another of these optimizers.
           initial_scale: the first scale, a finite number above 0. Powers of two cause no rounding.
           dynamic: whether the scale changes. False: it is constant, but updates are still skipped.
           growth_interval: the number of updates with finite gradients, at least 1, after which the scale is
             multiplied by `factor`.
           factor: a number above 1. Gradients that are not finite divide the scale by it, down to 1.
-          name: the name of the optimizer's state.
 
         Raises:
           TypeError, ValueError: an argument has a wrong value.
