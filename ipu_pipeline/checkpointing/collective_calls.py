@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ipu_pipeline.engine import processes
+from ipu_pipeline.ground.context_variables import bound
 
 T = TypeVar("T")
 _place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="checkpoint")
@@ -40,17 +41,12 @@ def do_each(function: Callable[[], T]) -> list[T]:
     return _do(function, takes_part=True)
 
 
-@contextlib.contextmanager
-def beside(name: str) -> Iterator[None]:
+def beside(name: str) -> contextlib.AbstractContextManager[None]:
     """Gives this thread's exchanges with other processes a name of their own.
 
     The thread that writes a series may meet the others before or after what the program saves meanwhile.
     """
-    token = _place.set(name)
-    try:
-        yield
-    finally:
-        _place.reset(token)
+    return bound(_place, name)
 
 
 def is_any(value: bool, subject: str) -> bool:

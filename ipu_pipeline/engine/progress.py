@@ -20,6 +20,7 @@ from typing import Any
 
 from ipu_pipeline.engine import peers, watching
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.ground.tables import between_bars, is_shown_on
 
 _DELAY = 0.3  # seconds; what compiles in less shows nothing
@@ -181,14 +182,9 @@ def tracing() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def watched_by(observer: Callable[[int, int], None]) -> Iterator[None]:
+def watched_by(observer: Callable[[int, int], None]) -> contextlib.AbstractContextManager[None]:
     """Lets an observer show what is compiled inside the `with` block, in place of the line."""
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return bound(_observer, observer)
 
 
 def _showing_alone(line: Callable[[], str]) -> contextlib.AbstractContextManager[None]:

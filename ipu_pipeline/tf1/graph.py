@@ -8,7 +8,7 @@ import contextvars
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from ipu_pipeline.engine import VariableSpec, update_count
 from ipu_pipeline.engine.fronts import find_frame, is_loss_weight
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.ground.pytrees import as_own, as_plain, as_shape, cast_exactly, is_of_numbers
 
 # The global step and values computed from it.
@@ -146,24 +147,14 @@ _run_begin: contextvars.ContextVar[Any] = contextvars.ContextVar("run_begin", de
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@contextlib.contextmanager
-def counting_steps(count: Callable[[Any], Any]) -> Iterator[None]:
+def counting_steps(count: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Sets what the global step is, of the weight updates, in programs compiled inside a `with` block."""
-    token = _counting.set(count)
-    try:
-        yield
-    finally:
-        _counting.reset(token)
+    return bound(_counting, count)
 
 
-@contextlib.contextmanager
-def at_run_begin(num_updates: Any) -> Iterator[None]:
+def at_run_begin(num_updates: Any) -> contextlib.AbstractContextManager[None]:
     """Gives the global step the value of a run's beginning, after so many updates, in a `with` block."""
-    token = _run_begin.set(num_updates)
-    try:
-        yield
-    finally:
-        _run_begin.reset(token)
+    return bound(_run_begin, num_updates)
 
 
 def has_step() -> bool:
@@ -411,14 +402,9 @@ def live_placeholders() -> list[Placeholder]:
     return [symbol for symbol in references if symbol is not None]
 
 
-@contextlib.contextmanager
-def finding_placeholders(find: Callable[[Placeholder], Any]) -> Iterator[None]:
+def finding_placeholders(find: Callable[[Placeholder], Any]) -> contextlib.AbstractContextManager[None]:
     """Sets, for a `with` block, how the traced value of a placeholder is found."""
-    token = _value_finder.set(find)
-    try:
-        yield
-    finally:
-        _value_finder.reset(token)
+    return bound(_value_finder, find)
 
 
 def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Placeholder:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import check_member
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.queues.outfeed import IPUOutfeedMode
 
 __all__ = [
@@ -146,21 +147,13 @@ _logs: contextvars.ContextVar[_Logs | None] = contextvars.ContextVar("logged val
 def collecting_logs(hooks: Sequence[SessionRunHook] | None) -> Iterator[dict[int, Any]]:
     """Collects, while a stage is traced, what these hooks log (None: all hooks), by their `id`."""
     logs: dict[int, Any] = {}
-    token = _logs.set((logs, None if hooks is None else frozenset(map(id, hooks))))
-    try:
+    with bound(_logs, (logs, None if hooks is None else frozenset(map(id, hooks)))):
         yield logs
-    finally:
-        _logs.reset(token)
 
 
-@contextlib.contextmanager
-def dropping_logs() -> Iterator[None]:
+def dropping_logs() -> contextlib.AbstractContextManager[None]:
     """Keeps hooks from logging while a function is traced once more."""
-    token = _logs.set((None, None))
-    try:
-        yield
-    finally:
-        _logs.reset(token)
+    return bound(_logs, (None, None))
 
 
 class IPULoggingTensorHook(SessionRunHook):

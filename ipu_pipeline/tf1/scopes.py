@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ipu_pipeline.engine.fronts import ipu_shard
 from ipu_pipeline.graphcore.sdk_names import explain_missing
+from ipu_pipeline.ground.context_variables import bound
 
 __all__ = ["current_ipu_device", "ipu_scope", "ipu_shard"]
 
@@ -37,11 +38,8 @@ def ipu_scope(device: str) -> Iterator[None]:
     match = re.fullmatch(r"/device:IPU:(\d+)", device) if isinstance(device, str) else None
     if match is None:
         raise ValueError(f'ipu_scope: device must be like "/device:IPU:0"; got {device!r}.')
-    token = _device.set(int(match.group(1)))
-    try:
+    with bound(_device, int(match.group(1))):
         yield
-    finally:
-        _device.reset(token)
 
 
 def current_ipu_device() -> int | None:

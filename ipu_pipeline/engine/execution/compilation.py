@@ -22,6 +22,7 @@ from ipu_pipeline.engine.plan.plan import Plan, Program, Value
 from ipu_pipeline.engine.programs.stage_programs import BindingKind
 from ipu_pipeline.engine.progress import Compilation, compiling
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.ground.pytrees import num_bytes
 
 # Code that builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
@@ -46,11 +47,8 @@ class KeptPrograms:
         """Makes pipelines built inside the `with` block take programs from here, whenever they compile."""
         if self._used:  # else the last block ended without compiling anything
             self._earlier, self._used = self._used, {}
-        token = _current.set(self)
-        try:
+        with bound(_current, self):
             yield
-        finally:
-            _current.reset(token)
 
     def find(self, key: Key | None) -> Any:
         """The program, ready to be called; None if there is none."""

@@ -15,6 +15,7 @@ from ipu_pipeline.engine.tracing import scopes
 from ipu_pipeline.engine.tracing.faults import Faults
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat
+from ipu_pipeline.ground.context_variables import bound
 
 # A program is all that is traced together: all stages of a pipeline and what surrounds them. `ProgramNames`
 # holds what must be unique or counted within it, so that neither variable names, nor automatic layer
@@ -187,12 +188,8 @@ _frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", d
 @contextlib.contextmanager
 def frame(new_frame: Frame) -> Iterator[Frame]:
     """Makes `new_frame` the current one for a `with` block."""
-    token = _frame.set(new_frame)
-    try:
-        with scopes.isolated():
-            yield new_frame
-    finally:
-        _frame.reset(token)
+    with bound(_frame, new_frame), scopes.isolated():
+        yield new_frame
 
 
 def find_frame() -> Frame | None:

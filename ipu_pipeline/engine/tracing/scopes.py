@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ipu_pipeline.ground.context_variables import bound
+
 _SCOPE_ATTRIBUTE = "_ipu_pipeline_scope"  # attribute of an error
 
 
@@ -60,14 +62,9 @@ def start_reusing() -> None:
     _scope.set(dataclasses.replace(_scope.get(), reuse=True))
 
 
-@contextlib.contextmanager
-def isolated() -> Iterator[None]:
+def isolated() -> contextlib.AbstractContextManager[None]:
     """Restores the innermost scope at the end of a `with` block."""
-    token = _scope.set(_scope.get())
-    try:
-        yield
-    finally:
-        _scope.reset(token)
+    return bound(_scope, _scope.get())
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import torch
 from torch._ops import OpOverload
 
 from ipu_pipeline.engine.inspect import Work, count_work
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.poptorch.dtypes import jax_dtype
 from ipu_pipeline.poptorch.lowering.arrays import cast
 from ipu_pipeline.poptorch.lowering.random_numbers import loop_iteration
@@ -374,14 +375,9 @@ class IndexChecks:
         """Starts with none."""
         self._errors: dict[str, None] = {}  # texts, in the order in which they came
 
-    @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
+    def made(self) -> contextlib.AbstractContextManager[None]:
         """Makes operations that are traced in the `with` block check their indices."""
-        token = _current_checks.set(self)
-        try:
-            yield
-        finally:
-            _current_checks.reset(token)
+        return bound(_current_checks, self)
 
     def take(self) -> str | None:
         """Waits for all checks. Returns the text of the first error since the last call, or None."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ipu_pipeline.engine import next_rng_key
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.poptorch.lowering.arrays import Array, to_float, widen
 from ipu_pipeline.poptorch.lowering.registry import lowers
 
@@ -21,17 +22,12 @@ from ipu_pipeline.poptorch.lowering.registry import lowers
 _iterations: contextvars.ContextVar[tuple[Array, ...]] = contextvars.ContextVar("iterations", default=())
 
 
-@contextlib.contextmanager
-def loop_iteration(iteration: Array) -> Iterator[None]:
+def loop_iteration(iteration: Array) -> contextlib.AbstractContextManager[None]:
     """Makes a loop's body, traced in the `with` block, draw new numbers in each iteration.
 
     The body is traced once: with one key, a dropout would drop the same elements in each iteration.
     """
-    token = _iterations.set((*_iterations.get(), iteration))
-    try:
-        yield
-    finally:
-        _iterations.reset(token)
+    return bound(_iterations, (*_iterations.get(), iteration))
 
 
 def draw_key() -> Array:

@@ -28,6 +28,7 @@ from ipu_pipeline.engine.fronts import (
     scale_loss,
 )
 from ipu_pipeline.ground.checks import MAX_INT32, check_function, check_integer, check_member, is_number
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.ground.pytrees import as_loss, check_float_dtype
 from ipu_pipeline.queues.outfeed import IPUOutfeedQueue, Operation
 from ipu_pipeline.tf1.gradient_accumulation import GradientAccumulationReductionMethod
@@ -120,11 +121,8 @@ _minimized: contextvars.ContextVar[list[MinimizeCall] | None] = contextvars.Cont
 def collecting_minimized() -> Iterator[list[MinimizeCall]]:
     """Collects the calls of `minimize` in a `with` block, in which a `model_fn` is called."""
     calls: list[MinimizeCall] = []
-    token = _minimized.set(calls)
-    try:
+    with bound(_minimized, calls):
         yield calls
-    finally:
-        _minimized.reset(token)
 
 
 class Optimizer(abc.ABC):

@@ -20,6 +20,7 @@ from ipu_pipeline.engine.fronts import Enqueued, Loop, ProgramNames, Progress, f
 from ipu_pipeline.engine.inspect import PipelineDetails, PipelineSummary, find_facts, summarize
 from ipu_pipeline.engine.planning import with_recomputation
 from ipu_pipeline.ground.checks import MAX_INT32
+from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.processes import device_selection
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -40,17 +41,12 @@ _request: contextvars.ContextVar[ReplicaRequest | None] = contextvars.ContextVar
 )
 
 
-@contextlib.contextmanager
-def asking_for(num_replicas: int, num_ipus: int) -> Iterator[None]:
+def asking_for(num_replicas: int, num_ipus: int) -> contextlib.AbstractContextManager[None]:
     """Sets the number of replicas of pipelines compiled inside this `with` block.
 
     `pipeline` has no argument for it, so a context variable passes it on.
     """
-    token = _request.set(ReplicaRequest(num_replicas, num_ipus))
-    try:
-        yield
-    finally:
-        _request.reset(token)
+    return bound(_request, ReplicaRequest(num_replicas, num_ipus))
 
 
 @dataclass(frozen=True)
@@ -589,11 +585,6 @@ def current_builder() -> ProgramBuilder | None:
     return _builder.get()
 
 
-@contextlib.contextmanager
-def building(builder: ProgramBuilder) -> Iterator[None]:
+def building(builder: ProgramBuilder) -> contextlib.AbstractContextManager[None]:
     """Makes a program the current one for a `with` block."""
-    token = _builder.set(builder)
-    try:
-        yield
-    finally:
-        _builder.reset(token)
+    return bound(_builder, builder)
