@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ipu_pipeline.engine.schedules.named_schedules import (
+from ipu_pipeline.engine.schedules.schedule_definitions import (
     SCHEDULES,
     NamedSchedule,
     ScheduleName,
