@@ -35,7 +35,7 @@ from ipu_pipeline.engine.devices.links import naming_peers
 from ipu_pipeline.engine.devices.state_placement import StatePlacement, parse_offload, parse_shard
 from ipu_pipeline.engine.devices.xla_settings import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.execution import compilation, op_by_op
-from ipu_pipeline.engine.execution.agreement import identify_operations
+from ipu_pipeline.engine.execution.agreement import agree_on, identify_operations
 from ipu_pipeline.engine.execution.block_runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import why_not_timed
@@ -659,7 +659,8 @@ class Pipeline:
         """Checks that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
         timetable = self.timetable(self.options.num_micro_batches or 1)
-        building.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
+        about = self.built, self.options, self.device_mapping, timetable, plan
+        agree_on("pipeline", lambda: building.describe(*about), devices)
 
     def _place_state(self, groups: Sequence[DeviceGroup]) -> StatePlacement:
         return StatePlacement(
