@@ -7,7 +7,7 @@ import enum
 import functools
 import hashlib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
 # Numbers. Booleans, which Python counts as integers, are not integers here.
@@ -54,6 +54,13 @@ def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
         raise ValueError(f"{argument} must be one of {members}; got {value!r}.") from None
 
 
+def parse_members(kind: type[Member], values: Collection[Any], argument: str) -> frozenset[Member]:
+    """The members that a collection of members or of their values stands for."""
+    if isinstance(values, str):
+        raise ValueError(f"{argument} must be a collection of names; got the string {values!r}.")
+    return frozenset(parse_member(kind, value, f"{argument}: each entry") for value in values)
+
+
 # Names.
 
 
@@ -78,3 +85,23 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+# Rules of arguments.
+
+
+def require(holds: object, rule: str, value: Any, error: type[Exception] = ValueError) -> None:
+    """Raises an error that says a rule and the value in its place, unless the rule holds."""
+    if not holds:
+        raise error(f"{rule}; got {value!r}.")
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raises a ValueError if an argument is not an integer of at least 1, of Python or NumPy."""
+    require(is_integer(value, 1), f"{argument} must be an integer of at least 1", value)
+
+
+def check_name(argument: str, name: Any) -> None:
+    """Raises a ValueError if an argument is not the name of a variable or a scope."""
+    is_name = isinstance(name, str) and all(name.split("/"))
+    require(is_name, f"{argument} must be a non-empty string without empty parts", name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import find_initializer, make_spec
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_name, is_integer
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.tf1.graph import HostVariable
 from ipu_pipeline.tf1.program.host_tables import HostTable
@@ -239,10 +239,7 @@ class HostEmbedding:
         Raises:
           ValueError: an argument is not usable.
         """
-        if not isinstance(name, str) or not all(name.split("/")):
-            raise ValueError(
-                f"HostEmbedding: name must be a non-empty string without empty parts; got {name!r}."
-            )
+        check_name("HostEmbedding: name", name)
         if isinstance(embedding_tensor, HostVariable):
             spec = embedding_tensor.spec
         else:
