@@ -19,7 +19,7 @@ from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.operations.checks import check_outside
+from ipu_pipeline.poptorch.operations.checks import Check, check_outside, instance
 
 Array = Any  # of JAX
 Attributes = Mapping[str, Any]
@@ -108,11 +108,9 @@ def register_custom_op(
       poptorch.register_custom_op("com.acme", "Cube", 1, lambda x, bias: (x**3, x**3 + bias))
     """
     # Arguments.
-    for label, value in (("domain", domain), ("name", name)):
-        if not isinstance(value, str):
-            raise TypeError(f"register_custom_op: {label} must be a string; got {value!r}.")
-    if not is_int(version):
-        raise TypeError(f"register_custom_op: version must be an integer; got {version!r}.")
+    for label, text in (("domain", domain), ("name", name)):
+        instance(str, "a string", TypeError)(f"register_custom_op: {label}", text)
+    Check("an integer", is_int, error=TypeError)("register_custom_op: version", version)
     for label, callback in (("function", function), ("vjp", vjp)):
         if callback is not None and not callable(callback):
             raise TypeError(f"register_custom_op: {label} must be callable; got {type(callback).__name__}.")

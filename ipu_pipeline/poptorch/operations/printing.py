@@ -11,12 +11,17 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
+from ipu_pipeline.poptorch.operations.checks import Check, check_int, check_tensor, instance
 
 PRINT = f"{markers.NAMESPACE}::print_tensor"
 
 FloatFormat: TypeAlias = Literal["auto", "fixed", "scientific", "none"]
 _FORMATS = get_args(FloatFormat)
+_format: Check[FloatFormat] = Check(
+    f"one of {', '.join(_FORMATS)}", lambda value: value in _FORMATS, error=Error
+)
+_string = instance(str, "a string", Error)
+_flag = instance(bool, "a bool", Error)
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,9 @@ class Layout:
         for name in ("summarise_threshold", "edge_items", "max_line_width", "digits"):
             minimum = 1 if name == "edge_items" else 0
             check_int(getattr(self, name), f"ipu_print_tensor: {name} is a number.", minimum)
-        if self.float_format not in _FORMATS:
-            raise Error(
-                f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}; got "
-                f"{self.float_format!r}."
-            )
+        _format("ipu_print_tensor: float_format", self.float_format)
         for name in ("separator", "open_bracket", "close_bracket"):
-            if not isinstance(getattr(self, name), str):
-                raise Error(f"ipu_print_tensor: {name} must be a string; got {getattr(self, name)!r}.")
+            _string(f"ipu_print_tensor: {name}", getattr(self, name))
 
     def write(self, array: np.ndarray[Any, Any]) -> str:
         """Writes an array as text; a scalar as a number."""
@@ -165,10 +165,8 @@ def ipu_print_tensor(
       Error: it is not a tensor, or an argument of the layout is invalid.
     """
     check_tensor(tensor, "ipu print tensor must take a torch.tensor argument.")
-    if not isinstance(title, str):
-        raise Error(f"ipu_print_tensor: title must be a string; got {title!r}.")
-    if not isinstance(print_gradient, bool):
-        raise Error(f"ipu_print_tensor: print_gradient must be a bool; got {print_gradient!r}.")
+    _string("ipu_print_tensor: title", title)
+    _flag("ipu_print_tensor: print_gradient", print_gradient)
     layout = (
         summarise_threshold,
         edge_items,
