@@ -26,19 +26,7 @@ _flag = instance(bool, "a bool", Error)
 
 @dataclass(frozen=True)
 class Layout:
-    """The format of printed arrays.
-
-    Attributes:
-      summarise_threshold: arrays with more elements are abridged.
-      edge_items: the number of elements that an abridged array has at both ends of each dimension.
-      max_line_width: the number of characters in a line; 0 for no limit.
-      digits: digits behind the decimal point, or significant ones if `float_format` is "none".
-      float_format: "auto" (fixed, or scientific where numbers are very large or very different), "fixed",
-        "scientific", "none" (the shorter one for each number).
-      separator: text between elements.
-      open_bracket: text before the elements of a dimension.
-      close_bracket: text behind them.
-    """
+    """The format of printed arrays, by the arguments of `ipu_print_tensor`."""
 
     summarise_threshold: int = 1000
     edge_items: int = 3
@@ -152,8 +140,9 @@ def ipu_print_tensor(
       summarise_threshold: tensors with more elements are abridged.
       edge_items: the number of elements that an abridged tensor has at both ends of each dimension.
       max_line_width: the number of characters in a line; 0 for no limit.
-      digits: digits behind the decimal point.
-      float_format: "auto", "fixed", "scientific" or "none", see `Layout`.
+      digits: digits behind the decimal point, or significant ones if `float_format` is "none".
+      float_format: "auto" (fixed, or scientific where numbers are very large or very different), "fixed",
+        "scientific", "none" (the shorter one for each number).
       separator: text between elements.
       open_bracket: text before the elements of a dimension.
       close_bracket: text behind them.

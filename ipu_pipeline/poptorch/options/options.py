@@ -190,13 +190,7 @@ class DeviceOptions(OptionGroup):
 
 
 class AnchoredTensor(NamedTuple):
-    """An inner value of a model that is kept.
-
-    Attributes:
-      long_name: the name of the value in `getTensorNames`.
-      output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
-      output_return_period: the N of `OutputMode.EveryN`.
-    """
+    """An inner value of a model that is kept, by the arguments of `DiagnosticOptions.anchorTensor`."""
 
     long_name: str
     output_mode: OutputMode | None
