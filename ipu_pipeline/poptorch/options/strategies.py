@@ -121,7 +121,7 @@ class Phase(EqualByValue):
 
 
 def pick(caller: str, values: tuple[Any, ...], index: int) -> Any:
-    """Returns a value by its position, from the end if negative. `what` names the caller in errors."""
+    """Returns a value by its position, from the end if negative. `caller` is for errors."""
     number = checks.integer()(f"{caller}: the index", index)
     if not -len(values) <= number < len(values):
         raise IndexError(
