@@ -464,22 +464,14 @@ def auto_stages(
       layers: functions. Each takes the previous one's result, like stages.
       num_stages: the number of stages, at least 1 and at most the number of layers.
       inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
-      infeed_queue: as for `pipeline`.
-      optimizer_function: as for `pipeline`.
       gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
       device_mapping: the IPU of each stage; by default each has its own, in order.
-      pipeline_schedule: as for `pipeline`.
       bytes_per_ipu: the most bytes that an IPU may hold: variables, optimizer state, accumulators,
         micro-batches in flight and temporaries. None: no limit.
-      gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
-      offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
-        IPUs, here and below.
-      offload_activations: as for `pipeline`.
-      offload_gradient_accumulation_buffers: as for `pipeline`.
-      offload_weights: as for `pipeline`.
-      tensor_parallel: as for `pipeline`.
       measure: False: times are estimated from counted operations, and nothing is run.
+
+    The other arguments are those of `pipeline`. What is offloaded does not count in the memory of IPUs.
 
     Returns:
       The stages, a list with `groups` (the numbers of each stage's layers) and `table` (the reasons: costs
@@ -568,22 +560,9 @@ def split(
       model: a function that takes `inputs`, then a micro-batch, and returns the arguments of the
         `optimizer_function`, like the only stage of a pipeline.
       num_stages: the number of stages, at least 1.
-      inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
-      infeed_queue: as for `pipeline`.
-      optimizer_function: as for `pipeline`.
-      gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
-      device_mapping: the IPU of each stage; by default each has its own, in order.
-      pipeline_schedule: as for `pipeline`.
-      bytes_per_ipu: the most bytes that an IPU may hold, as for `auto_stages`.
-      gradient_accumulation_dtype: as for `pipeline`.
-      recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
-      offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
-        IPUs, here and below.
-      offload_activations: as for `pipeline`.
-      offload_gradient_accumulation_buffers: as for `pipeline`.
-      offload_weights: as for `pipeline`.
-      measure: False: times are estimated from counted operations, and nothing is run.
       cut_scans: False keeps each scan over layers in one stage, and its variables stacked.
+
+    The other arguments are those of `auto_stages`.
 
     Returns:
       The stages, a list with `groups` (the numbers of each stage's parts) and `table`, for micro-batches of

@@ -39,6 +39,7 @@ from ipu_pipeline.tf1.layers.base import (
     check_flag,
     check_positive_integer,
     common,
+    flag,
     function,
     with_arguments,
 )
@@ -96,11 +97,8 @@ class _Arguments(Recurrent):
     recurrent_activation: InitVar[ActivationFunction] = function(
         "the activation of the gates: ", default="sigmoid"
     )
-    return_state: InitVar[bool] = argument(
-        "whether a call returns the state beside the outputs.",
-        check_flag,
-        default=True,
-        attribute="_return_state",
+    return_state: InitVar[bool] = flag(
+        "whether a call returns the state beside the outputs.", default=True, attribute="_return_state"
     )
     name: str | None = common("the scope of its variables.")
 
@@ -254,17 +252,8 @@ class Popnn(_Arguments):
             raise TypeError(
                 f"{self._full_name()}: attention_score must be an array of shape {shape}; got None."
             )
-        attention = jnp.asarray(attention_score)
-        if not jnp.issubdtype(attention.dtype, jnp.floating):
-            raise TypeError(
-                f"{self._full_name()}: attention_score must have floating-point numbers; got "
-                f"{attention.dtype.name}."
-            )
-        if attention.shape != shape:
-            raise ValueError(
-                f"{self._full_name()}: attention_score must have shape {shape}, {axes} since "
-                f"{time_major=}; got {attention.shape}."
-            )
+        layout = f"{axes} since {time_major=}"
+        attention = self._as_floating(attention_score, "attention_score", shape, layout)
         return attention if time_major else attention.T
 
 
@@ -426,11 +415,9 @@ class PopnnGRU(Popnn):
     kind = "popnn_gru"
     num_gates = 3
 
-    reset_after: InitVar[bool] = argument(
+    reset_after: InitVar[bool] = flag(
         "whether the reset gate is applied after the product with the state's rows of `kernel`; False: to "
         "the state before it, as in TensorFlow 1's GRU.",
-        check_flag,
-        default=False,
         attribute="_reset_after",
     )
     options: InitVar[Any] = without_effect("has no effect, and warns: it was for Poplar's libraries.")
