@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -484,7 +484,7 @@ def auto_stages(
     check_arguments(layers, infeed_queue, None, optimizer_function)
     inputs, given_layers, _begin = give_steps(inputs, layers, trains=optimizer_function is not None)
     num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
-    arguments = _engine_arguments(
+    feed, options = _engine_arguments(
         num_known,
         inputs,
         infeed_queue,
@@ -501,15 +501,7 @@ def auto_stages(
         tensor_parallel,
         measure,
     )
-    result = engine_auto_stages(
-        given_layers,
-        num_stages,
-        arguments.element,
-        *arguments.inputs,
-        bytes_per_ipu=bytes_per_ipu,
-        measure=measure,
-        **arguments.options,
-    )
+    result = engine_auto_stages(given_layers, num_stages, *feed, bytes_per_ipu=bytes_per_ipu, **options)
     stages = [join_layers([layers[number] for number in group]) for group in result.groups]
     return AutoStages(stages, result.groups, result.table)
 
@@ -576,7 +568,7 @@ def split(
     """
     check_arguments([model], infeed_queue, None, optimizer_function)
     new_inputs, (given_model,), begin = give_steps(inputs, [model], trains=optimizer_function is not None)
-    arguments = _engine_arguments(
+    feed, options = _engine_arguments(
         num_stages if is_integer(num_stages, 1) else 1,
         new_inputs,
         infeed_queue,
@@ -594,24 +586,9 @@ def split(
         measure,
     )
     parts = engine_split(
-        given_model,
-        num_stages,
-        arguments.element,
-        *arguments.inputs,
-        bytes_per_ipu=bytes_per_ipu,
-        measure=measure,
-        cut_scans=cut_scans,
-        **arguments.options,
+        given_model, num_stages, *feed, bytes_per_ipu=bytes_per_ipu, cut_scans=cut_scans, **options
     )
     return AutoStages([keep_steps(parts[0], begin), *parts[1:]], parts.groups, parts.table)
-
-
-class _EngineArguments(NamedTuple):
-    """The engine's arguments for a pipeline whose stages it is to find."""
-
-    element: Any
-    inputs: Sequence[Any]
-    options: dict[str, Any]
 
 
 def _engine_arguments(
@@ -630,8 +607,8 @@ def _engine_arguments(
     offload_weights: bool | None,
     tensor_parallel: TensorParallel | None,
     measure: bool,
-) -> _EngineArguments:
-    """Converts the arguments of `auto_stages` to the engine's."""
+) -> tuple[list[Any], dict[str, Any]]:
+    """Converts arguments of `auto_stages` to the engine's: the infeed's element and the inputs; options."""
     count = check_count(gradient_accumulation_count)
     if not isinstance(count, int):
         raise TypeError(
@@ -681,8 +658,9 @@ def _engine_arguments(
             offload_weights=offload_weights,
         ),
         "tensor_parallel": tensor_parallel,
+        "measure": measure,
     }
-    return _EngineArguments(None if infeed_queue is None else infeed_queue.element, shapes, options)
+    return [None if infeed_queue is None else infeed_queue.element, *shapes], options
 
 
 explain_missing(__name__)
