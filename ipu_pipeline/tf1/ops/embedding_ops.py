@@ -75,20 +75,16 @@ def embedding_lookup(
             f"embedding_lookup: serialization_factor must divide the {params.shape[0]} rows; got "
             f"{serialization_factor}.{older if serialization_factor == 0 else ''}"
         )
-    for option, value in (
-        ("one_hot_threshold", one_hot_threshold),
-        ("min_encoding_size", min_encoding_size),
+    for option, is_passed in (
+        ("one_hot_threshold", one_hot_threshold is not None),
+        ("min_encoding_size", min_encoding_size is not None),
+        ("serialization_factor", serialization_factor > 1),
     ):
-        if value is not None:
+        if is_passed:
             warn_once(
                 f"embedding_lookup.{option}",
                 f"embedding_lookup: {option} has no effect: XLA looks rows up where they are.",
             )
-    if serialization_factor > 1:
-        warn_once(
-            "embedding_lookup.serialization_factor",
-            "embedding_lookup: serialization_factor has no effect: XLA looks rows up where they are.",
-        )
     return jnp.take(params, ids, axis=0, mode="clip", indices_are_sorted=indices_are_sorted)
 
 
