@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ipu_pipeline.command_line.main import show
@@ -34,91 +34,6 @@ DEFAULT_STAGES, DEFAULT_MICRO_BATCHES = 4, 8
 # Schedules with two stages on each device: stages go around the devices, or down and up again.
 _AROUND = {"looped", "looped_zero_bubble"}
 _DOWN_AND_UP = {"zero_bubble_v", "v_half", "v_min", "dual_pipe_v"}
-
-
-def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that a schedule and its simulation share; those that are left out are None."""
-    parser.add_argument(
-        "--stages", type=at_least_one, metavar="N", help=f"number of stages; {DEFAULT_STAGES} by default"
-    )
-    parser.add_argument(
-        "--micro-batches",
-        type=at_least_one,
-        metavar="N",
-        help="micro-batches per weight update (gradient accumulation count); "
-        f"{DEFAULT_MICRO_BATCHES} by default",
-    )
-    parser.add_argument(
-        "--schedule",
-        type=_schedule,
-        metavar="NAME",
-        help=f"one of {', '.join(named_schedules())}, a name that another library uses, or searched (an "
-        "order made for these costs); grouped by default",
-    )
-    parser.add_argument(
-        "--device-mapping",
-        type=_mapping,
-        metavar="LIST",
-        help="the device of each stage, from 0, such as 0,1,1,0. By default each stage has its own device, "
-        "or two stages share one if the schedule needs that",
-    )
-    parser.add_argument(
-        "--inference",
-        action="store_true",
-        help="forward passes only",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def tell_example(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str:
-    """The command of the example that is shown if no option was given; empty if one was."""
-    if vars(parsed) != {"command": parsed.command, **vars(parser.parse_args([]))}:
-        return ""
-    return (
-        f"\n\nThis is ipu-pipeline {parsed.command} --stages {DEFAULT_STAGES} --micro-batches "
-        f"{DEFAULT_MICRO_BATCHES}; --help lists more options."
-    )
-
-
-def _schedule(text: str) -> str:
-    try:
-        schedule = check_schedule(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not isinstance(schedule, SearchedSchedule) and schedule not in named_schedules():
-        raise argparse.ArgumentTypeError(f"must be a name, not a file; got {text!r}")
-    return schedule_name(schedule)
-
-
-def find_mapping(
-    parser: argparse.ArgumentParser, devices: Sequence[int] | None, num_stages: int, schedule: object
-) -> tuple[int, ...]:
-    """The device of each stage; ends the program if the option does not fit the number of stages."""
-    if devices is None and schedule in {*_AROUND, *_DOWN_AND_UP}:
-        if num_stages % 2:
-            parser.error(
-                f"argument --stages: {schedule} has two stages on each device; got {num_stages}. Give an "
-                "even number, or --device-mapping."
-            )
-        devices = [*range(num_stages // 2)]
-        devices += devices if schedule in _AROUND else devices[::-1]
-    mapping = tuple(range(num_stages)) if devices is None else tuple(devices)
-    if len(mapping) != num_stages:
-        parser.error(
-            f"argument --device-mapping: must have a device for each of the {num_stages} stages; got "
-            f"{len(mapping)}. Give {num_stages} numbers, or another --stages."
-        )
-    return mapping
-
-
-def check_size(parser: argparse.ArgumentParser, num_stages: int, count: int, training: bool) -> None:
-    """Ends the program if there are more actions than a schedule may have."""
-    number_of_actions = num_stages * count * (2 if training else 1)
-    if number_of_actions > MAX_ACTIONS:
-        parser.error(
-            f"argument --micro-batches: {count} on {num_stages} stages are {number_of_actions} actions; a "
-            f"schedule has up to {MAX_ACTIONS}. Give fewer."
-        )
 
 
 def at_least_one(text: str) -> int:
@@ -155,6 +70,97 @@ def _mapping(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _width(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number from 0; got {text!r}")
+    return int(text)
+
+
+def _schedule(text: str) -> str:
+    try:
+        schedule = check_schedule(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(schedule, SearchedSchedule) and schedule not in named_schedules():
+        raise argparse.ArgumentTypeError(f"must be a name, not a file; got {text!r}")
+    return schedule_name(schedule)
+
+
+# The option and its value's placeholder -> (the value's type, help). A flag has neither value nor type.
+Options = Mapping[str, tuple[Callable[[str], Any] | None, str]]
+OF_PIPELINE: Options = {
+    "--stages N": (at_least_one, f"number of stages; {DEFAULT_STAGES} by default"),
+    "--micro-batches N": (
+        at_least_one,
+        "micro-batches per weight update (gradient accumulation count); "
+        f"{DEFAULT_MICRO_BATCHES} by default",
+    ),
+    "--schedule NAME": (
+        _schedule,
+        f"one of {', '.join(named_schedules())}, a name that another library uses, or searched (an "
+        "order made for these costs); grouped by default",
+    ),
+    "--device-mapping LIST": (
+        _mapping,
+        "the device of each stage, from 0, such as 0,1,1,0. By default each stage has its own device, "
+        "or two stages share one if the schedule needs that",
+    ),
+    "--inference": (None, "forward passes only"),
+    "--json": (None, "print JSON"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Adds options to a command's parser; those that are left out are None, and flags False."""
+    for usage, (kind, text) in options.items():
+        flag, _, metavar = usage.partition(" ")
+        if kind is None:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+
+
+def tell_example(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str:
+    """The command of the example that is shown if no option was given; empty if one was."""
+    if vars(parsed) != {"command": parsed.command, **vars(parser.parse_args([]))}:
+        return ""
+    return (
+        f"\n\nThis is ipu-pipeline {parsed.command} --stages {DEFAULT_STAGES} --micro-batches "
+        f"{DEFAULT_MICRO_BATCHES}; --help lists more options."
+    )
+
+
+def find_mapping(
+    parser: argparse.ArgumentParser, devices: Sequence[int] | None, num_stages: int, schedule: object
+) -> tuple[int, ...]:
+    """The device of each stage; ends the program if the option does not fit the number of stages."""
+    if devices is None and schedule in {*_AROUND, *_DOWN_AND_UP}:
+        if num_stages % 2:
+            parser.error(
+                f"argument --stages: {schedule} has two stages on each device; got {num_stages}. Give an "
+                "even number, or --device-mapping."
+            )
+        devices = [*range(num_stages // 2)]
+        devices += devices if schedule in _AROUND else devices[::-1]
+    mapping = tuple(range(num_stages)) if devices is None else tuple(devices)
+    if len(mapping) != num_stages:
+        parser.error(
+            f"argument --device-mapping: must have a device for each of the {num_stages} stages; got "
+            f"{len(mapping)}. Give {num_stages} numbers, or another --stages."
+        )
+    return mapping
+
+
+def check_size(parser: argparse.ArgumentParser, num_stages: int, count: int, training: bool) -> None:
+    """Ends the program if there are more actions than a schedule may have."""
+    number_of_actions = num_stages * count * (2 if training else 1)
+    if number_of_actions > MAX_ACTIONS:
+        parser.error(
+            f"argument --micro-batches: {count} on {num_stages} stages are {number_of_actions} actions; a "
+            f"schedule has up to {MAX_ACTIONS}. Give fewer."
+        )
+
+
 def spread(
     parser: argparse.ArgumentParser, option: str, values: Sequence[float], count: int, of: str
 ) -> float | list[float]:
@@ -181,20 +187,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "stage 2. A dot is an idle time-step. The schedule searched assumes that forward, input and weight "
         "gradients take equally long."
     )
-    add_pipeline(parser)
-    parser.add_argument(
-        "--width",
-        type=_width,
-        metavar="N",
-        help="characters per line, 0 for no limit; the terminal's width by default",
-    )
+    width = "characters per line, 0 for no limit; the terminal's width by default"
+    add_options(parser, {**OF_PIPELINE, "--width N": (_width, width)})
     parser.set_defaults(call=lambda parsed: _run(parser, parsed))
-
-
-def _width(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number from 0; got {text!r}")
-    return int(text)
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:

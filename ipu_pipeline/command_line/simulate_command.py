@@ -13,7 +13,9 @@ from ipu_pipeline.command_line.main import format_table, show
 from ipu_pipeline.command_line.schedule_command import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_STAGES,
-    add_pipeline,
+    OF_PIPELINE,
+    Options,
+    add_options,
     at_least_one,
     check_size,
     find_mapping,
@@ -50,115 +52,6 @@ _OF_SEARCH = ("step_time", "bound", "reason", "gap", "name", "num_peak_bytes")
 _MOST_ACTIONS = 2**15  # up to which what-ifs are simulated without --what-if: some seconds
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Adds a description and arguments to the command's parser; see `main`."""
-    parser.description = (
-        "Simulate a step of a pipeline from the costs of its parts, in any unit of time. Two modes are "
-        "compared: devices that wait only for data, as in this library, and devices in lock-step. A cost "
-        "is one number, or a list with one number per stage, such as 1,2,1."
-    )
-    add_pipeline(parser)
-    # Costs.
-    parser.add_argument(
-        "--forward-cost", type=numbers, metavar="LIST", help="forward pass of a micro-batch; 1 by default"
-    )
-    parser.add_argument(
-        "--backward-cost",
-        type=numbers,
-        metavar="LIST",
-        help="backward pass of a micro-batch; 2 by default",
-    )
-    parser.add_argument(
-        "--weight-gradients-cost",
-        type=numbers,
-        metavar="LIST",
-        help="the part of the backward pass that computes weight gradients, which some schedules run "
-        "separately; half of it by default",
-    )
-    parser.add_argument(
-        "--update-cost", type=numbers, metavar="LIST", help="weight update of a stage; 0 by default"
-    )
-    parser.add_argument(
-        "--transfer-cost",
-        type=numbers,
-        metavar="LIST",
-        help="transfer of a micro-batch to the next stage; a list has one number per pair of neighbouring "
-        "stages; 0 by default",
-    )
-    parser.add_argument(
-        "--host-cost", type=number, metavar="T", help="dispatch of a program by the host; 0 by default"
-    )
-    parser.add_argument(
-        "--sent-bytes",
-        type=numbers,
-        metavar="LIST",
-        help="bytes that a micro-batch sends, like --transfer-cost; links give its time; 0 by default",
-    )
-    parser.add_argument(
-        "--gradient-bytes",
-        type=numbers,
-        metavar="LIST",
-        help="bytes of a stage's gradients, which replicas average once per step; 0 by default",
-    )
-    # Replicas, processes and links.
-    parser.add_argument(
-        "--replicas", type=at_least_one, metavar="N", help="replicas of the pipeline; 1 by default"
-    )
-    parser.add_argument(
-        "--processes",
-        type=at_least_one,
-        metavar="N",
-        help="processes, which have equal shares of all replicas' devices, in order; 1 by default",
-    )
-    parser.add_argument(
-        "--latency",
-        type=numbers,
-        metavar="LIST",
-        help="latency of links: one number, or two (within a process, between processes); 0 by default",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=_bandwidths,
-        metavar="LIST",
-        help="bandwidth of links in bytes per unit of time, like --latency; infinite by default",
-    )
-    parser.add_argument(
-        "--share-optimizer-state",
-        action="store_true",
-        help="each replica holds and updates only its share of the optimizer state",
-    )
-    # Devices and programs.
-    parser.add_argument(
-        "--cores", type=_cores, metavar="N", help="cores that all devices share; none by default"
-    )
-    parser.add_argument(
-        "--chunk-size", type=at_least_one, metavar="N", help="micro-batches per program; 1 by default"
-    )
-    # Files, and what is searched.
-    parser.add_argument(
-        "--costs-from",
-        type=Path,
-        metavar="FILE",
-        help="read whatever is not given from a profile.json, or from a file of Scenario.as_dict",
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write a page, which opens without a network"
-    )
-    parser.add_argument(
-        "--bytes-per-ipu",
-        type=at_least_one,
-        metavar="N",
-        help="with --schedule searched: the memory limit of a device, for the sizes in --costs-from; none "
-        "by default",
-    )
-    parser.add_argument(
-        "--what-if",
-        action="store_true",
-        help=f"try other schedules, counts and splits also for more than {_MOST_ACTIONS:,} actions",
-    )
-    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
-
-
 def _cores(text: str) -> float:
     value = number(text)
     if not value:
@@ -171,6 +64,92 @@ def _bandwidths(text: str) -> list[float]:
     if not all(values):
         raise argparse.ArgumentTypeError(f"must be greater than 0; got {text!r}")
     return values
+
+
+_PAIR = "pair of neighbours"
+# The option of a cost -> (the argument of `Costs.of`, what a list has one number per, help).
+_COSTS = {
+    "forward-cost": ("forward", "stage", "forward pass of a micro-batch; 1 by default"),
+    "backward-cost": ("backward", "stage", "backward pass of a micro-batch; 2 by default"),
+    "weight-gradients-cost": (
+        "weight_gradients",
+        "stage",
+        "the part of the backward pass that computes weight gradients, which some schedules run "
+        "separately; half of it by default",
+    ),
+    "update-cost": ("update", "stage", "weight update of a stage; 0 by default"),
+    "transfer-cost": (
+        "transfer",
+        _PAIR,
+        "transfer of a micro-batch to the next stage; a list has one number per pair of neighbouring "
+        "stages; 0 by default",
+    ),
+    "host-cost": ("host", "", "dispatch of a program by the host; 0 by default"),
+    "sent-bytes": (
+        "num_sent_bytes",
+        _PAIR,
+        "bytes that a micro-batch sends, like --transfer-cost; links give its time; 0 by default",
+    ),
+    "gradient-bytes": (
+        "num_gradient_bytes",
+        "stage",
+        "bytes of a stage's gradients, which replicas average once per step; 0 by default",
+    ),
+}
+_OPTIONS: Options = {
+    **OF_PIPELINE,
+    **{
+        f"--{name} {'LIST' if per else 'T'}": (numbers if per else number, text)
+        for name, (_, per, text) in _COSTS.items()
+    },
+    # Replicas, processes and links.
+    "--replicas N": (at_least_one, "replicas of the pipeline; 1 by default"),
+    "--processes N": (
+        at_least_one,
+        "processes, which have equal shares of all replicas' devices, in order; 1 by default",
+    ),
+    "--latency LIST": (
+        numbers,
+        "latency of links: one number, or two (within a process, between processes); 0 by default",
+    ),
+    "--bandwidth LIST": (
+        _bandwidths,
+        "bandwidth of links in bytes per unit of time, like --latency; infinite by default",
+    ),
+    "--share-optimizer-state": (
+        None,
+        "each replica holds and updates only its share of the optimizer state",
+    ),
+    # Devices and programs.
+    "--cores N": (_cores, "cores that all devices share; none by default"),
+    "--chunk-size N": (at_least_one, "micro-batches per program; 1 by default"),
+    # Files, and what is searched.
+    "--costs-from FILE": (
+        Path,
+        "read whatever is not given from a profile.json, or from a file of Scenario.as_dict",
+    ),
+    "--html FILE": (Path, "also write a page, which opens without a network"),
+    "--bytes-per-ipu N": (
+        at_least_one,
+        "with --schedule searched: the memory limit of a device, for the sizes in --costs-from; none "
+        "by default",
+    ),
+    "--what-if": (
+        None,
+        f"try other schedules, counts and splits also for more than {_MOST_ACTIONS:,} actions",
+    ),
+}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds a description and arguments to the command's parser; see `main`."""
+    parser.description = (
+        "Simulate a step of a pipeline from the costs of its parts, in any unit of time. Two modes are "
+        "compared: devices that wait only for data, as in this library, and devices in lock-step. A cost "
+        "is one number, or a list with one number per stage, such as 1,2,1."
+    )
+    add_options(parser, _OPTIONS)
+    parser.set_defaults(call=lambda parsed: _run(parser, parsed))
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -314,18 +293,11 @@ def _make_cluster(
 def _make_costs(parser: argparse.ArgumentParser, parsed: argparse.Namespace, base: Costs) -> Costs:
     """Replaces costs by the options that are given."""
     costs: dict[str, Any] = {}
-    options = {f"{name}-cost": name for name in ("forward", "backward", "update", "transfer")}
-    options["weight-gradients-cost"] = "weight_gradients"
-    options |= {f"{name}-bytes": f"num_{name}_bytes" for name in ("sent", "gradient")}
-    for option, name in options.items():
-        values = getattr(parsed, option.replace("-", "_"))
-        if values is not None:
-            length, of = base.num_stages, "stage"
-            if name in ("transfer", "num_sent_bytes"):
-                length, of = base.num_stages - 1, "pair of neighbours"
-            costs[name] = spread(parser, f"--{option}", values, length, of)
-    if parsed.host_cost is not None:
-        costs["host"] = parsed.host_cost
+    for option, (name, per, _) in _COSTS.items():
+        value = getattr(parsed, option.replace("-", "_"))
+        if value is not None:
+            count = base.num_stages - (per == _PAIR)
+            costs[name] = spread(parser, f"--{option}", value, count, per) if per else value
     try:
         changed = Costs.of(base.num_stages, **{"forward": base.forward, "backward": base.backward, **costs})
     except ValueError as error:

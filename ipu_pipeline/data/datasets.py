@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipeline.data import mnist
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_positive, is_integer
 from ipu_pipeline.ground.pytrees import cast_exactly, describe
 
 __all__ = [
@@ -445,8 +445,7 @@ class Buckets:
             )
         self._lengths = list(map(int, rising))
         for name, number in (("batch_size", batch_size), ("in_a_row", in_a_row)):
-            if not is_integer(number, 1):
-                raise ValueError(f"{name} must be an integer of at least 1; got {number!r}.")
+            check_positive(name, number)
         for name, choice, choices in (
             ("remainder", remainder, ("fill", "drop")),
             ("too_long", too_long, ("raise", "cut", "drop")),

@@ -22,7 +22,7 @@ import jax
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.state_placement import Offload, Shard, parse_offload, parse_shard
+from ipu_pipeline.engine.devices.state_placement import Offload, Shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, time_shortest, why_not_timed
 from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.inspect.descriptions import Crossing, find_crossings
@@ -59,7 +59,7 @@ from ipu_pipeline.engine.tracing.model_stages import ModelCut, ModelParts, make_
 from ipu_pipeline.engine.tracing.stage_lists import Stage, StageEntry, join_layers, with_parameters
 from ipu_pipeline.engine.tracing.stage_parameters import Layout
 from ipu_pipeline.engine.tracing.stages import Source
-from ipu_pipeline.ground.checks import is_integer, name_of
+from ipu_pipeline.ground.checks import is_integer, name_of, parse_members, require
 from ipu_pipeline.ground.errors import without_traceback_note
 from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.pytrees import as_shapes, num_bytes
@@ -506,10 +506,8 @@ class _Task:
             most = "" if num_layers is None else f" to the number of layers, {num_layers}"
             least = "of at least 1" if num_layers is None else "from 1"
             raise ValueError(f"{caller}: num_stages must be an integer {least}{most}; got {num_stages!r}.")
-        if bytes_per_ipu is not None and not is_integer(bytes_per_ipu, 1):
-            raise ValueError(
-                f"{caller}: bytes_per_ipu must be an integer of at least 1, or None; got {bytes_per_ipu!r}."
-            )
+        rule = f"{caller}: bytes_per_ipu must be an integer of at least 1, or None"
+        require(bytes_per_ipu is None or is_integer(bytes_per_ipu, 1), rule, bytes_per_ipu)
         pipeline_options = make_options(caller, **options)
         if pipeline_options.num_micro_batches is None:
             raise ValueError(f"{caller}: num_micro_batches must be given, as the best split depends on it.")
@@ -534,11 +532,8 @@ def _find_mapping(caller: str, options: PipelineOptions, num_stages: int) -> tup
     if numbers is None:
         return tuple(range(num_stages))
     mapping: tuple[Any, ...] = tuple(numbers) if isinstance(numbers, Iterable) else ()
-    if len(mapping) != num_stages or not all(is_integer(ipu, 0) for ipu in mapping):
-        raise ValueError(
-            f"{caller}: device_mapping must have the number of a device for each of the {num_stages} "
-            f"stages; got {numbers!r}."
-        )
+    rule = f"{caller}: device_mapping must have the number of a device for each of the {num_stages} stages"
+    require(len(mapping) == num_stages and all(is_integer(ipu, 0) for ipu in mapping), rule, numbers)
     if num_stages > 1 and len(set(mapping)) == options.num_devices_per_ipu == 1:
         raise ValueError(
             f"{caller}: device_mapping must have several devices; got {list(mapping)}. With all stages on "
@@ -942,8 +937,9 @@ class _State:
     """The bytes of state that layers need on a device all the time."""
 
     def __init__(self, pipeline: Pipeline, options: PipelineOptions) -> None:
-        self._pipeline, self._offload = pipeline, parse_offload(options.offload)
-        self._shard, self._num_replicas = parse_shard(options.shard), options.num_replicas
+        self._pipeline, self._num_replicas = pipeline, options.num_replicas
+        self._offload = parse_members(Offload, options.offload, "offload")
+        self._shard = parse_members(Shard, options.shard, "shard")
         self._num_devices = options.num_devices_per_ipu
         self._shared = pipeline.traced.shared()
 

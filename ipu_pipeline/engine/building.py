@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ipu_pipeline.engine import jaxprs, peers
-from ipu_pipeline.engine.execution.agreement import agree_on, describe_programs, digest
+from ipu_pipeline.engine.execution.agreement import describe_programs
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
 from ipu_pipeline.engine.planning.dispatch_plans import Chunking
 from ipu_pipeline.engine.programs import differentiation
@@ -281,21 +281,7 @@ def _check_mapped(recipe: Recipe, traced: TracedPipeline, shared: Collection[str
                 )
 
 
-# The comparison with other processes, before the first step.
-
-
-def agree(
-    built: Built,
-    options: PipelineOptions,
-    mapping: Sequence[int],
-    timetable: Timetable,
-    plan: Chunking | None,
-    devices: Sequence[Any],
-) -> None:
-    """Compares a pipeline with the other processes' pipelines, if there are any; all processes call it."""
-    if peers.current() is not None:
-        texts = _describe_options(built, options, mapping, timetable, plan)
-        agree_on("pipeline", built.traced, built.updates, texts, devices)
+# What processes compare before the first step.
 
 
 def describe(
@@ -305,18 +291,7 @@ def describe(
     timetable: Timetable,
     plan: Chunking | None,
 ) -> dict[str, str]:
-    """Describes a pipeline in texts, by subject; arguments as in `agree`."""
-    texts = _describe_options(built, options, mapping, timetable, plan)
-    return {**texts, **describe_programs(built.traced, built.updates)}
-
-
-def _describe_options(
-    built: Built,
-    options: PipelineOptions,
-    mapping: Sequence[int],
-    timetable: Timetable,
-    plan: Chunking | None,
-) -> dict[str, str]:
+    """Describes a pipeline in texts, by subject."""
     traced = built.traced
     return {
         "the number of stages": str(len(traced.stages)),
@@ -332,6 +307,7 @@ def _describe_options(
         "offload": str(options.offload),
         "num_serialized": str(options.num_serialized),
         "tensor_parallel": f"{options.num_devices_per_ipu} devices, {dict(built.partitions)}",
+        **describe_programs(traced, built.updates),
     }
 
 
@@ -341,4 +317,4 @@ def _describe_leaves(tree: Any) -> str:
 
 def _describe_schedule(schedule: Any, timetable: Timetable) -> str:
     lines = [str(row) for row in timetable.rows]
-    return f"{schedule_name(schedule)} ({digest(lines)})"
+    return f"{schedule_name(schedule)} ({peers.digest(lines)})"

@@ -19,7 +19,7 @@ from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.placement import put_host_copies
 from ipu_pipeline.engine.devices.state_placement import Offload, Shard
 from ipu_pipeline.engine.execution import agreement
-from ipu_pipeline.engine.execution.agreement import agree_on, answer_everywhere
+from ipu_pipeline.engine.execution.agreement import agree_on, answer_everywhere, describe_programs
 from ipu_pipeline.engine.execution.contract import Iterated, Request
 from ipu_pipeline.engine.execution.observation import rehearse
 from ipu_pipeline.engine.loop_markers import BodyFrame, TrainingStep, minimize_p
@@ -403,7 +403,8 @@ class Loop(Pipeline):
             "the shards": str(list(self.body.shards)),
             "the training step": settings,
         }
-        agree_on("loop", self.body.pipeline, self.built.updates, texts, devices)
+        pipeline, updates = self.body.pipeline, self.built.updates
+        agree_on("loop", lambda: {**texts, **describe_programs(pipeline, updates)}, devices)
 
     def place_run(
         self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int

@@ -27,7 +27,7 @@ from ipu_pipeline.engine.tracing.stages import Source, TracedStage
 from ipu_pipeline.engine.updates.optimizer_tracing import TracedOptimizer, lift_captures, trace_optimizer
 from ipu_pipeline.engine.updates.optimizer_wrappers import LossScaled
 from ipu_pipeline.ground import jax_compat, jax_core
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import is_integer, require
 
 # The training step: `record_training_step` leaves a marker in the jaxpr being traced, as variables and
 # `enqueue` do, and `loop.trace_body` turns the markers into outputs.
@@ -306,11 +306,9 @@ def ipu_shard(index: int) -> Iterator[None]:
       RuntimeError: not called in the body of a loop: in a stage of a pipeline, whose IPU is given by
         `device_mapping`, or outside of a program.
     """
-    if not is_integer(index):
-        raise TypeError(f"ipu_shard: index must be an integer; got {index!r}.")
+    require(is_integer(index), "ipu_shard: index must be an integer", index, TypeError)
     number = int(index)
-    if number < 0:
-        raise ValueError(f"ipu_shard: index must be at least 0; got {number}.")
+    require(number >= 0, "ipu_shard: index must be at least 0", number)
     current_body("ipu_shard", "Its IPU is given by device_mapping: make a stage of each part.")
     with jax.named_scope(f"{_PREFIX}{number}"):
         yield

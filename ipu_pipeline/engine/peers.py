@@ -11,16 +11,18 @@ calls `fail`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from ipu_pipeline.ground.errors import ProcessError
 
@@ -234,6 +236,17 @@ def _describe(values: Sequence[str]) -> str:
         numbers = ", ".join(map(str, holders))
         parts.append(f"{value!r} in process{'es' * (len(holders) > 1)} {numbers}")
     return ", ".join(parts)
+
+
+def digest(lines: Iterable[str]) -> str:
+    """A short text that differs where the lines differ."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def digest_array(array: Any) -> str:
+    """A short text that differs where an array's dtype, shape or elements differ."""
+    array = np.asarray(array)
+    return f"{array.dtype}{list(array.shape)} {hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()}"
 
 
 _current: Peers | None = None

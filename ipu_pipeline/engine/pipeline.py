@@ -32,10 +32,10 @@ from ipu_pipeline.engine.devices.feeds import (
     take_nothing,
 )
 from ipu_pipeline.engine.devices.links import naming_peers
-from ipu_pipeline.engine.devices.state_placement import StatePlacement, parse_offload, parse_shard
+from ipu_pipeline.engine.devices.state_placement import Offload, Shard, StatePlacement
 from ipu_pipeline.engine.devices.xla_settings import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.execution import compilation, op_by_op
-from ipu_pipeline.engine.execution.agreement import identify_operations
+from ipu_pipeline.engine.execution.agreement import agree_on, identify_operations
 from ipu_pipeline.engine.execution.block_runner import BlockRunner
 from ipu_pipeline.engine.execution.contract import Iterated, Pending, Request, Runner
 from ipu_pipeline.engine.execution.measured_costs import why_not_timed
@@ -50,7 +50,7 @@ from ipu_pipeline.engine.measured_choices import (
     measure_scenario,
 )
 from ipu_pipeline.engine.mesh_isolation import apart
-from ipu_pipeline.engine.pipeline_options import PipelineOptions, check_positive, find_unused, make_options
+from ipu_pipeline.engine.pipeline_options import PipelineOptions, find_unused, make_options
 from ipu_pipeline.engine.pipeline_states import (
     Adoption,
     BetweenSteps,
@@ -104,7 +104,7 @@ from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight, without_weights
 from ipu_pipeline.engine.updates.update_programs import AccumulatorPlan, Updates, plan_accumulators
-from ipu_pipeline.ground.checks import parse_member
+from ipu_pipeline.ground.checks import check_positive, parse_member, parse_members
 from ipu_pipeline.ground.lazy_initialization import begin_first_run
 from ipu_pipeline.ground.pytrees import as_shapes, check_like, describe_structures
 
@@ -240,8 +240,8 @@ class Pipeline:
             check_dispatch_plan(options.dispatch_plan, options.num_micro_batches, self.is_one_program)
         self._compiler_options = _plan_compiler_options(self)
         parse_member(Reduction, options.reduction, "reduction")  # it may raise
-        self._offload = parse_offload(options.offload)
-        self._shard = parse_shard(options.shard)
+        self._offload = parse_members(Offload, options.offload, "offload")
+        self._shard = parse_members(Shard, options.shard, "shard")
         self.recompute = (
             None
             if options.recompute is None
@@ -659,7 +659,8 @@ class Pipeline:
         """Checks that all processes of the run have the same pipeline."""
         plan = None if self.is_one_program else self.dispatch_plan
         timetable = self.timetable(self.options.num_micro_batches or 1)
-        building.agree(self.built, self.options, self.device_mapping, timetable, plan, devices)
+        about = self.built, self.options, self.device_mapping, timetable, plan
+        agree_on("pipeline", lambda: building.describe(*about), devices)
 
     def _place_state(self, groups: Sequence[DeviceGroup]) -> StatePlacement:
         return StatePlacement(

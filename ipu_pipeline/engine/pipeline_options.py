@@ -23,7 +23,7 @@ from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_meshes import TensorParallel
 from ipu_pipeline.engine.updates import optimizer_tracing
-from ipu_pipeline.ground.checks import find_near, is_integer
+from ipu_pipeline.ground.checks import check_positive, find_near, is_integer, require
 from ipu_pipeline.ground.pytrees import describe_structure
 
 # Checks.
@@ -35,8 +35,7 @@ def check_fields(fields: Fields) -> None:
     """Checks what can be seen of each option alone."""
     for names, is_usable, expected in _RULES:
         for name in names.split():
-            if not is_usable(fields[name]):
-                raise ValueError(f"{name} must be {expected}; got {fields[name]!r}.")
+            require(is_usable(fields[name]), f"{name} must be {expected}", fields[name])
 
 
 def find_unused(fields: Fields) -> Iterator[str]:
@@ -376,11 +375,8 @@ class PipelineOptions:
             object.__setattr__(self, "loss", _last_stage_loss)
         if self.loss_weight is not None and self.loss is None:
             raise ValueError("loss_weight says what loss is divided by, so it needs loss and optimizer.")
-        if self.loss_weight is not None and not callable(self.loss_weight):
-            raise TypeError(
-                "loss_weight must be a function of what the last stage returns, or None; got "
-                f"{self.loss_weight!r}."
-            )
+        rule = "loss_weight must be a function of what the last stage returns, or None"
+        require(self.loss_weight is None or callable(self.loss_weight), rule, self.loss_weight, TypeError)
 
     def check_replicas(self, num_replicas: Any) -> None:
         """Raises a ValueError if a pipeline cannot have this number of replicas."""
@@ -431,9 +427,3 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer must be an optax.GradientTransformation; got the {kind} {optimizer.__qualname__}. "
             f"Call it, for example {optimizer.__name__}(1e-3)."
         )
-
-
-def check_positive(argument: str, value: Any) -> None:
-    """Raises a ValueError if an argument is not an integer of at least 1."""
-    if not is_integer(value, 1):
-        raise ValueError(f"{argument} must be an integer of at least 1; got {value!r}.")

@@ -7,7 +7,7 @@ import enum
 import functools
 import hashlib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
 # Numbers. Booleans, which Python counts as integers, are not integers here.
@@ -36,27 +36,6 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_int(argument: str, value: Any, least: int) -> None:
-    """Raises a ValueError if a value is not a Python integer of at least `least`."""
-    if not is_int(value, least):
-        raise ValueError(f"{argument} must be an integer of at least {least}; got {value!r}.")
-
-
-def check_integer(argument: str, value: Any, least: int = 1, most: int = MAX_INT32) -> int:
-    """Returns an integer within limits as Python's; raises a TypeError or ValueError for another value."""
-    if not is_integer(value):
-        raise TypeError(f"{argument} must be an integer; got {value!r}.")
-    if not least <= value <= most:
-        raise ValueError(f"{argument} must be from {least} to {most}; got {value}.")
-    return int(value)
-
-
-def check_function(argument: str, value: Any) -> None:
-    """Raises a TypeError if a value cannot be called."""
-    if not callable(value):
-        raise TypeError(f"{argument} must be a function; got {value!r}.")
-
-
 # Members of enumerations.
 
 Member = TypeVar("Member", bound=enum.Enum)
@@ -67,12 +46,6 @@ def list_members(kind: type[enum.Enum]) -> str:
     return ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
 
 
-def check_member(argument: str, value: Any, kind: type[enum.Enum]) -> None:
-    """Raises a TypeError if a value is not a member of an enumeration."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{argument} must be one of {list_members(kind)}; got {value!r}.")
-
-
 def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
     """The member that a member or its value stands for."""
     try:
@@ -81,6 +54,13 @@ def parse_member(kind: type[Member], value: Any, argument: str) -> Member:
         are_texts = all(isinstance(member.value, str) for member in kind)
         members = ", ".join(repr(member.value) for member in kind) if are_texts else list_members(kind)
         raise ValueError(f"{argument} must be one of {members}; got {value!r}.") from None
+
+
+def parse_members(kind: type[Member], values: Collection[Any], argument: str) -> frozenset[Member]:
+    """The members that a collection of members or of their values stands for."""
+    if isinstance(values, str):
+        raise ValueError(f"{argument} must be a collection of names; got the string {values!r}.")
+    return frozenset(parse_member(kind, value, f"{argument}: each entry") for value in values)
 
 
 # Names.
@@ -107,3 +87,46 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+# Rules of arguments.
+
+
+def require(holds: object, rule: str, value: Any, error: type[Exception] = ValueError) -> None:
+    """Raises an error that says a rule and the value in its place, unless the rule holds."""
+    if not holds:
+        raise error(f"{rule}; got {value!r}.")
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raises a ValueError if an argument is not an integer of at least 1, of Python or NumPy."""
+    require(is_integer(value, 1), f"{argument} must be an integer of at least 1", value)
+
+
+def check_name(argument: str, name: Any) -> None:
+    """Raises a ValueError if an argument is not the name of a variable or a scope."""
+    is_name = isinstance(name, str) and all(name.split("/"))
+    require(is_name, f"{argument} must be a non-empty string without empty parts", name)
+
+
+def check_int(argument: str, value: Any, least: int) -> None:
+    """Raises a ValueError if an argument is not an integer of at least `least`, of Python."""
+    require(is_int(value, least), f"{argument} must be an integer of at least {least}", value)
+
+
+def check_integer(argument: str, value: Any, least: int = 1, most: int = MAX_INT32) -> int:
+    """Returns an integer within limits as Python's; raises a TypeError or ValueError for another value."""
+    require(is_integer(value), f"{argument} must be an integer", value, TypeError)
+    if not least <= value <= most:
+        raise ValueError(f"{argument} must be from {least} to {most}; got {value}.")
+    return int(value)
+
+
+def check_function(argument: str, value: Any) -> None:
+    """Raises a TypeError if an argument cannot be called."""
+    require(callable(value), f"{argument} must be a function", value, TypeError)
+
+
+def check_member(argument: str, value: Any, kind: type[enum.Enum]) -> None:
+    """Raises a TypeError if an argument is not a member of an enumeration."""
+    require(isinstance(value, kind), f"{argument} must be one of {list_members(kind)}", value, TypeError)

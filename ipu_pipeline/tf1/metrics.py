@@ -131,10 +131,8 @@ def accuracy(
       labels: the right classes.
       predictions: the predicted classes, such as `np.argmax(logits, -1)`, of the same shape; one of the
         two may have a last axis of size 1 more. They are cast to the labels' dtype.
-      weights: see `mean`, as are the other arguments.
-      metrics_collections: only None.
-      updates_collections: only None.
-      name: of no meaning here.
+
+    The other arguments are those of `mean`.
 
     Returns:
       The pair (value, update).
@@ -144,8 +142,7 @@ def accuracy(
     """
     _check_collections("accuracy", metrics_collections, updates_collections)
     del name
-    xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
-    labels, predictions = _check_alike("accuracy", labels, predictions)
+    xp, labels, predictions = _as_alike_arrays("accuracy", labels, predictions, weights)
     is_right = (predictions.astype(labels.dtype) == labels).astype(_float(xp))
     weights = _weights_like("accuracy", weights, is_right, xp)
     sums = {"total": xp.sum(is_right * weights), "count": xp.sum(weights)}
@@ -170,10 +167,8 @@ def precision(
     Args:
       labels: true or false; of numbers, all but 0 are true.
       predictions: the same, of the same shape.
-      weights: see `mean`, as are the other arguments.
-      metrics_collections: only None.
-      updates_collections: only None.
-      name: of no meaning here.
+
+    The other arguments are those of `mean`.
 
     Returns:
       The pair (value, update). The value is 0 where nothing was predicted positive.
@@ -235,13 +230,11 @@ def auc(
     Args:
       labels: true or false; of numbers, all but 0 are true.
       predictions: probabilities, from 0 to 1, of the same shape.
-      weights: see `mean`.
       num_thresholds: the number of thresholds; more of them come closer to the exact area.
-      metrics_collections: only None, there for TensorFlow 1 code.
-      updates_collections: only None, there for TensorFlow 1 code.
       curve: "ROC" or "PR".
-      name: of no meaning here.
       summation_method: "trapezoidal", "minoring" or "majoring".
+
+    The other arguments are those of `mean`.
 
     Returns:
       The pair (value, update).
@@ -255,8 +248,7 @@ def auc(
         raise ValueError(f"metrics.auc: num_thresholds must be an integer from 2; got {num_thresholds!r}.")
     _check_one_of("curve", curve, ("ROC", "PR"))
     _check_one_of("summation_method", summation_method, ("trapezoidal", "minoring", "majoring"))
-    xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
-    labels, predictions = _check_alike("auc", labels, predictions)
+    xp, labels, predictions = _as_alike_arrays("auc", labels, predictions, weights)
     predictions = predictions.astype(np.float32)
     weights = xp.ravel(_weights_like("auc", weights, predictions, xp))
     labels, predictions = xp.ravel(labels.astype(bool)), xp.ravel(predictions)
@@ -322,8 +314,7 @@ def _count_positives(
     name: str, labels: Array, predictions: Array, weights: Array
 ) -> tuple[Array, Array, Array]:
     """Returns how many examples are true positives, predicted positives, and positives."""
-    xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
-    labels, predictions = _check_alike(name, labels, predictions)
+    xp, labels, predictions = _as_alike_arrays(name, labels, predictions, weights)
     is_true, is_predicted = (value.astype(bool).astype(_float(xp)) for value in (labels, predictions))
     weights = _weights_like(name, weights, is_true, xp)
     products = (is_true * is_predicted, is_predicted, is_true)
@@ -361,7 +352,11 @@ def _weights_like(name: str, weights: Array, values: Array, xp: Any) -> Array:
     return xp.broadcast_to(weights, values.shape)
 
 
-def _check_alike(name: str, labels: Array, predictions: Array) -> tuple[Array, Array]:
+def _as_alike_arrays(
+    name: str, labels: Array, predictions: Array, weights: Array
+) -> tuple[Any, Array, Array]:
+    """NumPy or jax.numpy, and labels and predictions of the same shape as its arrays."""
+    xp, (labels, predictions) = _as_arrays(labels, predictions, weights, number=2)
     if labels.ndim == predictions.ndim + 1 and labels.shape[-1] == 1:
         labels = labels[..., 0]
     elif predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
@@ -371,7 +366,7 @@ def _check_alike(name: str, labels: Array, predictions: Array) -> tuple[Array, A
             f"metrics.{name}: labels and predictions must have the same shape; got {labels.shape} and "
             f"{predictions.shape}. For logits, take the argmax first."
         )
-    return labels, predictions
+    return xp, labels, predictions
 
 
 def _check_collections(name: str, *collections: None) -> None:

@@ -65,7 +65,7 @@ def counted():
 @pytest.fixture
 def by_size(monkeypatch):
     """Programs take as long as they have bytes of arguments, in nanoseconds; nothing is run or kept."""
-    monkeypatch.setattr(measured_costs, "_known", {})
+    monkeypatch.setattr(measured_costs, "_measured", {})
     monkeypatch.setattr(measured_costs, "find_directory", lambda: None)
     monkeypatch.setattr(measured_costs, "_PASSES", 1)
     timed = []

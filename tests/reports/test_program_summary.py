@@ -15,8 +15,8 @@ from ipu_pipeline.engine.inspect import summarize
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
 from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
 from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
-from ipu_pipeline.engine.schedules.named_schedules import interleaved
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
+from ipu_pipeline.engine.schedules.schedule_definitions import interleaved
 from ipu_pipeline.engine.schedules.simulator import simulate
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ipu_infeed_queue import IPUInfeedQueue

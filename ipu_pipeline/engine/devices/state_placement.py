@@ -37,7 +37,6 @@ from ipu_pipeline.engine.updates.update_programs import (
     Updates,
     variable_of,
 )
-from ipu_pipeline.ground.checks import parse_member
 
 
 class Shard(enum.Enum):
@@ -62,13 +61,6 @@ class Shard(enum.Enum):
 
 
 ShardName: TypeAlias = Literal["optimizer_state", "weights"]  # their values
-
-
-def parse_shard(values: Collection[ShardName | Shard]) -> frozenset[Shard]:
-    """A collection of members or of their values."""
-    if isinstance(values, str):
-        raise ValueError(f"shard must be a collection of names; got the string {values!r}.")
-    return frozenset(parse_member(Shard, value, "shard: each entry") for value in values)
 
 
 def sharding_of(group: DeviceGroup, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
@@ -163,13 +155,6 @@ OffloadName: TypeAlias = Literal[
     "gradient_accumulation_buffers",
     "weights",
 ]
-
-
-def parse_offload(values: Collection[OffloadName | Offload]) -> frozenset[Offload]:
-    """A collection of members or of their values."""
-    if isinstance(values, str):
-        raise ValueError(f"offload must be a collection of names; got the string {values!r}.")
-    return frozenset(parse_member(Offload, value, "offload: each entry") for value in values)
 
 
 def load(value: Any, group: DeviceGroup) -> Any:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
+from ipu_pipeline.ground.checks import require
 from ipu_pipeline.ground.host import count_cores
 
 Options: TypeAlias = "Mapping[str, bool | int | float | str]"
@@ -106,11 +107,8 @@ def _check_types(entry: _Argument) -> None:
     for name, value in entry.options.items():
         if not isinstance(name, str):
             raise TypeError(f"{entry}: the names of compiler options are strings; got {name!r}.")
-        if type(value) not in (bool, int, float, str):
-            raise TypeError(
-                f"{entry}: the compiler option {name} must be a boolean, an integer, a float or a string; "
-                f"got {value!r}."
-            )
+        rule = f"{entry}: the compiler option {name} must be a boolean, an integer, a float or a string"
+        require(type(value) in (bool, int, float, str), rule, value, TypeError)
 
 
 def _merge(parts: Iterable[_Argument], why: str) -> dict[str, Any]:

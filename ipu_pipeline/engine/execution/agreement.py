@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,18 +101,12 @@ def _hear(process: int, subject: str, time: int) -> Any:
 # difference only in numbers that functions hold, such as a learning rate, is not found.
 
 
-def agree_on(
-    subject: str,
-    traced: TracedPipeline,
-    updates: Updates | None,
-    descriptions: Mapping[str, str],
-    devices: Sequence[Any],
-) -> None:
-    """Compares stages with those of the other processes, if there are any; all processes call it."""
+def agree_on(subject: str, describe: Callable[[], Mapping[str, str]], devices: Sequence[Any]) -> None:
+    """Compares descriptions with the other processes', if there are any; all processes call it."""
     joined = peers.current()
     if joined is not None:
         where = ", ".join(f"{device.platform} {device.id}" for device in devices)
-        joined.agree(subject, {**descriptions, **describe_programs(traced, updates), "the devices": where})
+        joined.agree(subject, {**describe(), "the devices": where})
 
 
 def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[str, str]:
@@ -122,7 +115,7 @@ def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[s
     for stage in traced.stages:
         descriptions[f"the variables of {stage.place}"] = ", ".join(map(repr, stage.variables)) or "none"
         lines = list(_describe_operations(stage.flat.equations))
-        descriptions[f"the program of {stage.place}"] = f"{len(lines)} operations ({digest(lines)})"
+        descriptions[f"the program of {stage.place}"] = f"{len(lines)} operations ({peers.digest(lines)})"
     if updates is not None:
         leaves = [f"{leaf.path}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in updates.state_leaves]
         descriptions["the optimizer's state"] = ", ".join(leaves) or "none"
@@ -134,7 +127,7 @@ def describe_programs(traced: TracedPipeline, updates: Updates | None) -> dict[s
 
 def identify_operations(equations: Iterable[Any]) -> str:
     """A short text that differs where operations or their parameters do: how often a loop runs, say."""
-    return digest(list(_describe_operations(equations, with_numbers=True)))
+    return peers.digest(_describe_operations(equations, with_numbers=True))
 
 
 def _describe_operations(equations: Iterable[Any], *, with_numbers: bool = False) -> Iterator[str]:
@@ -160,11 +153,6 @@ def _text_of(value: Any) -> str:
     if isinstance(value, str):
         return value
     return f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}"
-
-
-def digest(lines: Sequence[str]) -> str:
-    """A short text that differs where the lines differ."""
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 # The end of a loop's run, for processes without any device of the loop: the number of its iterations

@@ -25,14 +25,13 @@ from ipu_pipeline.engine.generation.requests import Limits, Request, make_reques
 from ipu_pipeline.engine.generation.sampling import Sampling
 from ipu_pipeline.engine.mesh_isolation import apart
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.pipeline_options import check_positive
 from ipu_pipeline.engine.resplitting import resplit
 from ipu_pipeline.engine.state import PipelineState, check_not_traced, check_state
 from ipu_pipeline.engine.tracing.frames import ProgramNames, Surroundings
 from ipu_pipeline.engine.tracing.stage_lists import Mapping as DeviceMapping
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry
 from ipu_pipeline.engine.tracing.stage_meshes import TensorParallel
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_positive, is_integer
 from ipu_pipeline.ground.pytrees import describe
 
 

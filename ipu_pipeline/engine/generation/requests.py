@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ipu_pipeline.engine.generation.sampling import Sampling
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_positive, is_integer, require
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,9 @@ def make_request(
     number: int,
 ) -> Request:
     """Checks what a user asks for."""
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be an engine.Sampling; got {sampling!r}.")
-    if not is_integer(max_new_tokens, 1):
-        raise ValueError(f"max_new_tokens must be an integer of at least 1; got {max_new_tokens!r}.")
-    if not is_integer(seed, 0) or seed >= 2**32:
-        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1; got {seed!r}.")
+    require(isinstance(sampling, Sampling), "sampling must be an engine.Sampling", sampling, TypeError)
+    check_positive("max_new_tokens", max_new_tokens)
+    require(is_integer(seed, 0) and seed < 2**32, "seed must be an integer from 0 to 2**32 - 1", seed)
     if isinstance(stop_tokens, (str, bytes)) or not isinstance(stop_tokens, (Collection, np.ndarray)):
         raise TypeError(f"stop_tokens must be a list of tokens, such as [0]; got {stop_tokens!r}.")
     tokens = _check_tokens(prompt, name, limits.num_words)

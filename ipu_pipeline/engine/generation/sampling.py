@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.ground.checks import is_integer, is_number
+from ipu_pipeline.ground.checks import is_integer, is_number, require
 
 # Top-p is the nucleus of Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
 # Filters are applied in the order of Hugging Face's transformers: temperature, top-k, top-p.
@@ -46,16 +46,10 @@ class Sampling:
             raise ValueError(
                 f"Sampling: temperature must be a finite number from 0 (greedy); got {self.temperature!r}."
             )
-        if self.top_k is not None and not is_integer(self.top_k, 1):
-            raise ValueError(
-                "Sampling: top_k must be an integer of at least 1, or None for all words; got "
-                f"{self.top_k!r}."
-            )
-        if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(
-                "Sampling: top_p must be a number above 0 and at most 1, or None for all words; got "
-                f"{self.top_p!r}."
-            )
+        rule = "Sampling: top_k must be an integer of at least 1, or None for all words"
+        require(self.top_k is None or is_integer(self.top_k, 1), rule, self.top_k)
+        rule = "Sampling: top_p must be a number above 0 and at most 1, or None for all words"
+        require(self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1), rule, self.top_p)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
                 f"Sampling: top_k={self.top_k} and top_p={self.top_p} only matter where tokens are drawn, "

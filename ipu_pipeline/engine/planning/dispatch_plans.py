@@ -10,7 +10,7 @@ from ipu_pipeline.engine.programs.stage_programs import StageProgram, StageProgr
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import Timetable
-from ipu_pipeline.ground.checks import is_int
+from ipu_pipeline.ground.checks import is_int, require
 from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.tables import describe_bytes
 
@@ -36,10 +36,8 @@ class Chunking:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        if not is_int(self.chunk_size, 1):
-            raise ValueError(
-                f"Chunking: chunk_size must be an integer of at least 1; got {self.chunk_size!r}."
-            )
+        rule = "Chunking: chunk_size must be an integer of at least 1"
+        require(is_int(self.chunk_size, 1), rule, self.chunk_size)
 
     def __str__(self) -> str:
         """Describes the plan in words."""

@@ -2,23 +2,6 @@
 
 from ipu_pipeline.engine.schedules.advice import Advice, Variant, advise, make_even, what_if
 from ipu_pipeline.engine.schedules.clusters import Cluster, HostMemory, LinkSpeed
-from ipu_pipeline.engine.schedules.named_schedules import (
-    SCHEDULES,
-    NamedSchedule,
-    ScheduleName,
-    all_forwards,
-    dual_pipe_v,
-    grouped,
-    interleaved,
-    looped,
-    looped_zero_bubble,
-    sequential,
-    v_half,
-    v_min,
-    zero_bubble,
-    zero_bubble_h2,
-    zero_bubble_v,
-)
 from ipu_pipeline.engine.schedules.order_search import Searched, search
 from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Memory, Scenario
 from ipu_pipeline.engine.schedules.schedule_arguments import (
@@ -35,6 +18,23 @@ from ipu_pipeline.engine.schedules.schedule_arguments import (
     schedule_name,
     timetable,
     write_csv,
+)
+from ipu_pipeline.engine.schedules.schedule_definitions import (
+    SCHEDULES,
+    NamedSchedule,
+    ScheduleName,
+    all_forwards,
+    dual_pipe_v,
+    grouped,
+    interleaved,
+    looped,
+    looped_zero_bubble,
+    sequential,
+    v_half,
+    v_min,
+    zero_bubble,
+    zero_bubble_h2,
+    zero_bubble_v,
 )
 from ipu_pipeline.engine.schedules.simulator import Simulation, predict_step_time, simulate
 from ipu_pipeline.engine.schedules.timelines import Bubble, Interval, Peak, Sending, Timeline

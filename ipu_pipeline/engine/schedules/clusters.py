@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ipu_pipeline.engine.schedules.timetables import UPDATE, ActionKind
-from ipu_pipeline.ground.checks import is_int, is_real
+from ipu_pipeline.ground.checks import is_int, is_real, require
 
 # Replicas, processes and links.
 #
@@ -40,15 +40,11 @@ class LinkSpeed:
     def __post_init__(self) -> None:
         """Checks the fields."""
         for name, value in (("latency", self.latency), ("bandwidth", self.bandwidth)):
-            if not is_real(value):
-                raise TypeError(f"LinkSpeed: {name} must be a number; got {value!r}.")
+            require(is_real(value), f"LinkSpeed: {name} must be a number", value, TypeError)
         if not (self.latency >= 0 and math.isfinite(self.latency)):
             raise ValueError(f"LinkSpeed: latency must be finite and at least 0; got {self.latency!r}.")
-        if not self.bandwidth > 0:
-            raise ValueError(
-                f"LinkSpeed: bandwidth must be greater than 0 (infinite: only the latency counts); got "
-                f"{self.bandwidth!r}."
-            )
+        rule = "LinkSpeed: bandwidth must be greater than 0 (infinite: only the latency counts)"
+        require(self.bandwidth > 0, rule, self.bandwidth)
 
     def time(self, num_bytes: float) -> float:
         """Returns the time to send `num_bytes`; 0 for no bytes."""
@@ -81,13 +77,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        _check_count("num_replicas", self.num_replicas)
+        rule = "Cluster: num_replicas must be an integer of at least 1"
+        require(is_int(self.num_replicas, 1), rule, self.num_replicas)
         object.__setattr__(self, "processes", tuple(self.processes))
         for process in self.processes:
-            if not is_int(process, 0):
-                raise ValueError(
-                    f"Cluster: processes must be integers from 0, one per device; got {process!r}."
-                )
+            rule = "Cluster: processes must be integers from 0, one per device"
+            require(is_int(process, 0), rule, process)
         processes = set(self.processes)
         if processes and max(processes) >= len(processes):
             missing = min(set(range(max(processes))) - processes)
@@ -129,12 +124,10 @@ class Cluster:
             ("num_ipus", num_ipus),
             ("num_processes", num_processes),
         ):
-            _check_count(name, value)
+            require(is_int(value, 1), f"Cluster: {name} must be an integer of at least 1", value)
         number = num_replicas * num_ipus
-        if number % num_processes:
-            raise ValueError(
-                f"Cluster: num_processes must divide the number of devices, {number}; got {num_processes}."
-            )
+        rule = f"Cluster: num_processes must divide the number of devices, {number}"
+        require(not number % num_processes, rule, num_processes)
         size = number // num_processes
         processes = tuple(device // size for device in range(number)) if num_processes > 1 else ()
         speeds = {"within": within or LinkSpeed(), "between": between or LinkSpeed()}
@@ -187,11 +180,6 @@ def _read_speed(entries: Mapping[str, Any]) -> LinkSpeed:
     if entries.get("bandwidth") is None:
         entries["bandwidth"] = math.inf
     return LinkSpeed(**entries)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not is_int(value, 1):
-        raise ValueError(f"Cluster: {name} must be an integer of at least 1; got {value!r}.")
 
 
 # Execution phases.
@@ -319,10 +307,8 @@ class HostMemory:
             object.__setattr__(self, name, values)
             for value in values:
                 is_number = is_real(value)
-                if not (is_number and value >= 0 and math.isfinite(value)):
-                    raise ValueError(
-                        f"HostMemory: {name} must be finite numbers of at least 0; got {value!r}."
-                    )
+                rule = f"HostMemory: {name} must be finite numbers of at least 0"
+                require(is_number and value >= 0 and math.isfinite(value), rule, value)
 
     def check(self, num_stages: int, num_levels: int, schedule: object) -> None:
         """Checks the phases and sizes against the rest of a scenario.
@@ -331,11 +317,8 @@ class HostMemory:
           ValueError: they do not go together.
         """
         for name in _SIZES:
-            if len(getattr(self, name)) not in (0, num_stages):
-                raise ValueError(
-                    f"HostMemory: {name} must have a number for each of the {num_stages} stages, or none; "
-                    f"got {len(getattr(self, name))}."
-                )
+            rule = f"HostMemory: {name} must have a number for each of the {num_stages} stages, or none"
+            require(len(getattr(self, name)) in (0, num_stages), rule, len(getattr(self, name)))
         # A user's timetable or function may be anything, as long as phases come in their order.
         self.phases.check(num_levels, schedule if isinstance(schedule, str) else "sequential", 1)
 

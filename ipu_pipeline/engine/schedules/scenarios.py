@@ -20,7 +20,7 @@ from ipu_pipeline.engine.schedules.schedule_arguments import (
     timetable,
 )
 from ipu_pipeline.engine.schedules.timetables import ActionKind, Timetable, check
-from ipu_pipeline.ground.checks import is_int, is_real
+from ipu_pipeline.ground.checks import is_int, is_real, require
 
 # Costs and memory of actions.
 
@@ -353,28 +353,20 @@ class Scenario:
         number = self.costs.num_stages
         for name in ("num_micro_batches", "chunk_size", "micro_batch_size"):
             value = getattr(self, name)
-            if not is_int(value, 1):
-                raise ValueError(f"Scenario: {name} must be an integer of at least 1; got {value!r}.")
-        if self.num_micro_batches % self.chunk_size:
-            raise ValueError(
-                f"Scenario: chunk_size must divide num_micro_batches, which is {self.num_micro_batches}; "
-                f"got {self.chunk_size}."
-            )
+            require(is_int(value, 1), f"Scenario: {name} must be an integer of at least 1", value)
+        rule = f"Scenario: chunk_size must divide num_micro_batches, which is {self.num_micro_batches}"
+        require(not self.num_micro_batches % self.chunk_size, rule, self.chunk_size)
         ipus = _find_ipus(self.schedule, number) if isinstance(self.schedule, Timetable) else range(number)
         for name, default in (("device_mapping", ipus), ("levels", range(number))):
             value = tuple(getattr(self, name)) or tuple(default)
             object.__setattr__(self, name, value)
-            if len(value) != number or min(value) < 0:
-                raise ValueError(
-                    f"Scenario: {name} must have a number from 0 for each of the {number} stages; got "
-                    f"{value!r}."
-                )
+            rule = f"Scenario: {name} must have a number from 0 for each of the {number} stages"
+            require(len(value) == number and min(value) >= 0, rule, value)
         if not isinstance(self.schedule, Timetable):
             object.__setattr__(self, "schedule", find_schedule(self.schedule, "Scenario: schedule"))
         levels = self.levels
         rising = all(0 <= after - before <= 1 for before, after in itertools.pairwise(levels))
-        if levels[0] != 0 or not rising:
-            raise ValueError(f"Scenario: levels must ascend from 0 without a gap; got {levels!r}.")
+        require(levels[0] == 0 and rising, "Scenario: levels must ascend from 0 without a gap", levels)
         if self.is_fused and levels.count(levels[-1]) > 1:
             raise ValueError(
                 f"Scenario: the last level must have one stage, or the costs is_fused=False; got levels "
@@ -391,11 +383,8 @@ class Scenario:
                     f"stages; got {sizes[0]} and {sizes[1]}."
                 )
         object.__setattr__(self, "layers", tuple(map(tuple, self.layers)))
-        if len(self.layers) not in (0, number):
-            raise ValueError(
-                f"Scenario: layers must have a list for each of the {number} stages; got "
-                f"{len(self.layers)}."
-            )
+        rule = f"Scenario: layers must have a list for each of the {number} stages"
+        require(len(self.layers) in (0, number), rule, len(self.layers))
         if self.host_memory is not None:
             self.host_memory.check(number, levels[-1] + 1, self.schedule)
             self.host_memory.check_devices(self.cores, self.cluster.num_replicas)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ipu_pipeline.engine.schedules.named_schedules import (
+from ipu_pipeline.engine.schedules.schedule_definitions import (
     SCHEDULES,
     NamedSchedule,
     ScheduleName,
@@ -31,7 +31,7 @@ from ipu_pipeline.engine.schedules.timetables import (
     check,
     split_backward,
 )
-from ipu_pipeline.ground.checks import is_int
+from ipu_pipeline.ground.checks import is_int, require
 
 # Schedules in CSV files, in the format of PyTorch's `torch.distributed.pipelining`.
 #
@@ -382,11 +382,8 @@ class SearchedSchedule:
 
     def __post_init__(self) -> None:
         """Checks the field."""
-        if self.bytes_per_ipu is not None and not is_int(self.bytes_per_ipu, 1):
-            raise ValueError(
-                "PipelineSchedule.searched: bytes_per_ipu must be an integer of at least 1, or None; got "
-                f"{self.bytes_per_ipu!r}."
-            )
+        rule = "PipelineSchedule.searched: bytes_per_ipu must be an integer of at least 1, or None"
+        require(self.bytes_per_ipu is None or is_int(self.bytes_per_ipu, 1), rule, self.bytes_per_ipu)
 
     def __str__(self) -> str:
         """The name that reports have for it."""
@@ -435,11 +432,9 @@ def check_schedule(schedule: Any, argument: str = "schedule") -> Schedule:
         'num_micro_batches, device_mapping, training), or the path of a file ("....csv")'
     )
     if isinstance(schedule, str):
-        if _normalize(schedule) not in _BY_NAME:
-            raise ValueError(f"{argument} must be {expected}; got {schedule!r}.")
+        require(_normalize(schedule) in _BY_NAME, f"{argument} must be {expected}", schedule)
         return _BY_NAME[_normalize(schedule)]
-    if not callable(schedule):
-        raise TypeError(f"{argument} must be {expected}; got {schedule!r}.")
+    require(callable(schedule), f"{argument} must be {expected}", schedule, TypeError)
     try:
         signature = inspect.signature(schedule)
     except ValueError:

@@ -17,6 +17,7 @@ from ipu_pipeline.engine.tracing import frames, scopes
 from ipu_pipeline.engine.tracing.frames import Enqueued, Frame, OutsideOfBodyError, current_frame
 from ipu_pipeline.engine.tracing.specs import serial_numbers
 from ipu_pipeline.ground import jax_compat, jax_core
+from ipu_pipeline.ground.checks import require
 from ipu_pipeline.ground.pytrees import is_readable
 
 # `enqueue` leaves a marker in the jaxpr being traced, as variables do, and notes in the function's frame
@@ -143,18 +144,14 @@ def metric(name: str, value: Any, reduction: MetricReduction = "mean") -> None:
             "optimizer_function, or in the update of its optimizer; in a loop, enqueue the value to an "
             "outfeed."
         )
-    if not isinstance(name, str):
-        raise TypeError(f"metric: name must be a string; got {name!r}.")
+    require(isinstance(name, str), "metric: name must be a string", name, TypeError)
     if not name or name == NUMBERS:
         raise ValueError(
             f"metric: name must not be empty, nor {NUMBERS!r}, as the numbers of weight updates are called "
             f"beside it; got {name!r}."
         )
-    if reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"metric({name!r}): reduction must be one of {', '.join(map(repr, _REDUCTIONS))}; got "
-            f"{reduction!r}."
-        )
+    rule = f"metric({name!r}): reduction must be one of {', '.join(map(repr, _REDUCTIONS))}"
+    require(reduction in _REDUCTIONS, rule, reduction)
     scope = scopes.current_scope()
     full_name = f"{scope}/{name}" if scope else name
     if full_name in metric_names(frame.enqueued or ()):

@@ -19,7 +19,7 @@ from ipu_pipeline.engine.tracing.faults import find_line
 from ipu_pipeline.engine.tracing.frames import OutsideOfBodyError
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.ground import jax_compat, jax_core
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_positive, require
 
 # What stages compute with other replicas are primitives of JAX. They are lowered for one replica, unless
 # they are within the program of several (`jax.shard_map` over the axis `replica`), so nothing has to be
@@ -179,13 +179,9 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        if not is_integer(self.size, 1):
-            raise ValueError(f"TensorParallel: size must be an integer of at least 1; got {self.size!r}.")
-        if not callable(self.variables) and not isinstance(self.variables, Mapping):
-            raise ValueError(
-                "TensorParallel: variables must be a dict from full names to PartitionSpecs, or a "
-                f"function; got {self.variables!r}."
-            )
+        check_positive("TensorParallel: size", self.size)
+        rule = "TensorParallel: variables must be a dict from full names to PartitionSpecs, or a function"
+        require(callable(self.variables) or isinstance(self.variables, Mapping), rule, self.variables)
         if isinstance(self.variables, Mapping):  # later changes by the caller do not count
             object.__setattr__(self, "variables", dict(self.variables))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.state import MOVES
-from ipu_pipeline.ground.checks import join
+from ipu_pipeline.ground.checks import check_name, join
 from ipu_pipeline.ground.errors import drop_traceback_note
 from ipu_pipeline.ground.jax_compat import is_traced
 from ipu_pipeline.ground.pytrees import as_shape, describe, describe_structures, is_of_numbers
@@ -53,10 +53,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         """Checks the name."""
-        if not isinstance(self.name, str) or not all(self.name.split("/")):
-            raise ValueError(
-                f"Shared: name must be a non-empty string without empty parts; got {self.name!r}."
-            )
+        check_name("Shared: name", self.name)
 
 
 @dataclass(frozen=True, eq=False)

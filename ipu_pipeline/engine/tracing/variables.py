@@ -29,7 +29,7 @@ from ipu_pipeline.engine.tracing.specs import (
     serial_numbers,
 )
 from ipu_pipeline.ground import jax_compat, jax_core
-from ipu_pipeline.ground.checks import join
+from ipu_pipeline.ground.checks import check_name, join
 from ipu_pipeline.ground.pytrees import is_of_numbers
 
 
@@ -172,25 +172,18 @@ def _full_name(around: str, name: Any, default_name: Any) -> str:
     if isinstance(name, VariableScope):
         return str(name)
     if name is None and default_name is not None:
-        _check("default_name", default_name)
+        check_name("variable_scope: default_name", default_name)
         opened = frames.current_frame("variable_scope with a default_name").names.opened_scopes
         endings = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
         candidates = (join(around, default_name + ending) for ending in endings)
         chosen = next(candidate for candidate in candidates if candidate not in opened)
         opened.add(chosen)
         return chosen
-    _check("name", name)
+    check_name("variable_scope: name", name)
     frame = frames.find_frame()
     if frame is not None:
         frame.names.opened_scopes.add(join(around, name))
     return join(around, name)
-
-
-def _check(argument: str, name: Any) -> None:
-    if not isinstance(name, str) or not all(name.split("/")):
-        raise ValueError(
-            f"variable_scope: {argument} must be a non-empty string without empty parts; got {name!r}."
-        )
 
 
 # `get_variable` leaves a marker equation in the jaxpr that is being traced, and `assign` another. What
@@ -276,10 +269,7 @@ def get_variable(
       RuntimeError: nothing is being traced.
     """
     frames.current_frame("get_variable")
-    if not isinstance(name, str) or not all(name.split("/")):
-        raise ValueError(
-            f"get_variable: name must be a non-empty string without empty parts; got {name!r}."
-        )
+    check_name("get_variable: name", name)
     if use_resource not in (None, True):
         raise ValueError(
             "get_variable: use_resource must be True; variables here are always resource variables."

@@ -6,7 +6,6 @@ compared before they are used: the program is the same everywhere, but what it r
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -15,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from ipu_pipeline.engine.processes import current as current_peers
+from ipu_pipeline.engine.processes import digest_array
 from ipu_pipeline.poptorch.dtypes import to_numpy
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
@@ -152,7 +151,7 @@ def compare_arrays(subject: str, arrays: Mapping[str, Any], mend: str = _MEND) -
     peers = current_peers()
     if peers is None:
         return
-    text = json.dumps({name: _digest(array) for name, array in arrays.items()})
+    text = json.dumps({name: digest_array(array) for name, array in arrays.items()})
     digests = [json.loads(text) for text in peers.exchange(f"PopTorch: {subject}", text)]
     names = dict.fromkeys(itertools.chain(*digests))
     differing = [name for name in names if len({process.get(name) for process in digests}) > 1]
@@ -185,12 +184,6 @@ def compare_state(saved: SavedState | None) -> None:
     tensors = {} if saved is None else {**saved.ipu_state, **saved.ipu_param}
     arrays = {name: to_numpy(torch.as_tensor(value), name) for name, value in tensors.items()}
     compare_arrays("The optimizer's states", arrays, "Load one state for all processes, or none.")
-
-
-def _digest(array: Any) -> str:
-    array = np.asarray(array)
-    digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
-    return f"{array.dtype}{list(array.shape)} {digest}"
 
 
 # Devices.

@@ -24,9 +24,9 @@ T_co = TypeVar("T_co", covariant=True)
 MemberT = TypeVar("MemberT", bound=enum.Enum)
 
 
-def fail(name: str, rule: str, value: Any) -> AssertionError:
+def fail(name: str, rule: str, value: Any, error: type[Exception] = AssertionError) -> Exception:
     """Makes the error for a value of a wrong type."""
-    return AssertionError(f"{name} must be {rule}; got {value!r}.")
+    return error(f"{name} must be {rule}; got {value!r}.")
 
 
 def _keep(_name: str, value: Any) -> Any:
@@ -44,6 +44,7 @@ class Check(Generic[T_co]):
       keep: takes the name and a value of the right type, and returns the value to keep.
       refuses: the values that `keep` raises a ValueError for, in words.
       is_optional: whether None is let through.
+      error: the class of the error for a value of a wrong type.
     """
 
     rule: str
@@ -51,26 +52,27 @@ class Check(Generic[T_co]):
     keep: Callable[[str, Any], T_co] = _keep
     refuses: str = ""
     is_optional: bool = False
+    error: type[Exception] = AssertionError
 
     def __call__(self, name: str, value: Any) -> T_co:
         """Checks a value."""
         if value is None and self.is_optional:
             return _keep(name, None)
         if not self.accepts(value):
-            raise fail(name, self.rule, value)
+            raise fail(name, self.rule, value, self.error)
         return self.keep(name, value)
 
     @property
     def raises(self) -> str:
         """The errors, for the documentation of the checked value."""
         wrong = "neither None nor" if self.is_optional else "not"
-        text = f"AssertionError: the value is {wrong} {self.rule}."
+        text = f"{self.error.__name__}: the value is {wrong} {self.rule}."
         return f"{text}\n  ValueError: the value is {self.refuses}." if self.refuses else text
 
 
-def instance(kind: type[T], rule: str) -> Check[T]:
+def instance(kind: type[T], rule: str, error: type[Exception] = AssertionError) -> Check[T]:
     """Checks for an instance of a class. The rule describes it in words."""
-    return Check(rule, lambda value: isinstance(value, kind))
+    return Check(rule, lambda value: isinstance(value, kind), error=error)
 
 
 def member(kind: type[MemberT]) -> Check[MemberT]:

@@ -17,9 +17,10 @@ import torch
 
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch import markers
-from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy, to_torch
+from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.operations.checks import check_outside
+from ipu_pipeline.poptorch.operations.checks import Check, check_outside, instance
+from ipu_pipeline.poptorch.operations.host_calls import Kind
 
 Array = Any  # of JAX
 Attributes = Mapping[str, Any]
@@ -108,11 +109,9 @@ def register_custom_op(
       poptorch.register_custom_op("com.acme", "Cube", 1, lambda x, bias: (x**3, x**3 + bias))
     """
     # Arguments.
-    for label, value in (("domain", domain), ("name", name)):
-        if not isinstance(value, str):
-            raise TypeError(f"register_custom_op: {label} must be a string; got {value!r}.")
-    if not is_int(version):
-        raise TypeError(f"register_custom_op: version must be an integer; got {version!r}.")
+    for label, text in (("domain", domain), ("name", name)):
+        instance(str, "a string", TypeError)(f"register_custom_op: {label}", text)
+    Check("an integer", is_int, error=TypeError)("register_custom_op: version", version)
     for label, callback in (("function", function), ("vjp", vjp)):
         if callback is not None and not callable(callback):
             raise TypeError(f"register_custom_op: {label} must be callable; got {type(callback).__name__}.")
@@ -293,23 +292,19 @@ class CustomCall:
 
     Attributes:
       operation: the operation.
-      results: the shapes of its results.
-      dtypes: the dtypes of its results.
+      results: the kinds of its results.
       attributes: the attributes, by name.
     """
 
     operation: CustomOperation
-    results: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    results: tuple[Kind, ...]
     attributes: dict[str, Any]
 
     @classmethod
     def read(cls, key: str, results: str, attributes: str) -> Self:
         """Reads what `custom_op` wrote."""
-        kinds = json.loads(results)
-        shapes = tuple(tuple(shape) for _dtype, shape in kinds)
-        dtypes = tuple(getattr(torch, dtype) for dtype, _shape in kinds)
-        return cls(find_custom_op(*json.loads(key)), shapes, dtypes, json.loads(attributes))
+        kinds = tuple(Kind(tuple(shape), getattr(torch, dtype)) for dtype, shape in json.loads(results))
+        return cls(find_custom_op(*json.loads(key)), kinds, json.loads(attributes))
 
     def compute(self, inputs: Sequence[Array]) -> list[Array]:
         """Computes the results by JAX, with the gradient that was registered."""
@@ -332,8 +327,7 @@ class CustomCall:
         return computed(*inputs)
 
     def _compute_plainly(self, *inputs: Array) -> list[Array]:
-        kinds = zip(self.results, self.dtypes, strict=True)
-        shapes = [jax.ShapeDtypeStruct(shape, jax_dtype(dtype)) for shape, dtype in kinds]
+        shapes = [kind.array for kind in self.results]
         outputs = self.operation.compute(inputs, shapes, self.attributes)
         values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         try:
@@ -343,10 +337,11 @@ class CustomCall:
                 f"Custom operation {self.operation.label} must return a JAX array for each of its "
                 f"example_outputs; it returned {[type(value).__name__ for value in values]}."
             ) from error
-        if [array.shape for array in arrays] != list(self.results):
+        expected = [kind.shape for kind in self.results]
+        if [array.shape for array in arrays] != expected:
             raise Error(
                 f"Custom operation {self.operation.label} returned arrays of shapes "
-                f"{[array.shape for array in arrays]}; its example_outputs have {list(self.results)}."
+                f"{[array.shape for array in arrays]}; its example_outputs have {expected}."
             )
         return [array.astype(shape.dtype) for array, shape in zip(arrays, shapes, strict=True)]
 
@@ -387,14 +382,12 @@ def _compute_on_cpu(
     call = CustomCall.read(key, results, attributes)
     with _on_cpu(), jax.numpy_dtype_promotion("standard"):
         outputs = call.compute([jnp.asarray(to_numpy(tensor.contiguous())) for tensor in inputs])
-        return [to_torch(array, dtype) for array, dtype in zip(outputs, call.dtypes, strict=True)]
+        return [to_torch(array, kind.dtype) for array, kind in zip(outputs, call.results, strict=True)]
 
 
 def _shapes(inputs: list[torch.Tensor], key: str, results: str, attributes: str) -> list[torch.Tensor]:
-    call = CustomCall.read(key, results, attributes)
-    device = inputs[0].device
-    kinds = zip(call.results, call.dtypes, strict=True)
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    kinds, device = CustomCall.read(key, results, attributes).results, inputs[0].device
+    return [torch.empty(kind.shape, dtype=kind.dtype, device=device) for kind in kinds]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -406,20 +399,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward_on_cpu(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     call, tensors = CustomCall.read(*ctx.call), ctx.saved_tensors
     varied = [number for number, tensor in enumerate(tensors) if tensor.is_floating_point()]
+    are_floats = [kind.dtype.is_floating_point for kind in call.results]
     with _on_cpu(), jax.numpy_dtype_promotion("standard"):
         arrays = [jnp.asarray(to_numpy(tensor.contiguous())) for tensor in tensors]
 
         def compute(*floats: Array) -> list[Array]:
             replaced = dict(zip(varied, floats, strict=True))
             results = call.compute([replaced.get(number, array) for number, array in enumerate(arrays)])
-            kinds = zip(results, call.dtypes, strict=True)
-            return [array for array, dtype in kinds if dtype.is_floating_point]
+            return list(itertools.compress(results, are_floats))
 
         outputs, transpose = jax.vjp(compute, *(arrays[number] for number in varied))
-        by_results = [g for g, dtype in zip(gradients, call.dtypes, strict=True) if dtype.is_floating_point]
         result_gradients = [
             jnp.zeros_like(array) if gradient is None else jnp.asarray(to_numpy(gradient.contiguous()))
-            for gradient, array in zip(by_results, outputs, strict=True)
+            for gradient, array in zip(itertools.compress(gradients, are_floats), outputs, strict=True)
         ]
         cotangents: list[torch.Tensor | None] = [None] * len(tensors)
         for number, gradient in zip(varied, transpose(result_gradients), strict=True):

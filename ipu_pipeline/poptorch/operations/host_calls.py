@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy, to_torch
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.operations.checks import check_outside
+from ipu_pipeline.poptorch.operations.checks import check_outside, instance
 from ipu_pipeline.poptorch.structures import Structure, flatten
 from ipu_pipeline.poptorch.thread_views import seeing_as_here
 
@@ -226,8 +226,7 @@ class CPU:
         """
         if not callable(layer_to_call):
             raise TypeError(f"CPU: layer_to_call must be callable; got {type(layer_to_call).__name__}.")
-        if not isinstance(ID, str):
-            raise TypeError(f"CPU: ID must be a string; got {ID!r}.")
+        instance(str, "a string", TypeError)("CPU: ID", ID)
         self.layer_to_call, self.ID = layer_to_call, ID
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

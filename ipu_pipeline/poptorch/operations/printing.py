@@ -11,29 +11,22 @@ import torch
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
-from ipu_pipeline.poptorch.operations.checks import check_int, check_tensor
+from ipu_pipeline.poptorch.operations.checks import Check, check_int, check_tensor, instance
 
 PRINT = f"{markers.NAMESPACE}::print_tensor"
 
 FloatFormat: TypeAlias = Literal["auto", "fixed", "scientific", "none"]
 _FORMATS = get_args(FloatFormat)
+_format: Check[FloatFormat] = Check(
+    f"one of {', '.join(_FORMATS)}", lambda value: value in _FORMATS, error=Error
+)
+_string = instance(str, "a string", Error)
+_flag = instance(bool, "a bool", Error)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The format of printed arrays.
-
-    Attributes:
-      summarise_threshold: arrays with more elements are abridged.
-      edge_items: the number of elements that an abridged array has at both ends of each dimension.
-      max_line_width: the number of characters in a line; 0 for no limit.
-      digits: digits behind the decimal point, or significant ones if `float_format` is "none".
-      float_format: "auto" (fixed, or scientific where numbers are very large or very different), "fixed",
-        "scientific", "none" (the shorter one for each number).
-      separator: text between elements.
-      open_bracket: text before the elements of a dimension.
-      close_bracket: text behind them.
-    """
+    """The format of printed arrays, by the arguments of `ipu_print_tensor`."""
 
     summarise_threshold: int = 1000
     edge_items: int = 3
@@ -49,14 +42,9 @@ class Layout:
         for name in ("summarise_threshold", "edge_items", "max_line_width", "digits"):
             minimum = 1 if name == "edge_items" else 0
             check_int(getattr(self, name), f"ipu_print_tensor: {name} is a number.", minimum)
-        if self.float_format not in _FORMATS:
-            raise Error(
-                f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}; got "
-                f"{self.float_format!r}."
-            )
+        _format("ipu_print_tensor: float_format", self.float_format)
         for name in ("separator", "open_bracket", "close_bracket"):
-            if not isinstance(getattr(self, name), str):
-                raise Error(f"ipu_print_tensor: {name} must be a string; got {getattr(self, name)!r}.")
+            _string(f"ipu_print_tensor: {name}", getattr(self, name))
 
     def write(self, array: np.ndarray[Any, Any]) -> str:
         """Writes an array as text; a scalar as a number."""
@@ -152,8 +140,9 @@ def ipu_print_tensor(
       summarise_threshold: tensors with more elements are abridged.
       edge_items: the number of elements that an abridged tensor has at both ends of each dimension.
       max_line_width: the number of characters in a line; 0 for no limit.
-      digits: digits behind the decimal point.
-      float_format: "auto", "fixed", "scientific" or "none", see `Layout`.
+      digits: digits behind the decimal point, or significant ones if `float_format` is "none".
+      float_format: "auto" (fixed, or scientific where numbers are very large or very different), "fixed",
+        "scientific", "none" (the shorter one for each number).
       separator: text between elements.
       open_bracket: text before the elements of a dimension.
       close_bracket: text behind them.
@@ -165,10 +154,8 @@ def ipu_print_tensor(
       Error: it is not a tensor, or an argument of the layout is invalid.
     """
     check_tensor(tensor, "ipu print tensor must take a torch.tensor argument.")
-    if not isinstance(title, str):
-        raise Error(f"ipu_print_tensor: title must be a string; got {title!r}.")
-    if not isinstance(print_gradient, bool):
-        raise Error(f"ipu_print_tensor: print_gradient must be a bool; got {print_gradient!r}.")
+    _string("ipu_print_tensor: title", title)
+    _flag("ipu_print_tensor: print_gradient", print_gradient)
     layout = (
         summarise_threshold,
         edge_items,

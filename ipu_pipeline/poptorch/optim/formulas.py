@@ -203,11 +203,6 @@ def _sgd(case: Case) -> Update:
 _MEAN, _SQUARES = Slot("exp_avg"), Slot("exp_avg_sq", is_second_order=True)
 
 
-def _adam_slots(structure: Structure, group: GroupStructure, shape: tuple[int, ...]) -> tuple[Slot, ...]:
-    del structure, group, shape
-    return (COUNT, _MEAN, _SQUARES)
-
-
 def average(case: Case, corrects_mean: bool = True) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Returns Adam's averages: corrected, with the root of the second one; and uncorrected."""
     gradient, numbers = case.direction, case.numbers
@@ -457,43 +452,36 @@ def _multiply(left: jax.Array, right: jax.Array) -> jax.Array:
 
 def _fixed_slots(*slots: Slot) -> SlotsOf:
     """Returns a function that gives these slots for every structure, group and shape."""
-
-    def find(_structure: Structure, _group: GroupStructure, _shape: tuple[int, ...]) -> tuple[Slot, ...]:
-        return slots
-
-    return find
-
-
-def _slots_with_count(*slots: Slot) -> SlotsOf:
-    return _fixed_slots(COUNT, *slots)
+    return lambda _structure, _group, _shape: slots
 
 
 FORMULAS: Mapping[Kind, Formula] = {
     Kind.SGD: Formula(_sgd_slots, _sgd),
-    Kind.ADAM: Formula(_adam_slots, _adam),
+    Kind.ADAM: Formula(_fixed_slots(COUNT, _MEAN, _SQUARES), _adam),
     Kind.RMSPROP: Formula(_rmsprop_slots, _rmsprop),
-    Kind.LAMB: Formula(_adam_slots, _lamb),
+    Kind.LAMB: Formula(_fixed_slots(COUNT, _MEAN, _SQUARES), _lamb),
     Kind.ADAGRAD: Formula(
-        _slots_with_count(Slot("sum", is_second_order=True, initial="initial_accumulator_value")), _adagrad
+        _fixed_slots(COUNT, Slot("sum", is_second_order=True, initial="initial_accumulator_value")),
+        _adagrad,
     ),
     Kind.ADADELTA: Formula(
-        _slots_with_count(
-            Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)
+        _fixed_slots(
+            COUNT, Slot("square_avg", is_second_order=True), Slot("acc_delta", is_second_order=True)
         ),
         _adadelta,
     ),
-    Kind.ADAMAX: Formula(_slots_with_count(_MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
+    Kind.ADAMAX: Formula(_fixed_slots(COUNT, _MEAN, Slot("exp_inf", is_second_order=True)), _adamax),
     Kind.NADAM: Formula(
-        _slots_with_count(_MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam
+        _fixed_slots(COUNT, _MEAN, _SQUARES, Slot("mu_product", initial=1.0, shape=())), _nadam
     ),
-    Kind.RADAM: Formula(_slots_with_count(_MEAN, _SQUARES), _radam),
+    Kind.RADAM: Formula(_fixed_slots(COUNT, _MEAN, _SQUARES), _radam),
     Kind.ASGD: Formula(
-        _slots_with_count(
-            Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")
+        _fixed_slots(
+            COUNT, Slot("eta", initial="lr", shape=()), Slot("mu", initial=1.0, shape=()), Slot("ax")
         ),
         _asgd,
     ),
-    Kind.RPROP: Formula(_slots_with_count(Slot("prev"), Slot("step_size", initial="lr")), _rprop),
+    Kind.RPROP: Formula(_fixed_slots(COUNT, Slot("prev"), Slot("step_size", initial="lr")), _rprop),
     Kind.ADAFACTOR: Formula(_adafactor_slots, _adafactor),
     Kind.MUON: Formula(_fixed_slots(Slot("momentum_buffer")), _muon),
 }

@@ -66,10 +66,23 @@ _ACCUMULATION_TYPES = (torch.float32, torch.float16)
 class Optimizer(torch.optim.Optimizer):
     """An optimizer with a state on the devices.
 
+    A constructor takes torch's arguments, and values for the attributes below. None stands for an
+    argument's default. Signatures show which of the attributes an optimizer has.
+
     Attributes:
-      variable_attrs: which attributes `setOptimizer` may change.
-      device_state: the state on the devices, or what is left of it.
-      loss_scaling: the loss is multiplied by it and gradients are divided by it; may be set.
+      variable_attrs: which attributes `setOptimizer` may change; not an argument.
+      device_state: the state on the devices, or what is left of it; not an argument.
+      loss_scaling: the loss is multiplied by it and the gradients are divided by it, so that small
+        gradients survive float16; by default 1. It may be set.
+      accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
+      first_order_momentum_accum_type: the same choice, for averages of gradients and momentum buffers.
+      second_order_momentum_accum_type: the same choice, for averages of squared gradients.
+      bias_correction: whether averages are corrected for starting at 0; by default True.
+      max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
+
+    Raises:
+      AssertionError: a type is neither torch.float32 nor torch.float16.
+      ValueError: a value is out of its range.
     """
 
     # The attributes that PopTorch adds and all groups share, with their defaults.
@@ -213,32 +226,14 @@ class SGD(Optimizer, torch.optim.SGD):
         *,
         fused: bool | None = None,
     ) -> None:
-        """Takes torch's arguments and PopTorch's; None stands for the default.
+        """Takes its own arguments; all others are `torch.optim.SGD`'s, or attributes of `Optimizer`.
 
         Args:
-          params: parameters, or dicts with groups of them.
-          lr: as in `torch.optim.SGD`.
-          momentum: as in torch.
-          dampening: as in torch.
-          weight_decay: as in torch.
-          nesterov: as in torch.
-          maximize: as in torch.
-          foreach: as in torch.
-          differentiable: as in torch.
-          loss_scaling: the loss is multiplied by it and the gradients are divided, so that small gradients
-            survive float16; by default 1.
           velocity_scaling: in the combined variant, the momentum buffers are kept multiplied by it; by
             default 1. It may differ per group.
           use_combined_accum: if True, gradients are accumulated and momentum buffers kept in the dtype of
-            the parameter, and the next two types are ignored. By default False.
-          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
-          velocity_accum_type: the same choice, for the momentum buffers.
-          max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
-          fused: as in torch.
-
-        Raises:
-          AssertionError: a type is neither torch.float32 nor torch.float16.
-          ValueError: torch refuses a value.
+            the parameter, and the two types are ignored. By default False.
+          velocity_accum_type: the same choice as for `accum_type`, for the momentum buffers.
         """
         of_groups, attributes = self.sort_arguments(locals())
         of_torch = {name: value for name, value in of_groups.items() if name != "velocity_scaling"}
@@ -294,30 +289,9 @@ class Adam(AveragingOptimizer, torch.optim.Adam):
         *,
         decoupled_weight_decay: bool | None = None,
     ) -> None:
-        """Takes torch's arguments and PopTorch's; None stands for the default.
+        """Takes arguments that are `torch.optim.Adam`'s, or attributes of `Optimizer`.
 
-        Args:
-          params: parameters, or dicts with groups of them.
-          lr: as in `torch.optim.Adam`.
-          betas: as in torch.
-          eps: as in torch.
-          weight_decay: as in torch.
-          amsgrad: as in torch. A model can only be trained without it.
-          foreach: as in torch.
-          maximize: as in torch.
-          capturable: as in torch.
-          differentiable: as in torch.
-          fused: as in torch.
-          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
-          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
-          first_order_momentum_accum_type: the same choice, for the averages of gradients.
-          second_order_momentum_accum_type: the same choice, for the averages of squared gradients.
-          max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
-          decoupled_weight_decay: as in torch.
-
-        Raises:
-          AssertionError: a type is neither torch.float32 nor torch.float16.
-          ValueError: torch refuses a value.
+        A model can only be trained without `amsgrad`.
         """
         of_torch, attributes = self.sort_arguments(locals())
         torch.optim.Adam.__init__(self, params, **of_torch)
@@ -357,30 +331,9 @@ class AdamW(AveragingOptimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        """Takes torch's arguments and PopTorch's; None stands for the default.
+        """Takes arguments that are `torch.optim.AdamW`'s, or attributes of `Optimizer`.
 
-        Args:
-          params: parameters, or dicts with groups of them.
-          lr: as in `torch.optim.AdamW`.
-          betas: as in torch.
-          eps: as in torch.
-          weight_decay: as in torch.
-          amsgrad: as in torch. A model can only be trained without it.
-          maximize: as in torch.
-          foreach: as in torch.
-          capturable: as in torch.
-          differentiable: as in torch.
-          fused: as in torch.
-          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
-          bias_correction: whether averages are corrected for starting at 0; by default True.
-          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
-          first_order_momentum_accum_type: the same choice, for the averages of gradients.
-          second_order_momentum_accum_type: the same choice, for the averages of squared gradients.
-          max_grad_norm: gradients are scaled down to this norm over all of them; by default infinite.
-
-        Raises:
-          AssertionError: a type is neither torch.float32 nor torch.float16.
-          ValueError: torch refuses a value.
+        A model can only be trained without `amsgrad`.
         """
         of_torch, attributes = self.sort_arguments(locals())
         torch.optim.AdamW.__init__(self, params, **of_torch)
@@ -418,30 +371,11 @@ class RMSprop(AveragingOptimizer, torch.optim.RMSprop):
         *,
         capturable: bool | None = None,
     ) -> None:
-        """Takes torch's arguments and PopTorch's; None stands for the default.
+        """Takes its own argument; all others are `torch.optim.RMSprop`'s, or attributes of `Optimizer`.
 
         Args:
-          params: parameters, or dicts with groups of them.
-          lr: as in `torch.optim.RMSprop`.
-          alpha: as in torch.
-          eps: as in torch.
-          weight_decay: as in torch.
-          momentum: as in torch.
-          centered: as in torch.
-          foreach: as in torch.
-          maximize: as in torch.
-          differentiable: as in torch.
-          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
-          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
-          first_order_momentum_accum_type: the same choice, for momentum buffers and averages of gradients.
-          second_order_momentum_accum_type: the same choice, for averages of squared gradients.
           use_tf_variant: if True, TensorFlow's formula. The average of squares starts at 1, `eps` is inside
             the root, and the momentum buffer takes in the learning rate. By default False.
-          capturable: as in torch.
-
-        Raises:
-          AssertionError: a type is neither torch.float32 nor torch.float16.
-          ValueError: torch refuses a value.
         """
         of_torch, attributes = self.sort_arguments(locals())
         torch.optim.RMSprop.__init__(self, params, **of_torch)
@@ -479,7 +413,7 @@ class LAMB(AveragingOptimizer):
         first_order_momentum_accum_type: torch.dtype | None = None,
         second_order_momentum_accum_type: torch.dtype | None = None,
     ) -> None:
-        """Takes its arguments; None stands for the default.
+        """Takes its own arguments; all others are attributes of `Optimizer`.
 
         Args:
           params: parameters, or dicts with groups of them.
@@ -488,16 +422,7 @@ class LAMB(AveragingOptimizer):
             default.
           eps: added to the denominator; by default 1e-8.
           weight_decay: the share of the weights that is added to the update; by default 0.01.
-          bias_correction: whether averages are corrected for starting at 0; by default True.
-          loss_scaling: the loss is multiplied by it and the gradients are divided; by default 1.
           max_weight_norm: a parameter counts as no larger than this; by default 65500.
-          accum_type: the dtype that gradients accumulate in: torch.float32, the default, or torch.float16.
-          first_order_momentum_accum_type: the same choice, for the averages of gradients.
-          second_order_momentum_accum_type: the same choice, for the averages of squared gradients.
-
-        Raises:
-          AssertionError: a type is neither torch.float32 nor torch.float16.
-          ValueError: a value is out of its range.
         """
         of_groups, attributes = self.sort_arguments(locals())
         defaults: dict[str, Any] = {

@@ -418,19 +418,16 @@ def _find_constants(
     scale: float,
 ) -> frozenset[AttributeKey]:
     """Finds what is marked as constant; in torch's own optimizers, every default value but the rate."""
-    constants: set[AttributeKey] = set()
-    if isinstance(optimizer, Optimizer):
-        is_constant = optimizer.variable_attrs.isConstant
-        constants |= {
-            (number, name) for number, of in enumerate(values) for name in of if is_constant(name)
-        }
-        return frozenset(constants | ({(None, "loss_scaling")} if is_constant("loss_scaling") else set()))
-    defaults = _DEFAULTS[torchs_class.__name__]
-    for number, group in enumerate(values):
-        for name, value in group.items():
-            if name != "lr" and value == defaults[name]:
-                constants.add((number, name))
-    return frozenset(constants | ({(None, "loss_scaling")} if scale == 1 else set()))
+    defaults = _DEFAULTS[torchs_class.__name__] | {"loss_scaling": 1.0}
+
+    def is_constant(name: str, value: Value) -> bool:
+        if isinstance(optimizer, Optimizer):
+            return optimizer.variable_attrs.isConstant(name)
+        return name != "lr" and bool(value == defaults[name])
+
+    items: list[tuple[int | None, str, Value]] = [(None, "loss_scaling", scale)]
+    items += [(number, *item) for number, group in enumerate(values) for item in group.items()]
+    return frozenset((number, name) for number, name, value in items if is_constant(name, value))
 
 
 # Replacing an optimizer in a compiled model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -21,12 +22,11 @@ from ipu_pipeline.processes.rendezvous import is_in_environment
 # Options of training: the accumulation and reduction of gradients.
 
 
-def _check_reduction(name: str, value: Any) -> ReductionType:
-    if not isinstance(value, ReductionType) or value is ReductionType.NoReduction:
-        raise ValueError(
-            f"{name} must be poptorch.ReductionType.Sum or poptorch.ReductionType.Mean; got {value!r}."
-        )
-    return value
+_reduction: checks.Check[ReductionType] = checks.Check(
+    "poptorch.ReductionType.Sum or poptorch.ReductionType.Mean",
+    lambda value: isinstance(value, ReductionType) and value is not ReductionType.NoReduction,
+    error=ValueError,
+)
 
 
 class TrainingOptions(OptionGroup):
@@ -40,18 +40,11 @@ class TrainingOptions(OptionGroup):
     def gradientAccumulation(self, gradient_accumulation: int) -> None:
         """Sets the number of micro-batches per weight update."""
 
-    accumulation_and_replication_reduction_type = Option(_check_reduction, ReductionType.Mean)
+    accumulation_and_replication_reduction_type = Option(_reduction, ReductionType.Mean)
 
     @accumulation_and_replication_reduction_type.setter
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> None:
-        """Sets the reduction of the gradients over micro-batches and replicas.
-
-        Args:
-          reduction_type: `ReductionType.Sum` or `Mean`.
-
-        Raises:
-          ValueError: it is another value.
-        """
+        """Sets the reduction of the gradients over micro-batches and replicas."""
 
     meanAccumulationAndReplicationReductionStrategy = Option(
         checks.member(MeanReductionStrategy), MeanReductionStrategy.Post
@@ -96,11 +89,11 @@ class TrainingOptions(OptionGroup):
 # Options of arithmetic: exceptions, rounding, and the dtype of partial results.
 
 
-def _check_partials(name: str, value: Any) -> torch.dtype:
-    if value not in (torch.float16, torch.float32):
-        raise ValueError(f"{name} must be torch.float16 or torch.float32; got {value!r}.")
-    dtype: torch.dtype = value
-    return dtype
+_partials: checks.Check[torch.dtype] = checks.Check(
+    "torch.float16 or torch.float32",
+    lambda value: value in (torch.float16, torch.float32),
+    error=ValueError,
+)
 
 
 class PrecisionOptions(OptionGroup):
@@ -123,20 +116,13 @@ class PrecisionOptions(OptionGroup):
         """Has no effect: float16 results are rounded to the nearest number. True warns."""
 
     partials_type = Option(
-        _check_partials,
+        _partials,
         no_effect="XLA decides in which type a matrix product or convolution is summed up.",
     )
 
     @partials_type.setter
     def setPartialsType(self, dtype: torch.dtype) -> None:
-        """Has no effect, and warns: XLA decides the dtype that matrix products and convolutions sum up in.
-
-        Args:
-          dtype: torch.float16 or torch.float32.
-
-        Raises:
-          ValueError: it is neither.
-        """
+        """Has no effect, and warns: XLA decides the dtype of sums in matrix products and convolutions."""
 
     def autocastEnabled(self, enabled: bool) -> Self:
         """Has no effect: only `torch.autocast` in forward casts. False warns.
@@ -177,8 +163,8 @@ def _warn(name: str, reason: str) -> None:
 # Options of how a model is captured.
 
 
-def _check_trace(name: str, value: Any) -> bool:
-    if checks.boolean(name, value):
+def _refuse_trace(name: str, value: bool) -> bool:
+    if value:
         raise ValueError(
             f"{name} must be False; got True. Models are captured by torch.export, not by torch.jit.trace."
         )
@@ -190,16 +176,11 @@ class JitOptions(OptionGroup):
 
     path = "poptorch.Options().Jit"
 
-    trace_model = Option(_check_trace, False)
+    trace_model = Option(dataclasses.replace(checks.boolean, keep=_refuse_trace, refuses="True"), False)
 
     @trace_model.setter
     def traceModel(self, trace_model: bool) -> None:
-        """Whether torch.jit.trace captures the model. It must be False, as in PopTorch's last versions.
-
-        Raises:
-          AssertionError: it is not a boolean.
-          ValueError: it is True.
-        """
+        """Whether torch.jit.trace captures the model. It must be False, as in PopTorch's last versions."""
 
 
 # Options of the place of tensors: device memory or host memory.

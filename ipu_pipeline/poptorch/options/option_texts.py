@@ -24,28 +24,21 @@ from typing import Any
 import torch
 
 from ipu_pipeline.poptorch import enums
+from ipu_pipeline.poptorch.options import strategies
 from ipu_pipeline.poptorch.options.base import OptionGroup, is_configurable
 from ipu_pipeline.poptorch.options.inner_groups import TensorLocationSettings
-from ipu_pipeline.poptorch.options.strategies import (
-    ParallelPhasedExecution,
-    Phase,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    ShardedExecution,
-    Stage,
-)
 
 # Names.
 
 _CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        ParallelPhasedExecution,
-        Phase,
-        PipelinedExecution,
-        SerialPhasedExecution,
-        ShardedExecution,
-        Stage,
+        strategies.ParallelPhasedExecution,
+        strategies.Phase,
+        strategies.PipelinedExecution,
+        strategies.SerialPhasedExecution,
+        strategies.ShardedExecution,
+        strategies.Stage,
         TensorLocationSettings,
     )
 }

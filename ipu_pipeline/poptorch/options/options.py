@@ -190,13 +190,7 @@ class DeviceOptions(OptionGroup):
 
 
 class AnchoredTensor(NamedTuple):
-    """An inner value of a model that is kept.
-
-    Attributes:
-      long_name: the name of the value in `getTensorNames`.
-      output_mode: which micro-batches it is kept for; None for those whose outputs are returned.
-      output_return_period: the N of `OutputMode.EveryN`.
-    """
+    """An inner value of a model that is kept, by the arguments of `DiagnosticOptions.anchorTensor`."""
 
     long_name: str
     output_mode: OutputMode | None
@@ -348,14 +342,11 @@ class DiagnosticOptions(OptionGroup):
         """The name of the directory that the model's profile is written to."""
 
 
-def _check_strategy(name: str, value: Any) -> Strategy:
-    if isinstance(value, AutoStage):
-        return PipelinedExecution(value)
-    if not isinstance(value, Strategy):
-        raise checks.fail(
-            name, "a strategy, as poptorch.PipelinedExecution, or a poptorch.AutoStage", value
-        )
-    return value.clone()
+_strategy: checks.Check[Strategy] = checks.Check(
+    "a strategy, as poptorch.PipelinedExecution, or a poptorch.AutoStage",
+    lambda value: isinstance(value, (AutoStage, Strategy)),
+    lambda _name, value: PipelinedExecution(value) if isinstance(value, AutoStage) else value.clone(),
+)
 
 
 def _check_schedule(name: str, value: Any) -> schedules.Schedule:
@@ -413,7 +404,7 @@ class Options(DeviceOptions, DiagnosticOptions):
     def deviceIterations(self, device_iterations: int) -> None:
         """Sets the number of weight updates per call; in inference, of micro-batches."""
 
-    execution_strategy = Option(_check_strategy, PipelinedExecution())
+    execution_strategy = Option(_strategy, PipelinedExecution())
 
     @execution_strategy.setter
     def setExecutionStrategy(self, strategy: Strategy | AutoStage) -> None:
@@ -422,9 +413,6 @@ class Options(DeviceOptions, DiagnosticOptions):
         Args:
           strategy: the strategy. It is copied, so later changes to it have no effect. An `AutoStage`
             stands for `PipelinedExecution(auto_stage)`.
-
-        Raises:
-          AssertionError: it is not a strategy.
         """
 
     num_split_ipus = Option(checks.optional(checks.integer(1)), None)
@@ -440,10 +428,6 @@ class Options(DeviceOptions, DiagnosticOptions):
 
         Args:
           num_ipus: the number of IPUs; None: blocks place the model.
-
-        Raises:
-          AssertionError: it is not an integer.
-          ValueError: it is below 1.
         """
 
     pipeline_schedule = Option(_check_schedule, "grouped")

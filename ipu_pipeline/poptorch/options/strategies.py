@@ -83,10 +83,8 @@ class Phase(EqualByValue):
             raise AssertionError("poptorch.Phase needs at least one stage, or the names of blocks.")
         if all(isinstance(stage, str) for stage in stages):
             stages = (Stage(*stages),)  # type: ignore[arg-type]  # they are strings
-        for stage in stages:
-            if not isinstance(stage, Stage):
-                raise checks.fail("The arguments of poptorch.Phase", "all stages, or all names", stage)
-        self._stages: tuple[Stage, ...] = stages  # type: ignore[assignment]  # they are stages
+        check = checks.instance(Stage, "all stages, or all names")
+        self._stages = tuple(check("The arguments of poptorch.Phase", stage) for stage in stages)
 
     @property
     def stages(self) -> list[Stage]:
@@ -123,7 +121,7 @@ class Phase(EqualByValue):
 
 
 def pick(caller: str, values: tuple[Any, ...], index: int) -> Any:
-    """Returns a value by its position, from the end if negative. `what` names the caller in errors."""
+    """Returns a value by its position, from the end if negative. `caller` is for errors."""
     number = checks.integer()(f"{caller}: the index", index)
     if not -len(values) <= number < len(values):
         raise IndexError(

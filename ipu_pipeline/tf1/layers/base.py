@@ -101,6 +101,11 @@ def function(of: str = "", *, default: Any = dataclasses.MISSING) -> Any:
     )
 
 
+def flag(meaning: str, *, default: bool = False, attribute: str = "{}") -> Any:
+    """Declares an argument that is True or False; False if it is not passed and there is no default."""
+    return argument(meaning, check_flag, default=default, attribute=attribute)
+
+
 @dataclass_transform(field_specifiers=(argument, initializer, function))
 def with_arguments(cls: type[ClassT]) -> type[ClassT]:
     """Gives a class of layers its `__init__`, which takes the inherited arguments and the class's own.

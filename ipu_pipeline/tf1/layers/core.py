@@ -26,6 +26,7 @@ from ipu_pipeline.tf1.layers.base import (
     check_number,
     check_positive_integer,
     common,
+    flag,
     function,
     initializer,
     optional,
@@ -52,7 +53,7 @@ class Dense(VariableLayer):
 
     units: int = argument("the size of the last axis of the outputs.", check_positive_integer)
     activation: InitVar[ActivationFunction] = function(default=None)
-    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    use_bias: bool = flag("whether there is a `bias`.", default=True)
     kernel_initializer: InitVar[Any] = initializer("kernel", "[inputs, units]", default="glorot_uniform")
     bias_initializer: InitVar[Any] = initializer("bias", "[units]", default="zeros")
 
@@ -337,8 +338,8 @@ class BatchNormalization(_Normalization):
         default=0.99,
     )
     epsilon: float = argument("added to the variance.", _check_epsilon, default=1e-3)
-    center: bool = argument("whether there is a `beta`.", check_flag, default=True)
-    scale: bool = argument("whether there is a `gamma`.", check_flag, default=True)
+    center: bool = flag("whether there is a `beta`.", default=True)
+    scale: bool = flag("whether there is a `gamma`.", default=True)
     beta_initializer: InitVar[Any] = initializer("beta", "[features]", default="zeros")
     gamma_initializer: InitVar[Any] = initializer("gamma", "[features]", default="ones")
     moving_mean_initializer: InitVar[Any] = initializer(
@@ -412,8 +413,8 @@ class LayerNormalization(_Normalization):
         "the axis or axes to normalize over; in any order.", _find_axes, default=-1
     )
     epsilon: float = argument("added to the variance.", _check_epsilon, default=1e-3)
-    center: bool = argument("whether there is a `beta`.", check_flag, default=True)
-    scale: bool = argument("whether there is a `gamma`.", check_flag, default=True)
+    center: bool = flag("whether there is a `beta`.", default=True)
+    scale: bool = flag("whether there is a `gamma`.", default=True)
     beta_initializer: InitVar[Any] = initializer(
         "beta", "which has the sizes of those axes, in the order of the inputs", default="zeros"
     )
@@ -454,15 +455,14 @@ class GroupNormalization(_Normalization):
         "the axis of the channels; not the first one, which is the batch.", _check_axis, default=-1
     )
     epsilon: float = argument("added to the variance.", _check_epsilon, default=1e-3)
-    center: bool = argument("whether there is a `beta`.", check_flag, default=True)
-    scale: bool = argument("whether there is a `gamma`.", check_flag, default=True)
+    center: bool = flag("whether there is a `beta`.", default=True)
+    scale: bool = flag("whether there is a `gamma`.", default=True)
     beta_initializer: InitVar[Any] = initializer("beta", "[channels]", default="zeros")
     gamma_initializer: InitVar[Any] = initializer("gamma", "[channels]", default="ones")
     _: KW_ONLY
-    strided_channel_grouping: bool = argument(
+    strided_channel_grouping: bool = flag(
         "True: channel c is in group c modulo `groups`, as on IPUs by default; False: groups consist of "
         "neighbouring channels, as in Keras.",
-        check_flag,
         default=True,
     )
     dtype: InitVar[Any] = common("of the outputs; None: see `mixed_precision`, by default float32.")
@@ -483,20 +483,29 @@ class GroupNormalization(_Normalization):
                 f"{self._full_name()}: groups must divide the channels of the inputs; got groups={groups} "
                 f"and {channels} channels, in inputs of shape {inputs.shape}. -1 makes each a group."
             )
-        sizes, group_axis = (groups, channels // groups), axis  # the axis of the groups
-        if self.strided_channel_grouping:
-            sizes, group_axis = (channels // groups, groups), axis + 1
-        grouped = inputs.reshape(*inputs.shape[:axis], *sizes, *inputs.shape[axis + 1 :])
-        reduced_axes = tuple(index for index in range(1, grouped.ndim) if index != group_axis)
-        mean = jnp.mean(grouped, reduced_axes, keepdims=True)
-        variance = jnp.var(grouped, reduced_axes, keepdims=True)
-        normalized = _normalize(grouped, mean, variance, self.epsilon).reshape(inputs.shape)
+        is_strided = self.strided_channel_grouping
+        normalized = normalize_groups(inputs, axis, groups, is_strided, self.epsilon)
         return self._scale_and_center(normalized, axes)
 
 
 def _normalize(inputs: jax.Array, mean: jax.Array, variance: jax.Array, epsilon: float) -> jax.Array:
     """Normalizes; mean and variance have 1 for the axes that they do not depend on."""
     return (inputs - mean) * jax.lax.rsqrt(variance + epsilon)
+
+
+def normalize_groups(
+    inputs: jax.Array, axis: int, groups: int, is_strided: bool, epsilon: float
+) -> jax.Array:
+    """Normalizes each example over groups of the channels, which are at the axis."""
+    channels = inputs.shape[axis]
+    sizes, group_axis = (groups, channels // groups), axis  # the axis of the groups
+    if is_strided:
+        sizes, group_axis = (channels // groups, groups), axis + 1
+    grouped = inputs.reshape(*inputs.shape[:axis], *sizes, *inputs.shape[axis + 1 :])
+    reduced_axes = tuple(index for index in range(1, grouped.ndim) if index != group_axis)
+    mean = jnp.mean(grouped, reduced_axes, keepdims=True)
+    variance = jnp.var(grouped, reduced_axes, keepdims=True)
+    return _normalize(grouped, mean, variance, epsilon).reshape(inputs.shape)
 
 
 def _moments(inputs: jax.Array, axis: int, is_shared: bool) -> tuple[jax.Array, jax.Array]:

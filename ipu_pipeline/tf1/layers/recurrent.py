@@ -22,6 +22,7 @@ from ipu_pipeline.tf1.layers.base import (
     check_flag,
     check_positive_integer,
     common,
+    flag,
     function,
     initializer,
     with_arguments,
@@ -72,16 +73,20 @@ class Recurrent(Layer):
                 f"{self._full_name()}: {name} must be an array of shape {shape}; got a "
                 f"{type(value).__name__}."
             )
-        state = jnp.asarray(value)
-        if not jnp.issubdtype(state.dtype, jnp.floating):
+        return self._cast(self._as_floating(value, name, shape, "[batch, units]"))
+
+    def _as_floating(self, value: Any, name: str, shape: tuple[int, ...], layout: str) -> jax.Array:
+        """An argument that must be a floating-point array of a shape."""
+        array = jnp.asarray(value)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
-                f"{self._full_name()}: {name} must have floating-point numbers; got {state.dtype.name}."
+                f"{self._full_name()}: {name} must have floating-point numbers; got {array.dtype.name}."
             )
-        if state.shape != shape:
+        if array.shape != shape:
             raise ValueError(
-                f"{self._full_name()}: {name} must have shape {shape}, [batch, units]; got {state.shape}."
+                f"{self._full_name()}: {name} must have shape {shape}, {layout}; got {array.shape}."
             )
-        return self._cast(state)
+        return array
 
 
 # The formulas: LSTM, GRU and AUGRU over whole sequences, as functions of their weights.
@@ -272,6 +277,8 @@ def _add(values: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 # LSTM and GRU with Keras's arguments and variables.
 
+_States: TypeAlias = "tuple[jax.Array, ...]"  # the output of the step before comes first
+
 
 def _check_stateful(layer: str, argument: str, value: Any) -> None:
     if check_flag(layer, argument, value):
@@ -295,7 +302,7 @@ class _KerasRecurrent(Recurrent, VariableLayer):
         "of the candidate, and of an LSTM's cell state: ", default="tanh"
     )
     recurrent_activation: InitVar[ActivationFunction] = function("of the gates: ", default="sigmoid")
-    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    use_bias: bool = flag("whether there is a `bias`.", default=True)
     kernel_initializer: InitVar[Any] = initializer(
         "kernel", "[features, gates * units]", default="glorot_uniform"
     )
@@ -313,28 +320,14 @@ class _KerasRecurrent(Recurrent, VariableLayer):
     dropout_seed: InitVar[int | None] = argument(
         "an integer, folded into the random key of the dropout.", default=None, attribute=""
     )
-    return_sequences: bool = argument(
-        "whether the outputs of all steps are returned rather than the last one.", check_flag, default=False
-    )
-    return_state: bool = argument(
-        "whether the state after the last step is returned too.", check_flag, default=False
-    )
-    go_backwards: bool = argument(
-        "whether the sequence is processed from its end; outputs come in that order.",
-        check_flag,
-        default=False,
-    )
+    return_sequences: bool = flag("whether the outputs of all steps are returned rather than the last one.")
+    return_state: bool = flag("whether the state after the last step is returned too.")
+    go_backwards: bool = flag("whether the sequence is processed from its end; outputs come in that order.")
     stateful: InitVar[bool] = argument(
         "only False is possible.", _check_stateful, default=False, attribute=""
     )
-    unroll: bool = argument(
-        "whether the program contains every step in turn, rather than a loop.", check_flag, default=False
-    )
-    time_major: bool = argument(
-        "whether inputs and outputs have time as their first axis, and not the batch.",
-        check_flag,
-        default=False,
-    )
+    unroll: bool = flag("whether the program contains every step in turn, rather than a loop.")
+    time_major: bool = flag("whether inputs and outputs have time as their first axis, and not the batch.")
     partials_dtype: InitVar[Any] = without_effect(
         "has no effect: sums are computed in float32 or wider. Any other dtype warns."
     )
@@ -391,17 +384,13 @@ class _KerasRecurrent(Recurrent, VariableLayer):
         return (result, *states) if self.return_state else result
 
     @abc.abstractmethod
-    def _as_states(self, initial_state: Any, batch: int) -> tuple[jax.Array, ...]:
+    def _as_states(self, initial_state: Any, batch: int) -> _States:
         """The states before the first step, h first."""
 
     @abc.abstractmethod
     def _run(
-        self,
-        inputs: jax.Array,
-        states: tuple[jax.Array, ...],
-        kernel: jax.Array,
-        recurrent_kernel: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, inputs: jax.Array, states: _States, kernel: jax.Array, recurrent_kernel: jax.Array
+    ) -> tuple[jax.Array, _States]:
         """The outputs, and the final states, of which h comes first."""
 
 
@@ -424,9 +413,8 @@ class LSTM(_KerasRecurrent):
     kind = "lstm"
     num_gates = 4
 
-    unit_forget_bias: InitVar[bool] = argument(
+    unit_forget_bias: InitVar[bool] = flag(
         "whether the forget gate's part of `bias` starts from 1, whatever `bias_initializer` says.",
-        check_flag,
         default=True,
         attribute="",
     )
@@ -437,7 +425,7 @@ class LSTM(_KerasRecurrent):
             start = _with_ones(values["bias_initializer"], slice(self.units, 2 * self.units))
             self._bias_initializer = start
 
-    def _as_states(self, initial_state: Any, batch: int) -> tuple[jax.Array, ...]:
+    def _as_states(self, initial_state: Any, batch: int) -> _States:
         if isinstance(initial_state, LSTMStateTuple):
             initial_state = (initial_state.h, initial_state.c)
         if initial_state is None:
@@ -451,16 +439,10 @@ class LSTM(_KerasRecurrent):
         return self._as_state(h, batch, "initial_state's h"), self._as_state(c, batch, "initial_state's c")
 
     def _run(
-        self,
-        inputs: jax.Array,
-        states: tuple[jax.Array, ...],
-        kernel: jax.Array,
-        recurrent_kernel: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, inputs: jax.Array, states: _States, kernel: jax.Array, recurrent_kernel: jax.Array
+    ) -> tuple[jax.Array, _States]:
         h, c = states
-        bias = None
-        if self.use_bias:
-            bias = self._get_variable("bias", (4 * self.units,))
+        bias = self._get_variable("bias", (4 * self.units,)) if self.use_bias else None
         outputs, state = run_lstm(
             inputs,
             LSTMStateTuple(c, h),
@@ -494,25 +476,20 @@ class GRU(_KerasRecurrent):
     num_gates = 3
 
     _: KW_ONLY
-    reset_after: bool = argument(
+    reset_after: bool = flag(
         "whether the reset gate is applied after the product with `recurrent_kernel`, as in Keras, or to "
         "the state before it.",
-        check_flag,
         default=True,
     )
 
-    def _as_states(self, initial_state: Any, batch: int) -> tuple[jax.Array, ...]:
+    def _as_states(self, initial_state: Any, batch: int) -> _States:
         if isinstance(initial_state, (tuple, list)) and len(initial_state) == 1:  # as Keras takes it, too
             (initial_state,) = initial_state
         return (self._as_state(initial_state, batch),)
 
     def _run(
-        self,
-        inputs: jax.Array,
-        states: tuple[jax.Array, ...],
-        kernel: jax.Array,
-        recurrent_kernel: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, inputs: jax.Array, states: _States, kernel: jax.Array, recurrent_kernel: jax.Array
+    ) -> tuple[jax.Array, _States]:
         bias = recurrent_bias = None
         if self.use_bias:
             shape = (2, 3 * self.units) if self.reset_after else (3 * self.units,)

@@ -19,8 +19,8 @@ from ipu_pipeline.tf1.layers.base import (
     VariableLayer,
     argument,
     at_least_float32,
-    check_flag,
     check_positive_integer,
+    flag,
     function,
     initializer,
     optional,
@@ -167,7 +167,7 @@ class _GroupedConvolution(_Convolution):
         default=1,
     )
     activation: InitVar[ActivationFunction] = function(default=None)
-    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    use_bias: bool = flag("whether there is a `bias`.", default=True)
     kernel_initializer: InitVar[Any] = initializer(
         "kernel", "[*kernel_size, channels / groups, filters]", default="glorot_uniform"
     )
@@ -298,7 +298,7 @@ class DepthwiseConv2D(_Convolution):
         "the distance of the kernels' points along height and width.", find_pair, default=(1, 1)
     )
     activation: InitVar[ActivationFunction] = function(default=None)
-    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    use_bias: bool = flag("whether there is a `bias`.", default=True)
     depthwise_initializer: InitVar[Any] = initializer(
         "depthwise_kernel", "[height, width, channels, multiplier]", default="glorot_uniform"
     )
@@ -362,7 +362,7 @@ class Conv2DTranspose(_Convolution):
     )
     data_format: InitVar[str | None] = data_format_argument()
     activation: InitVar[ActivationFunction] = function(default=None)
-    use_bias: bool = argument("whether there is a `bias`.", check_flag, default=True)
+    use_bias: bool = flag("whether there is a `bias`.", default=True)
     kernel_initializer: InitVar[Any] = initializer(
         "kernel", "[height, width, filters, channels]", default="glorot_uniform"
     )
@@ -500,9 +500,7 @@ class GlobalAveragePooling2D(PlainLayer):
     kind = "global_average_pooling2d"
 
     data_format: InitVar[str | None] = data_format_argument()
-    keepdims: bool = argument(
-        "whether outputs are [batch, 1, 1, channels], and not [batch, channels].", check_flag, default=False
-    )
+    keepdims: bool = flag("whether outputs are [batch, 1, 1, channels], and not [batch, channels].")
 
     def _apply(self, inputs: jax.Array) -> jax.Array:
         self._check_floating(inputs)

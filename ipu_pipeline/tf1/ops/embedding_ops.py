@@ -12,7 +12,7 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import find_initializer, make_spec
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import is_integer
+from ipu_pipeline.ground.checks import check_name, is_integer
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.tf1.graph import HostVariable
 from ipu_pipeline.tf1.program.host_tables import HostTable
@@ -75,20 +75,16 @@ def embedding_lookup(
             f"embedding_lookup: serialization_factor must divide the {params.shape[0]} rows; got "
             f"{serialization_factor}.{older if serialization_factor == 0 else ''}"
         )
-    for option, value in (
-        ("one_hot_threshold", one_hot_threshold),
-        ("min_encoding_size", min_encoding_size),
+    for option, is_passed in (
+        ("one_hot_threshold", one_hot_threshold is not None),
+        ("min_encoding_size", min_encoding_size is not None),
+        ("serialization_factor", serialization_factor > 1),
     ):
-        if value is not None:
+        if is_passed:
             warn_once(
                 f"embedding_lookup.{option}",
                 f"embedding_lookup: {option} has no effect: XLA looks rows up where they are.",
             )
-    if serialization_factor > 1:
-        warn_once(
-            "embedding_lookup.serialization_factor",
-            "embedding_lookup: serialization_factor has no effect: XLA looks rows up where they are.",
-        )
     return jnp.take(params, ids, axis=0, mode="clip", indices_are_sorted=indices_are_sorted)
 
 
@@ -239,10 +235,7 @@ class HostEmbedding:
         Raises:
           ValueError: an argument is not usable.
         """
-        if not isinstance(name, str) or not all(name.split("/")):
-            raise ValueError(
-                f"HostEmbedding: name must be a non-empty string without empty parts; got {name!r}."
-            )
+        check_name("HostEmbedding: name", name)
         if isinstance(embedding_tensor, HostVariable):
             spec = embedding_tensor.spec
         else:

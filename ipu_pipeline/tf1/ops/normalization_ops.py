@@ -10,7 +10,7 @@ Group Normalization, arXiv:1803.08494.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from ipu_pipeline.graphcore.sdk_names import explain_missing
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.tf1.layers import base
 from ipu_pipeline.tf1.layers.base import at_least_float32
+from ipu_pipeline.tf1.layers.core import normalize_groups
 
 __all__ = ["group_norm", "instance_norm", "layer_norm"]
 
@@ -77,21 +78,8 @@ def group_norm(
       ValueError: an argument does not fit the inputs.
     """
     del training
-    return _normalize(
-        "GroupNorm",
-        inputs,
-        groups,
-        channels_axis,
-        center,
-        scale,
-        epsilon,
-        param_initializers,
-        reuse,
-        variables_collections,
-        trainable,
-        scope,
-        strided_channel_grouping,
-    )
+    affine = _Affine(center, scale, param_initializers, reuse, variables_collections, trainable, scope)
+    return _normalize("GroupNorm", inputs, groups, channels_axis, epsilon, strided_channel_grouping, affine)
 
 
 def layer_norm(
@@ -120,21 +108,8 @@ def layer_norm(
       ['LayerNorm/gamma', 'LayerNorm/beta']
     """
     del training
-    return _normalize(
-        "LayerNorm",
-        inputs,
-        1,
-        channels_axis,
-        center,
-        scale,
-        epsilon,
-        param_initializers,
-        reuse,
-        variables_collections,
-        trainable,
-        scope,
-        False,
-    )
+    affine = _Affine(center, scale, param_initializers, reuse, variables_collections, trainable, scope)
+    return _normalize("LayerNorm", inputs, 1, channels_axis, epsilon, False, affine)
 
 
 def instance_norm(
@@ -163,21 +138,20 @@ def instance_norm(
       ['InstanceNorm/gamma', 'InstanceNorm/beta']
     """
     del training
-    return _normalize(
-        "InstanceNorm",
-        inputs,
-        None,
-        channels_axis,
-        center,
-        scale,
-        epsilon,
-        param_initializers,
-        reuse,
-        variables_collections,
-        trainable,
-        scope,
-        False,
-    )
+    affine = _Affine(center, scale, param_initializers, reuse, variables_collections, trainable, scope)
+    return _normalize("InstanceNorm", inputs, None, channels_axis, epsilon, False, affine)
+
+
+class _Affine(NamedTuple):
+    """The arguments about `gamma` and `beta`."""
+
+    center: bool
+    scale: bool
+    param_initializers: Mapping[str, Any] | None
+    reuse: Any
+    collections: None
+    trainable: bool
+    scope: str | None
 
 
 def _normalize(
@@ -185,18 +159,12 @@ def _normalize(
     inputs: Any,
     groups: int | None,
     channels_axis: int,
-    center: bool,
-    scale: bool,
     epsilon: float,
-    param_initializers: Mapping[str, Any] | None,
-    reuse: Any,
-    variables_collections: None,
-    trainable: bool,
-    scope: str | None,
     is_strided: bool,
+    affine: _Affine,
 ) -> jax.Array:
     inputs = jnp.asarray(inputs)
-    for flag, is_on in (("center", center), ("scale", scale)):
+    for flag, is_on in (("center", affine.center), ("scale", affine.scale)):
         if not isinstance(is_on, bool):
             raise TypeError(
                 f"{kind}: {flag} must be True or False; got {is_on!r}. SDKs before 2.0 had reduction_axes "
@@ -216,9 +184,9 @@ def _normalize(
         raise ValueError(
             f"{kind}: groups must divide the {channels} channels of the inputs; got {groups!r}."
         )
-    if variables_collections is not None:
+    if affine.collections is not None:
         raise ValueError(f"{kind}: variables_collections must be None: there are no collections here.")
-    initializers = {"beta": 0.0, "gamma": 1.0, **(param_initializers or {})}
+    initializers = {"beta": 0.0, "gamma": 1.0, **(affine.param_initializers or {})}
     if unknown := initializers.keys() - {"beta", "gamma"}:
         raise ValueError(f"{kind}: param_initializers are for beta and gamma; got {sorted(unknown)}.")
     policy = base.current_policy()
@@ -227,17 +195,11 @@ def _normalize(
     base.check_dtype_is_there(kind, dtype)
     inputs = inputs.astype(dtype)
     wide = jnp.moveaxis(inputs, axis, -1).astype(at_least_float32(inputs.dtype))
-    sizes = (channels // number, number) if is_strided else (number, channels // number)
-    grouped = wide.reshape(*wide.shape[:-1], *sizes)
-    group_axis = wide.ndim if is_strided else wide.ndim - 1  # the axis of the groups
-    reduced_axes = tuple(index for index in range(1, grouped.ndim) if index != group_axis)
-    mean = jnp.mean(grouped, reduced_axes, keepdims=True)
-    variance = jnp.var(grouped, reduced_axes, keepdims=True)
-    outputs = ((grouped - mean) * jax.lax.rsqrt(variance + epsilon)).reshape(wide.shape)
-    with variable_scope(scope, default_name=kind, reuse=reuse):
-        for name, is_wanted in (("gamma", scale), ("beta", center)):
+    outputs = normalize_groups(wide, wide.ndim - 1, number, is_strided, epsilon)
+    with variable_scope(affine.scope, default_name=kind, reuse=affine.reuse):
+        for name, is_wanted in (("gamma", affine.scale), ("beta", affine.center)):
             if is_wanted:
-                value = get_variable(name, (channels,), param_dtype, initializers[name], trainable)
+                value = get_variable(name, (channels,), param_dtype, initializers[name], affine.trainable)
                 value = value.astype(outputs.dtype)
                 outputs = outputs * value if name == "gamma" else outputs + value
     return jnp.moveaxis(outputs.astype(inputs.dtype), -1, axis)

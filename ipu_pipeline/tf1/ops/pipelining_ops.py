@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -463,22 +463,14 @@ def auto_stages(
       layers: functions. Each takes the previous one's result, like stages.
       num_stages: the number of stages, at least 1 and at most the number of layers.
       inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
-      infeed_queue: as for `pipeline`.
-      optimizer_function: as for `pipeline`.
       gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
       device_mapping: the IPU of each stage; by default each has its own, in order.
-      pipeline_schedule: as for `pipeline`.
       bytes_per_ipu: the most bytes that an IPU may hold: variables, optimizer state, accumulators,
         micro-batches in flight and temporaries. None: no limit.
-      gradient_accumulation_dtype: as for `pipeline`.
       recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
-      offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
-        IPUs, here and below.
-      offload_activations: as for `pipeline`.
-      offload_gradient_accumulation_buffers: as for `pipeline`.
-      offload_weights: as for `pipeline`.
-      tensor_parallel: as for `pipeline`.
       measure: False: times are estimated from counted operations, and nothing is run.
+
+    The other arguments are those of `pipeline`. What is offloaded does not count in the memory of IPUs.
 
     Returns:
       The stages, a list with `groups` (the numbers of each stage's layers) and `table` (the reasons: costs
@@ -491,7 +483,7 @@ def auto_stages(
     check_arguments(layers, infeed_queue, None, optimizer_function)
     inputs, given_layers, _begin = give_steps(inputs, layers, trains=optimizer_function is not None)
     num_known = min(num_stages, len(layers)) if is_integer(num_stages, 1) else 1
-    arguments = _engine_arguments(
+    feed, options = _engine_arguments(
         num_known,
         inputs,
         infeed_queue,
@@ -508,15 +500,7 @@ def auto_stages(
         tensor_parallel,
         measure,
     )
-    result = engine_auto_stages(
-        given_layers,
-        num_stages,
-        arguments.element,
-        *arguments.inputs,
-        bytes_per_ipu=bytes_per_ipu,
-        measure=measure,
-        **arguments.options,
-    )
+    result = engine_auto_stages(given_layers, num_stages, *feed, bytes_per_ipu=bytes_per_ipu, **options)
     stages = [join_layers([layers[number] for number in group]) for group in result.groups]
     return AutoStages(stages, result.groups, result.table)
 
@@ -567,22 +551,9 @@ def split(
       model: a function that takes `inputs`, then a micro-batch, and returns the arguments of the
         `optimizer_function`, like the only stage of a pipeline.
       num_stages: the number of stages, at least 1.
-      inputs: as for `pipeline`; outside of a compiled function placeholders, or shapes and dtypes.
-      infeed_queue: as for `pipeline`.
-      optimizer_function: as for `pipeline`.
-      gradient_accumulation_count: as for `pipeline`, but an integer: the best split depends on it.
-      device_mapping: the IPU of each stage; by default each has its own, in order.
-      pipeline_schedule: as for `pipeline`.
-      bytes_per_ipu: the most bytes that an IPU may hold, as for `auto_stages`.
-      gradient_accumulation_dtype: as for `pipeline`.
-      recomputation_mode: as for `pipeline`; it counts if `IPUConfig.allow_recompute` was set.
-      offload_weight_update_variables: as for `pipeline`. What is offloaded does not count in the memory of
-        IPUs, here and below.
-      offload_activations: as for `pipeline`.
-      offload_gradient_accumulation_buffers: as for `pipeline`.
-      offload_weights: as for `pipeline`.
-      measure: False: times are estimated from counted operations, and nothing is run.
       cut_scans: False keeps each scan over layers in one stage, and its variables stacked.
+
+    The other arguments are those of `auto_stages`.
 
     Returns:
       The stages, a list with `groups` (the numbers of each stage's parts) and `table`, for micro-batches of
@@ -596,7 +567,7 @@ def split(
     """
     check_arguments([model], infeed_queue, None, optimizer_function)
     new_inputs, (given_model,), begin = give_steps(inputs, [model], trains=optimizer_function is not None)
-    arguments = _engine_arguments(
+    feed, options = _engine_arguments(
         num_stages if is_integer(num_stages, 1) else 1,
         new_inputs,
         infeed_queue,
@@ -614,24 +585,9 @@ def split(
         measure,
     )
     parts = engine_split(
-        given_model,
-        num_stages,
-        arguments.element,
-        *arguments.inputs,
-        bytes_per_ipu=bytes_per_ipu,
-        measure=measure,
-        cut_scans=cut_scans,
-        **arguments.options,
+        given_model, num_stages, *feed, bytes_per_ipu=bytes_per_ipu, cut_scans=cut_scans, **options
     )
     return AutoStages([keep_steps(parts[0], begin), *parts[1:]], parts.groups, parts.table)
-
-
-class _EngineArguments(NamedTuple):
-    """The engine's arguments for a pipeline whose stages it is to find."""
-
-    element: Any
-    inputs: Sequence[Any]
-    options: dict[str, Any]
 
 
 def _engine_arguments(
@@ -650,8 +606,8 @@ def _engine_arguments(
     offload_weights: bool | None,
     tensor_parallel: TensorParallel | None,
     measure: bool,
-) -> _EngineArguments:
-    """Converts the arguments of `auto_stages` to the engine's."""
+) -> tuple[list[Any], dict[str, Any]]:
+    """Converts arguments of `auto_stages` to the engine's: the infeed's element and the inputs; options."""
     count = check_count(gradient_accumulation_count)
     if not isinstance(count, int):
         raise TypeError(
@@ -701,8 +657,9 @@ def _engine_arguments(
             offload_weights=offload_weights,
         ),
         "tensor_parallel": tensor_parallel,
+        "measure": measure,
     }
-    return _EngineArguments(None if infeed_queue is None else infeed_queue.element, shapes, options)
+    return [None if infeed_queue is None else infeed_queue.element, *shapes], options
 
 
 explain_missing(__name__)

@@ -21,6 +21,7 @@ within `jax.checkpoint`.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, InitVar
 from typing import Any
 
 import jax
@@ -34,16 +35,20 @@ from ipu_pipeline.ground.checks import is_integer
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.tf1.layers.base import (
     ActivationFunction,
+    argument,
     check_flag,
     check_positive_integer,
-    find_activation,
+    common,
+    flag,
+    function,
+    with_arguments,
 )
 from ipu_pipeline.tf1.layers.recurrent import (
     LSTMStateTuple,
     Recurrent,
-    check_is_without_effect,
     run_gru,
     run_lstm,
+    without_effect,
 )
 
 __all__ = [
@@ -56,49 +61,70 @@ __all__ = [
 ]
 
 
-class Popnn(Recurrent):
+@with_arguments
+class _Arguments(Recurrent):
+    """The arguments of all layers, up to `name`."""
+
+    num_units: InitVar[int] = argument(
+        "the size of the state, and of the last axis of the outputs.",
+        check_positive_integer,
+        attribute="_units",
+    )
+    dtype: InitVar[Any] = common(
+        "the dtype of outputs and states, a floating-point one; None: see `mixed_precision`, by default "
+        "float32."
+    )
+    partials_dtype: InitVar[Any] = without_effect(
+        "has no effect: sums are computed in float32 or wider. Any other dtype warns."
+    )
+    seed: InitVar[int | None] = argument(
+        "an integer that determines the initial `kernel`, whatever the session's seed, if there is no "
+        "`weights_initializer`; None: the session's seed and the variable's name determine it.",
+        default=None,
+        attribute="",
+    )
+    weights_initializer: InitVar[Any] = argument(
+        "the initializer of `kernel`: a name in Keras, or as for `get_variable`; None: Glorot uniform.",
+        default=None,
+        attribute="",
+    )
+    bias_initializer: InitVar[Any] = argument(
+        "the initializer of `biases`; None: zeros.", default=None, attribute=""
+    )
+    activation: InitVar[ActivationFunction] = function(
+        "the activation of the candidate, and of an LSTM's cell state: ", default="tanh"
+    )
+    recurrent_activation: InitVar[ActivationFunction] = function(
+        "the activation of the gates: ", default="sigmoid"
+    )
+    return_state: InitVar[bool] = flag(
+        "whether a call returns the state beside the outputs.", default=True, attribute="_return_state"
+    )
+    name: str | None = common("the scope of its variables.")
+
+
+class Popnn(_Arguments):
     """A recurrent layer with the variables `kernel` and `biases`, as in Graphcore's TensorFlow 1."""
 
     num_gates: int
     takes_bias_initializer = True
+    _input_size: int | None = None
+    _return_state: bool
+    _reset_after: bool  # of a GRU
 
-    def __init__(
-        self,
-        num_units: int,
-        dtype: Any,
-        partials_dtype: Any,
-        seed: int | None,
-        weights_initializer: Any,
-        bias_initializer: Any,
-        activation: ActivationFunction,
-        recurrent_activation: ActivationFunction,
-        return_state: bool,
-        name: str | None,
-        param_dtype: Any,
-        **for_poplar: Any,
-    ) -> None:
-        """Checks the shared arguments, which `rnn_ops.PopnnLSTM` describes."""
-        super().__init__(name, dtype, param_dtype)
+    def _complete(self, values: dict[str, Any]) -> None:
         layer = type(self).__name__
-        self._units = check_positive_integer(layer, "num_units", num_units)
-        self._activation = find_activation(activation)
-        self._recurrent_activation = find_activation(recurrent_activation)
-        self._return_state = check_flag(layer, "return_state", return_state)
-        self._weights_initializer = find_initializer(weights_initializer)
-        if weights_initializer is None:
-            self._weights_initializer = (
-                find_initializer("glorot_uniform") if seed is None else _seeded(layer, seed)
-            )
-        self._bias_initializer = 0.0 if bias_initializer is None else find_initializer(bias_initializer)
-        if bias_initializer is not None and not self.takes_bias_initializer:
+        kernel, biases = values["weights_initializer"], values["bias_initializer"]
+        if kernel is None and values["seed"] is not None:
+            kernel = _seeded(layer, values["seed"])
+        self._kernel_initializer = find_initializer("glorot_uniform" if kernel is None else kernel)
+        self._biases_initializer = 0.0 if biases is None else find_initializer(biases)
+        if biases is not None and not self.takes_bias_initializer:
             warn_once(
                 f"{layer}.bias_initializer",
                 f"{layer}: bias_initializer has no effect, as in Graphcore's: the biases of the gates "
                 "start from 1, and those of the candidate from 0.",
             )
-        self._input_size: int | None = None
-        for argument, value in {**for_poplar, "partials_dtype": partials_dtype}.items():
-            check_is_without_effect(layer, argument, value)
 
     @property
     def num_layers(self) -> int:
@@ -181,12 +207,10 @@ class Popnn(Recurrent):
         self._input_size = features
 
     def _get_kernel(self) -> jax.Array:
-        shape = tuple(self.canonical_weight_shape)
-        return get_variable("kernel", shape, self.param_dtype, self._weights_initializer)
+        return self._get_variable("kernel", tuple(self.canonical_weight_shape))
 
     def _get_biases(self) -> jax.Array:
-        shape = tuple(self.canonical_bias_shapes)
-        return get_variable("biases", shape, self.param_dtype, self._bias_initializer)
+        return self._get_variable("biases", tuple(self.canonical_bias_shapes))
 
     def _prepare(
         self, inputs: jax.Array, training: bool, time_major: bool = True
@@ -228,17 +252,8 @@ class Popnn(Recurrent):
             raise TypeError(
                 f"{self._full_name()}: attention_score must be an array of shape {shape}; got None."
             )
-        attention = jnp.asarray(attention_score)
-        if not jnp.issubdtype(attention.dtype, jnp.floating):
-            raise TypeError(
-                f"{self._full_name()}: attention_score must have floating-point numbers; got "
-                f"{attention.dtype.name}."
-            )
-        if attention.shape != shape:
-            raise ValueError(
-                f"{self._full_name()}: attention_score must have shape {shape}, {axes} since "
-                f"{time_major=}; got {attention.shape}."
-            )
+        layout = f"{axes} since {time_major=}"
+        attention = self._as_floating(attention_score, "attention_score", shape, layout)
         return attention if time_major else attention.T
 
 
@@ -255,6 +270,7 @@ def _seeded(layer: str, seed: Any) -> Any:
     return initialize
 
 
+@with_arguments
 class PopnnLSTM(Popnn):
     """A time-major LSTM.
 
@@ -270,68 +286,14 @@ class PopnnLSTM(Popnn):
     kind = "popnn_lstm"
     num_gates = 4
 
-    def __init__(
-        self,
-        num_units: int,
-        dtype: Any = None,
-        partials_dtype: Any = None,
-        seed: int | None = None,
-        weights_initializer: Any = None,
-        bias_initializer: Any = None,
-        activation: ActivationFunction = "tanh",
-        recurrent_activation: ActivationFunction = "sigmoid",
-        return_state: bool = True,
-        name: str | None = None,
-        options: Any = None,
-        options_bwd: Any = None,
-        *,
-        available_memory_proportion_fwd: float | None = None,
-        available_memory_proportion_bwd: float | None = None,
-        param_dtype: Any = None,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          num_units: the size of the state, and of the last axis of the outputs.
-          dtype: the dtype of outputs and states, a floating-point one; None: see `mixed_precision`, by
-            default float32.
-          partials_dtype: has no effect: sums are computed in float32 or wider. Any other dtype warns.
-          seed: an integer that determines the initial `kernel`, whatever the session's seed, if there is no
-            `weights_initializer`; None: the session's seed and the variable's name determine it.
-          weights_initializer: the initializer of `kernel`: a name in Keras, or as for `get_variable`; None:
-            Glorot uniform.
-          bias_initializer: the initializer of `biases`; None: zeros.
-          activation: the activation of the candidate and the cell state: a function, or its name in Keras.
-          recurrent_activation: the activation of the gates, a function or name in the same way.
-          return_state: whether a call returns the state beside the outputs.
-          name: the scope of its variables.
-          options: has no effect, and warns: it was for Poplar's libraries.
-          options_bwd: same as `options`.
-          available_memory_proportion_fwd: same as `options`.
-          available_memory_proportion_bwd: same as `options`.
-          param_dtype: the dtype of its variables; None: see `mixed_precision`, by default `dtype`.
-
-        Raises:
-          TypeError: `return_state` is neither True nor False, or `seed` is not an integer.
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            num_units,
-            dtype,
-            partials_dtype,
-            seed,
-            weights_initializer,
-            bias_initializer,
-            activation,
-            recurrent_activation,
-            return_state,
-            name,
-            param_dtype,
-            options=options,
-            options_bwd=options_bwd,
-            available_memory_proportion_fwd=available_memory_proportion_fwd,
-            available_memory_proportion_bwd=available_memory_proportion_bwd,
-        )
+    options: InitVar[Any] = without_effect("has no effect, and warns: it was for Poplar's libraries.")
+    options_bwd: InitVar[Any] = without_effect("same as `options`.")
+    _: KW_ONLY
+    available_memory_proportion_fwd: InitVar[float | None] = without_effect("same as `options`.")
+    available_memory_proportion_bwd: InitVar[float | None] = without_effect("same as `options`.")
+    param_dtype: InitVar[Any] = common(
+        "the dtype of its variables; None: see `mixed_precision`, by default `dtype`."
+    )
 
     def __call__(  # type: ignore[override]  # Graphcore's arguments
         self, inputs: Any, initial_state: LSTMStateTuple | None = None, training: bool = True
@@ -437,6 +399,7 @@ class PopnnDynamicLSTM(PopnnLSTM):
         return self._call(inputs, initial_state=initial_state, training=training, seq_len=seq_len)
 
 
+@with_arguments
 class PopnnGRU(Popnn):
     """A time-major GRU.
 
@@ -452,69 +415,19 @@ class PopnnGRU(Popnn):
     kind = "popnn_gru"
     num_gates = 3
 
-    def __init__(
-        self,
-        num_units: int,
-        dtype: Any = None,
-        partials_dtype: Any = None,
-        seed: int | None = None,
-        weights_initializer: Any = None,
-        bias_initializer: Any = None,
-        activation: ActivationFunction = "tanh",
-        recurrent_activation: ActivationFunction = "sigmoid",
-        return_state: bool = True,
-        name: str | None = None,
-        reset_after: bool = False,
-        options: Any = None,
-        options_bwd: Any = None,
-        *,
-        available_memory_proportion_fwd: float | None = None,
-        available_memory_proportion_bwd: float | None = None,
-        param_dtype: Any = None,
-    ) -> None:
-        """Describes the layer.
-
-        Args:
-          num_units: the size of the state, and of the last axis of the outputs.
-          dtype: same as for `PopnnLSTM`.
-          partials_dtype: same as for `PopnnLSTM`.
-          seed: same as for `PopnnLSTM`.
-          weights_initializer: same as for `PopnnLSTM`.
-          bias_initializer: same as for `PopnnLSTM`.
-          activation: the activation of the candidate: a function, or its name in Keras.
-          recurrent_activation: same as for `PopnnLSTM`.
-          return_state: same as for `PopnnLSTM`.
-          name: same as for `PopnnLSTM`.
-          reset_after: whether the reset gate is applied after the product with the state's rows of
-            `kernel`; False: to the state before it, as in TensorFlow 1's GRU.
-          options: same as for `PopnnLSTM`.
-          options_bwd: same as for `PopnnLSTM`.
-          available_memory_proportion_fwd: same as for `PopnnLSTM`.
-          available_memory_proportion_bwd: same as for `PopnnLSTM`.
-          param_dtype: same as for `PopnnLSTM`.
-
-        Raises:
-          TypeError: a flag is neither True nor False, or `seed` is not an integer.
-          ValueError: an argument is not usable.
-        """
-        super().__init__(
-            num_units,
-            dtype,
-            partials_dtype,
-            seed,
-            weights_initializer,
-            bias_initializer,
-            activation,
-            recurrent_activation,
-            return_state,
-            name,
-            param_dtype,
-            options=options,
-            options_bwd=options_bwd,
-            available_memory_proportion_fwd=available_memory_proportion_fwd,
-            available_memory_proportion_bwd=available_memory_proportion_bwd,
-        )
-        self._reset_after = check_flag(type(self).__name__, "reset_after", reset_after)
+    reset_after: InitVar[bool] = flag(
+        "whether the reset gate is applied after the product with the state's rows of `kernel`; False: to "
+        "the state before it, as in TensorFlow 1's GRU.",
+        attribute="_reset_after",
+    )
+    options: InitVar[Any] = without_effect("has no effect, and warns: it was for Poplar's libraries.")
+    options_bwd: InitVar[Any] = without_effect("same as `options`.")
+    _: KW_ONLY
+    available_memory_proportion_fwd: InitVar[float | None] = without_effect("same as `options`.")
+    available_memory_proportion_bwd: InitVar[float | None] = without_effect("same as `options`.")
+    param_dtype: InitVar[Any] = common(
+        "the dtype of its variables; None: see `mixed_precision`, by default `dtype`."
+    )
 
     @property
     def canonical_bias_shapes(self) -> list[int]:
@@ -664,23 +577,10 @@ class PopnnAUGRU(PopnnGRU):
         """Runs the AUGRU over sequences, in a function that is being traced.
 
         Args:
-          inputs: [time, batch, features], or without `time_major` [batch, time, features]; floating-point.
-          seq_len: the number of steps of each example, integers [batch], from 0 to `time`.
           attention_score: the score of each step, [time, batch], or without `time_major` [batch, time];
             floating-point.
-          initial_state: the state before the first step, [batch, num_units]; None: zeros.
-          training: True or False; both compute the same, and have gradients.
-          time_major: whether inputs and scores have time as their first axis. The outputs always do, as
-            in Graphcore's.
 
-        Returns:
-          The outputs and the state, the same as for `PopnnDynamicGRU`.
-
-        Raises:
-          TypeError: an argument has the wrong kind of numbers.
-          ValueError: an argument has the wrong shape, or a length that is known while tracing is out of
-            range.
-          RuntimeError: nothing is being traced.
+        The other arguments, the results and the errors are those of `PopnnDynamicGRU`.
         """
         return self._call(
             inputs,

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import difflib
-import hashlib
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from ipu_pipeline.checkpointing.snapshots import KeptGradients, KeptOptimizer, Record, SessionState
 from ipu_pipeline.engine import PipelineState, VariableSpec, processes
 from ipu_pipeline.engine.fronts import NUMBERS, Progress, Reported, RunState, initial_values
-from ipu_pipeline.engine.processes import group_sharding, read_gathered
+from ipu_pipeline.engine.processes import digest_array, group_sharding, read_gathered
 from ipu_pipeline.ground.pytrees import cast_exactly
 from ipu_pipeline.processes import interrupts
 from ipu_pipeline.tf1.graph import Placeholder
@@ -94,14 +93,12 @@ def agree_on_state(state: SessionState, fault: Exception | None = None) -> None:
     if peers is None:
         return
     arrays = dict(_own_arrays(state))
-    facts = {name: _digest(array) for name, array in arrays.items()}
+    facts = {name: digest_array(array) for name, array in arrays.items()}
     facts |= {
         f"the number of weight updates of {name!r}": str(record.update_count)
         for name, record in state.pipelines.items()
     }
-    together = hashlib.blake2b(
-        repr((sorted(facts.items()), repr(fault))).encode(), digest_size=16
-    ).hexdigest()
+    together = processes.digest([repr((sorted(facts.items()), repr(fault)))])
     if len(set(peers.exchange("values of a session", together))) > 1 or fault is not None:
         described = {name: _describe(array) for name, array in arrays.items()}
         _agree(peers, "values of a session", {**facts, **described}, fault)
@@ -129,16 +126,11 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
     return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
-def _digest(array: np.ndarray[Any, Any]) -> str:
-    content = np.ascontiguousarray(array).tobytes()
-    return f"{array.dtype}{list(array.shape)} {hashlib.blake2b(content, digest_size=8).hexdigest()}"
-
-
 def _describe(array: np.ndarray[Any, Any]) -> str:
     if array.size <= _MOST_SHOWN:
         return f"{array.tolist()} ({array.dtype})"
     first = ", ".join(map(str, array.flat[:_MOST_SHOWN]))
-    return f"{_digest(array)}, beginning with {first}"
+    return f"{digest_array(array)}, beginning with {first}"
 
 
 # Metrics.

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from ipu_pipeline.engine.schedules.named_schedules import grouped, interleaved, sequential, zero_bubble
 from ipu_pipeline.engine.schedules.order_problems import (
     FORWARD,
     INPUTS,
@@ -22,6 +21,7 @@ from ipu_pipeline.engine.schedules.order_problems import (
 )
 from ipu_pipeline.engine.schedules.order_search import Rule, dispatch, search
 from ipu_pipeline.engine.schedules.schedule_arguments import named_schedules
+from ipu_pipeline.engine.schedules.schedule_definitions import grouped, interleaved, sequential, zero_bubble
 from ipu_pipeline.engine.schedules.timetables import ActionKind, ScheduleError, check
 from tests.support.judging import find_smallest_time
 
