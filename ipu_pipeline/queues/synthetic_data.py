@@ -22,6 +22,7 @@ import numpy as np
 
 from ipu_pipeline.engine import Pipeline
 from ipu_pipeline.engine.fronts import Take
+from ipu_pipeline.ground.checks import require
 from ipu_pipeline.ground.user_warnings import warn_once
 
 VARIABLE, FLAGS = "IPU_PIPELINE_SYNTHETIC_DATA", "TF_POPLAR_FLAGS"
@@ -114,8 +115,5 @@ def _check_initializer(value: str) -> str:
         is_known = value in (*_WORDS, *_DRAWN) or math.isfinite(float(value))
     except ValueError:
         is_known = False
-    if not is_known:
-        raise ValueError(
-            f"{FLAGS}: {_INITIALIZER} must be zeros, random, normal, uniform or a number; got {value!r}."
-        )
+    require(is_known, f"{FLAGS}: {_INITIALIZER} must be zeros, random, normal, uniform or a number", value)
     return value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import check_member, find_near, is_int, list_members
+from ipu_pipeline.ground.checks import check_member, find_near, is_int, list_members, require
 from ipu_pipeline.ground.user_warnings import warn_once
 from ipu_pipeline.processes import device_selection
 from ipu_pipeline.processes.device_selection import (
@@ -483,10 +483,8 @@ class IPUConfig:
             or there are fewer accelerators.
           RuntimeError: JAX's CPU backend is already running, with fewer devices.
         """
-        if "cpu" not in str(device).lower():
-            raise ValueError(
-                f"configure_ipu_system: device is the host's, a CPU like 'cpu'; got {device!r}."
-            )
+        rule = "configure_ipu_system: device is the host's, a CPU like 'cpu'"
+        require("cpu" in str(device).lower(), rule, device)
         if self.select_ipus is not None:
             if self.auto_select_ipus is not None:
                 raise ValueError(

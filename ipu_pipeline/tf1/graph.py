@@ -17,6 +17,7 @@ import numpy as np
 
 from ipu_pipeline.engine import VariableSpec, update_count
 from ipu_pipeline.engine.fronts import find_frame, is_loss_weight
+from ipu_pipeline.ground.checks import require
 from ipu_pipeline.ground.context_variables import bound
 from ipu_pipeline.ground.pytrees import as_own, as_plain, as_shape, cast_exactly, is_of_numbers
 
@@ -433,10 +434,8 @@ def placeholder(dtype: Any, shape: Any = None, name: str | None = None) -> Place
       ValueError: the shape is not static.
     """
     global _count
-    if dtype is None or not is_of_numbers(np.dtype(dtype)):
-        raise TypeError(
-            f"placeholder: dtype must be one of numbers or booleans, for example np.float32; got {dtype!r}."
-        )
+    rule = "placeholder: dtype must be one of numbers or booleans, for example np.float32"
+    require(dtype is not None and is_of_numbers(np.dtype(dtype)), rule, dtype, TypeError)
     shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
         raise ValueError(f"placeholder: shape must be static, non-negative integers; got {shape}.")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ipu_pipeline.engine.fronts import find_frame
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import check_function, is_int
+from ipu_pipeline.ground.checks import check_function, is_int, require
 from ipu_pipeline.ground.pytrees import as_loss
 from ipu_pipeline.queues.outfeed import Operation
 from ipu_pipeline.tf1.estimator.base import Estimator
@@ -107,15 +107,9 @@ class IPUEstimatorSpec:
             )
         if eval_metrics is not None:
             is_pair = isinstance(eval_metrics, tuple) and len(eval_metrics) == 2
-            if (
-                not is_pair
-                or not callable(eval_metrics[0])
-                or not isinstance(eval_metrics[1], (list, dict))
-            ):
-                raise TypeError(
-                    "IPUEstimatorSpec: `eval_metrics` must be a tuple of a function and a list or dict of "
-                    f"arrays; got {eval_metrics!r}."
-                )
+            is_call = is_pair and callable(eval_metrics[0]) and isinstance(eval_metrics[1], (list, dict))
+            kind = "a tuple of a function and a list or dict of arrays"
+            require(is_call, f"IPUEstimatorSpec: `eval_metrics` must be {kind}", eval_metrics, TypeError)
         if eval_metric_ops is not None and not isinstance(eval_metric_ops, dict):
             raise TypeError(
                 "IPUEstimatorSpec: `eval_metric_ops` must be a dict of what functions of ipu.metrics "
@@ -513,11 +507,8 @@ class IPUEstimator(Estimator):
         for mode, (name, size) in sizes.items():
             if size is None:
                 continue
-            if not is_int(size, 1) or size % num_replicas:
-                raise ValueError(
-                    f"IPUEstimator: {name} must be a multiple of num_replicas ({num_replicas}) above 0; "
-                    f"got {size!r}."
-                )
+            rule = f"IPUEstimator: {name} must be a multiple of num_replicas ({num_replicas}) above 0"
+            require(is_int(size, 1) and size % num_replicas == 0, rule, size)
             if _BATCH_SIZE in self._params:
                 raise ValueError(
                     f"IPUEstimator: {name} is given, and so is params[{_BATCH_SIZE!r}], which it sets. "

@@ -6,7 +6,7 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 
 from ipu_pipeline.graphcore.sdk_names import explain_missing
-from ipu_pipeline.ground.checks import check_int, is_int, is_real
+from ipu_pipeline.ground.checks import check_int, is_int, is_real, require
 from ipu_pipeline.tf1.config import IPUConfig
 
 __all__ = ["IPURunConfig", "RunConfig"]
@@ -98,10 +98,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        if not isinstance(self.ipu_run_config, IPURunConfig):
-            raise TypeError(
-                f"RunConfig: ipu_run_config must be an IPURunConfig; got {self.ipu_run_config!r}."
-            )
+        rule = "RunConfig: ipu_run_config must be an IPURunConfig"
+        require(isinstance(self.ipu_run_config, IPURunConfig), rule, self.ipu_run_config, TypeError)
         if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
             raise ValueError("Can not provide both save_checkpoints_steps and save_checkpoints_secs.")
         for name in ("save_checkpoints_steps", "log_step_count_steps", "save_summary_steps"):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine.processes import share_stacks
-from ipu_pipeline.ground.checks import check_function
+from ipu_pipeline.ground.checks import check_function, require
 from ipu_pipeline.ground.errors import OutOfRangeError
 from ipu_pipeline.ground.pytrees import as_objects
 from ipu_pipeline.queues.infeed import IPUInfeedQueue
@@ -135,12 +135,9 @@ class IPUPipelineEstimatorSpec:
             raise ValueError("`IPUPipelineEstimatorSpec` must contain `eval_metrics_fn` when evaluating")
         if not gradient_accumulation_count:
             raise ValueError("`IPUPipelineEstimatorSpec` must contain `gradient_accumulation_count`")
-        if not isinstance(gradient_accumulation_count, int) or gradient_accumulation_count < 1:
-            raise ValueError(
-                "IPUPipelineEstimatorSpec: gradient_accumulation_count must be an integer of at "
-                "least 1; got "
-                f"{gradient_accumulation_count!r}."
-            )
+        is_count = isinstance(gradient_accumulation_count, int) and gradient_accumulation_count >= 1
+        rule = "IPUPipelineEstimatorSpec: gradient_accumulation_count must be an integer of at least 1"
+        require(is_count, rule, gradient_accumulation_count)
         parameters = inspect.signature(pipelining_ops.pipeline).parameters
         for name in pipeline_op_kwargs:
             if name in _OWN_ARGUMENTS:

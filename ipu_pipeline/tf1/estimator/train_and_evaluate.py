@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ipu_pipeline.checkpointing.collective_calls import is_any
-from ipu_pipeline.ground.checks import is_int, is_real
+from ipu_pipeline.ground.checks import is_int, is_real, require
 from ipu_pipeline.tf1.estimator.base import Estimator
 from ipu_pipeline.tf1.estimator.programs import check_input_fn
 from ipu_pipeline.tf1.ipu_session_run_hooks import (
@@ -141,11 +141,8 @@ def train_and_evaluate(
       TypeError, ValueError: an argument is not usable.
       Others: the errors of `train` and `evaluate`.
     """
-    if not isinstance(estimator, Estimator):
-        raise TypeError(
-            "train_and_evaluate: estimator must be an IPUPipelineEstimator or IPUEstimator; got "
-            f"{estimator!r}."
-        )
+    rule = "train_and_evaluate: estimator must be an IPUPipelineEstimator or IPUEstimator"
+    require(isinstance(estimator, Estimator), rule, estimator, TypeError)
     for name, spec, kind in (("train_spec", train_spec, TrainSpec), ("eval_spec", eval_spec, EvalSpec)):
         if not isinstance(spec, kind):
             raise TypeError(f"train_and_evaluate: {name} must be a {kind.__name__}; got {spec!r}.")
