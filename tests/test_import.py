@@ -118,7 +118,8 @@ for arguments, without in {COMMANDS!r}:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         assert main(arguments.split()) == 0, arguments
     print(len(({SLOW!r} | without) & sys.modules.keys()))
-from ipu_pipeline.engine import Costs, Scenario, schedules, simulate
+from ipu_pipeline.engine import Chunking, Costs, Offload, Recomputation, Reduction, Scenario, Shard
+from ipu_pipeline.engine import schedules, simulate
 from ipu_pipeline.engine.inspect import IpuMemory, PipelineDetails, PipelineFacts
 from ipu_pipeline import engine
 print(engine.schedules is schedules, engine.simulate is simulate, "jax" in sys.modules)

@@ -17,18 +17,15 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.automatic_splits import AutoStages, ModelStages, SplitTable, auto_stages, split
     from ipu_pipeline.engine.devices.feeds import PlacedMicroBatches
     from ipu_pipeline.engine.devices.process_exchange import gathered
-    from ipu_pipeline.engine.devices.state_placement import Offload, Shard
     from ipu_pipeline.engine.emulation import emulate
     from ipu_pipeline.engine.generation.generator import Generator
     from ipu_pipeline.engine.generation.requests import Request
     from ipu_pipeline.engine.generation.sampling import Sampling
     from ipu_pipeline.engine.measuring import measure_dispatch_plan
+    from ipu_pipeline.engine.option_types import Chunking, Offload, Recomputation, Reduction, Shard
     from ipu_pipeline.engine.pipeline import Pipeline
     from ipu_pipeline.engine.pipeline_options import PipelineOptions
     from ipu_pipeline.engine.pipeline_states import Adoption
-    from ipu_pipeline.engine.planning.dispatch_plans import Chunking
-    from ipu_pipeline.engine.programs.accumulation import Reduction
-    from ipu_pipeline.engine.programs.recomputation import Recomputation
     from ipu_pipeline.engine.resplitting import resplit
     from ipu_pipeline.engine.saved_states import InMemoryCheckpoints, restore, save
     from ipu_pipeline.engine.schedules.advice import advise, what_if
@@ -153,17 +150,14 @@ _find, __dir__ = import_later(
         "engine.automatic_splits": "AutoStages ModelStages SplitTable auto_stages split",
         "engine.devices.feeds": "PlacedMicroBatches",
         "engine.devices.process_exchange": "gathered",
-        "engine.devices.state_placement": "Offload Shard",
         "engine.emulation": "emulate",
         "engine.generation.generator": "Generator",
         "engine.generation.requests": "Request",
         "engine.generation.sampling": "Sampling",
         "engine.measuring": "measure_dispatch_plan",
+        "engine.option_types": "Chunking Offload Recomputation Reduction Shard",
         "engine.pipeline": "Pipeline",
         "engine.pipeline_options": "PipelineOptions",
-        "engine.planning.dispatch_plans": "Chunking",
-        "engine.programs.accumulation": "Reduction",
-        "engine.programs.recomputation": "Recomputation",
         "engine.resplitting": "resplit",
         "engine.schedules.timetables": "Action ActionKind ScheduleError ScheduleFunction Timetable",
         "engine.schedules.advice": "advise what_if",

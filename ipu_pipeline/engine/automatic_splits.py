@@ -22,16 +22,15 @@ import jax
 
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
-from ipu_pipeline.engine.devices.state_placement import Offload, Shard
 from ipu_pipeline.engine.execution.measured_costs import Measured, time_shortest, why_not_timed
 from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.inspect.descriptions import Crossing, find_crossings
 from ipu_pipeline.engine.inspect.pipelines import plan_memory
+from ipu_pipeline.engine.option_types import Chunking, Offload, Shard
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, make_options
 from ipu_pipeline.engine.planning.dispatch_plans import (
     HOST_SECONDS,
-    Chunking,
     choose_chunk_size,
     count_seconds,
     describe_seconds,

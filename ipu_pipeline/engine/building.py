@@ -12,18 +12,16 @@ import jax
 
 from ipu_pipeline.engine import jaxprs, peers
 from ipu_pipeline.engine.execution.agreement import describe_programs
+from ipu_pipeline.engine.option_types import Chunking, Recomputation, Reduction
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
-from ipu_pipeline.engine.planning.dispatch_plans import Chunking
 from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import (
     Collecting,
     GradientTarget,
-    Reduction,
     check_gradient_map,
     find_accumulator_dtype,
     make_collecting,
 )
-from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.schedules.schedule_arguments import schedule_name
 from ipu_pipeline.engine.schedules.timetables import Timetable

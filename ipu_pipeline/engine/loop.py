@@ -17,18 +17,16 @@ from ipu_pipeline.engine.devices.device_groups import absent
 from ipu_pipeline.engine.devices.feeds import Take, take_nothing
 from ipu_pipeline.engine.devices.links import check_peers, naming_peers
 from ipu_pipeline.engine.devices.placement import put_host_copies
-from ipu_pipeline.engine.devices.state_placement import Offload, Shard
 from ipu_pipeline.engine.execution import agreement
 from ipu_pipeline.engine.execution.agreement import agree_on, answer_everywhere, describe_programs
 from ipu_pipeline.engine.execution.contract import Iterated, Request
 from ipu_pipeline.engine.execution.observation import rehearse
 from ipu_pipeline.engine.loop_markers import BodyFrame, TrainingStep, minimize_p
+from ipu_pipeline.engine.option_types import ONE_BY_ONE, Chunking, Offload, Recomputation, Reduction, Shard
 from ipu_pipeline.engine.pipeline import Pipeline
 from ipu_pipeline.engine.pipeline_options import PipelineOptions
-from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.programs import differentiation
-from ipu_pipeline.engine.programs.accumulation import Reduction, make_collecting
-from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.accumulation import make_collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.segments import in_every_process
 from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, Progress, RunState, of_replica

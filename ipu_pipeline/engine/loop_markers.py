@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.option_types import Reduction
 from ipu_pipeline.engine.programs.accumulation import (
     GradientMap,
-    Reduction,
     check_gradient_map,
     find_accumulator_dtype,
     join_gradient_maps,

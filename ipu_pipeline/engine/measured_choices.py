@@ -32,7 +32,8 @@ from ipu_pipeline.engine.execution.measured_costs import (
 from ipu_pipeline.engine.execution.runner import PlanRunner
 from ipu_pipeline.engine.inspect.estimates import find_layer_costs
 from ipu_pipeline.engine.inspect.facts import LayerFacts
-from ipu_pipeline.engine.planning.dispatch_plans import ChunkedStep, Chunking, choose_dispatch_plan
+from ipu_pipeline.engine.option_types import Chunking
+from ipu_pipeline.engine.planning.dispatch_plans import ChunkedStep, choose_dispatch_plan
 from ipu_pipeline.engine.planning.memory_records import StageMemory
 from ipu_pipeline.engine.schedules import (
     Costs,

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.inspect.pipelines import with_dispatch_plan
 from ipu_pipeline.engine.measured_choices import time_in_turns
+from ipu_pipeline.engine.option_types import Chunking
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.planning.dispatch_plans import Chunking, describe_seconds, possible_chunk_sizes
+from ipu_pipeline.engine.planning.dispatch_plans import describe_seconds, possible_chunk_sizes
 from ipu_pipeline.engine.state import PipelineState
 
 

@@ -32,7 +32,7 @@ from ipu_pipeline.engine.devices.feeds import (
     take_nothing,
 )
 from ipu_pipeline.engine.devices.links import naming_peers
-from ipu_pipeline.engine.devices.state_placement import Offload, Shard, StatePlacement
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.devices.xla_settings import CompilerOptions, check_compiles, plan_options
 from ipu_pipeline.engine.execution import compilation, op_by_op
 from ipu_pipeline.engine.execution.agreement import agree_on, identify_operations
@@ -50,6 +50,7 @@ from ipu_pipeline.engine.measured_choices import (
     measure_scenario,
 )
 from ipu_pipeline.engine.mesh_isolation import apart
+from ipu_pipeline.engine.option_types import ONE_BY_ONE, Chunking, Offload, Recomputation, Reduction, Shard
 from ipu_pipeline.engine.pipeline_options import PipelineOptions, find_unused, make_options
 from ipu_pipeline.engine.pipeline_states import (
     Adoption,
@@ -63,15 +64,11 @@ from ipu_pipeline.engine.pipeline_states import (
 from ipu_pipeline.engine.plan.memory import find_moments, plan_stages
 from ipu_pipeline.engine.plan.op_by_op import OpByOp, Visit, find_nans
 from ipu_pipeline.engine.planning.dispatch_plans import (
-    ONE_BY_ONE,
     ChunkedStep,
-    Chunking,
     check_dispatch_plan,
     choose_dispatch_plan,
 )
 from ipu_pipeline.engine.planning.memory_records import Moments, StageMemory
-from ipu_pipeline.engine.programs.accumulation import Reduction
-from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import tracing
 from ipu_pipeline.engine.state import (

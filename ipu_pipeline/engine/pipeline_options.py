@@ -12,11 +12,19 @@ import jax
 import numpy as np
 
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.devices.state_placement import Offload, OffloadName, Shard, ShardName
 from ipu_pipeline.engine.devices.xla_settings import Options
-from ipu_pipeline.engine.planning.dispatch_plans import Chunking
-from ipu_pipeline.engine.programs.accumulation import GradientMap, GradientTarget, Reduction, ReductionName
-from ipu_pipeline.engine.programs.recomputation import Recomputation, RecomputationName
+from ipu_pipeline.engine.option_types import (
+    Chunking,
+    Offload,
+    OffloadName,
+    Recomputation,
+    RecomputationName,
+    Reduction,
+    ReductionName,
+    Shard,
+    ShardName,
+)
+from ipu_pipeline.engine.programs.accumulation import GradientMap, GradientTarget
 from ipu_pipeline.engine.schedules.clusters import ExecutionPhases
 from ipu_pipeline.engine.tracing import frames, stage_lists
 from ipu_pipeline.engine.tracing.captures import Captures

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.programs.accumulation import Reduction, ReductionName, count_dtype
+from ipu_pipeline.engine.option_types import Reduction, ReductionName
+from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.state import Collected, PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing import stage_markers, stages
 from ipu_pipeline.engine.tracing.stages import Source, TracedPipeline

@@ -41,8 +41,8 @@ FLOORS = (
     _folder("graphcore"),
     _beside(
         "engine: ground",
-        "engine.mesh_isolation engine.state engine.state engine.progress engine.watching engine.peers "
-        "engine.emulation",
+        "engine.option_types engine.mesh_isolation engine.state engine.progress engine.watching "
+        "engine.peers engine.emulation",
         "State, progress, who watches, other processes",
     ),
     _folder("engine/jaxprs"),

@@ -14,9 +14,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline import engine
 from ipu_pipeline.engine import schedules
-from ipu_pipeline.engine.devices.state_placement import OffloadName, ShardName
-from ipu_pipeline.engine.programs.accumulation import ReductionName
-from ipu_pipeline.engine.programs.recomputation import RecomputationName
+from ipu_pipeline.engine.option_types import OffloadName, RecomputationName, ReductionName, ShardName
 from ipu_pipeline.engine.tracing.side_outputs import _REDUCTIONS, MetricReduction
 
 STAGES = [lambda p, x: jnp.tanh(x * p), lambda p, x: jnp.mean(x * p)]

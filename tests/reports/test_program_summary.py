@@ -13,8 +13,8 @@ from examples import gpt
 from ipu_pipeline import engine, loops
 from ipu_pipeline.engine.inspect import summarize
 from ipu_pipeline.engine.inspect.layers import find_layers, select_layers
+from ipu_pipeline.engine.option_types import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning import plan_memory, with_dispatch_plan
-from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.schedule_definitions import interleaved
 from ipu_pipeline.engine.schedules.simulator import simulate

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import enum
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from ipu_pipeline.engine.devices.device_groups import (
 from ipu_pipeline.engine.devices.links import Tag, links
 from ipu_pipeline.engine.devices.placement import Constants, put_host_copies
 from ipu_pipeline.engine.devices.process_exchange import read_gathered
+from ipu_pipeline.engine.option_types import Offload, Shard
 from ipu_pipeline.engine.tracing.stage_meshes import REPLICA, Partitions, normal_partition
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
@@ -37,30 +37,6 @@ from ipu_pipeline.engine.updates.update_programs import (
     Updates,
     variable_of,
 )
-
-
-class Shard(enum.Enum):
-    """The arrays of which each replica has a part (Rajbhandari et al., "ZeRO", 2020, sections 5 and 6).
-
-    OPTIMIZER_STATE: the optimizer's state; each replica updates its part. WEIGHTS: the trainable variables
-    that only one stage has; they are gathered for each program that reads them, and released afterwards.
-
-    Example:
-      >>> pipeline = engine.Pipeline(
-      ...     [layers.Dense(4)],
-      ...     num_micro_batches=2,
-      ...     num_replicas=2,
-      ...     loss=jnp.mean,
-      ...     optimizer=optax.adam(1e-3),
-      ...     shard=[engine.Shard.OPTIMIZER_STATE],  # or "optimizer_state"
-      ... )
-    """
-
-    OPTIMIZER_STATE = "optimizer_state"
-    WEIGHTS = "weights"
-
-
-ShardName: TypeAlias = Literal["optimizer_state", "weights"]  # their values
 
 
 def sharding_of(group: DeviceGroup, shape: Sequence[int], partition: PartitionSpec) -> NamedSharding:
@@ -122,39 +98,6 @@ def _same(arrays: list[Any]) -> list[Any]:
 
 def _one(array: Any) -> Any:
     return array
-
-
-class Offload(enum.Enum):
-    """The arrays that may be in host memory (memory kind `pinned_host`) while no program uses them.
-
-    WEIGHT_UPDATE_VARIABLES: the optimizer's state, except during the weight update. ACTIVATIONS: the values
-    that a stage keeps between its forward and its backward. GRADIENT_ACCUMULATION_BUFFERS: the
-    accumulators, except during the backward and the update of their stage. WEIGHTS: the variables, except
-    those that stages assign, and except during the programs that use them.
-
-    Example:
-      >>> pipeline = engine.Pipeline(
-      ...     [layers.Dense(4)],
-      ...     num_micro_batches=2,
-      ...     loss=jnp.mean,
-      ...     optimizer=optax.adam(1e-3),
-      ...     offload=[engine.Offload.WEIGHT_UPDATE_VARIABLES],  # or "weight_update_variables"
-      ... )
-    """
-
-    WEIGHT_UPDATE_VARIABLES = "weight_update_variables"
-    ACTIVATIONS = "activations"
-    GRADIENT_ACCUMULATION_BUFFERS = "gradient_accumulation_buffers"
-    WEIGHTS = "weights"
-
-
-# Their values.
-OffloadName: TypeAlias = Literal[
-    "weight_update_variables",
-    "activations",
-    "gradient_accumulation_buffers",
-    "weights",
-]
 
 
 def load(value: Any, group: DeviceGroup) -> Any:

@@ -51,13 +51,13 @@ from ipu_pipeline.engine.execution.replica_data import (
     join_collected,
     join_handed,
 )
+from ipu_pipeline.engine.option_types import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.plan.lowering import Layout, Programs
 from ipu_pipeline.engine.plan.maker import FEED, NUMBERS, Maker, Recipe
 from ipu_pipeline.engine.plan.memory import Sizes, Step, find_brought, find_host_memory, find_shapes
 from ipu_pipeline.engine.plan.passes import UNDERWAY
 from ipu_pipeline.engine.plan.plan import ALL, Plan, Registers, Value
 from ipu_pipeline.engine.plan.run import Cursor, Linked, Linker, Numbers, Underway, run, watched
-from ipu_pipeline.engine.planning.dispatch_plans import ONE_BY_ONE, Chunking
 from ipu_pipeline.engine.planning.memory_records import Brought
 from ipu_pipeline.engine.programs.accumulation import Collecting
 from ipu_pipeline.engine.programs.stage_programs import (

@@ -15,10 +15,10 @@ from ipu_pipeline.engine.inspect.summary import PipelineSummary
 from ipu_pipeline.engine.loop import Loop
 from ipu_pipeline.engine.measured_choices import make_scenario
 from ipu_pipeline.engine.mesh_isolation import apart
+from ipu_pipeline.engine.option_types import Chunking, Recomputation
 from ipu_pipeline.engine.pipeline import Pipeline, accumulator_plan, plan_in_flight
-from ipu_pipeline.engine.planning.dispatch_plans import HOST_SECONDS, Chunking, check_dispatch_plan
+from ipu_pipeline.engine.planning.dispatch_plans import HOST_SECONDS, check_dispatch_plan
 from ipu_pipeline.engine.planning.memory_records import IpuMemory, StageMemory
-from ipu_pipeline.engine.programs.recomputation import Recomputation
 from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight
 from ipu_pipeline.ground.host import count_cores
 

@@ -6,46 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ipu_pipeline.engine.option_types import Chunking
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms
 from ipu_pipeline.engine.schedules.scenarios import Costs, Scenario
 from ipu_pipeline.engine.schedules.simulator import predict_step_time
 from ipu_pipeline.engine.schedules.timetables import Timetable
-from ipu_pipeline.ground.checks import is_int, require
 from ipu_pipeline.ground.host import count_cores
 from ipu_pipeline.ground.tables import describe_bytes
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """A dispatch plan. `dataclasses.asdict` and `Chunking(**...)` store and restore it.
-
-    Example:
-      >>> plan = engine.Chunking(2)
-      >>> pipeline = engine.Pipeline([jnp.sin, jnp.tanh], num_micro_batches=4, dispatch_plan=plan)
-      >>> print(plan)
-      2 micro-batches per program: given
-
-    Attributes:
-      chunk_size: the number of micro-batches that a program handles, one after another; a divisor of a
-        step's number. A stage then has `chunk_size` times as many in flight.
-      reason: the reason for this size, for people.
-    """
-
-    chunk_size: int = 1
-    reason: str = "given"
-
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        rule = "Chunking: chunk_size must be an integer of at least 1"
-        require(is_int(self.chunk_size, 1), rule, self.chunk_size)
-
-    def __str__(self) -> str:
-        """Describes the plan in words."""
-        chunk = "one micro-batch" if self.chunk_size == 1 else f"{self.chunk_size} micro-batches"
-        return f"{chunk} per program: {self.reason}"
-
-
-ONE_BY_ONE = Chunking(reason="every action is a program of its own")
 
 
 def check_dispatch_plan(plan: Chunking, num_micro_batches: int | None, is_one_program: bool) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ipu_pipeline.engine.option_types import Reduction
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, Value, ValueKind
 from ipu_pipeline.engine.state import Collected
 from ipu_pipeline.engine.tracing.captures import Captures
@@ -77,30 +77,6 @@ def check_gradient_map(gradient_map: GradientMap, trained: Iterable[VariableSpec
                 f"{called} must return the gradient's shape and dtype, for {spec}; it returned "
                 f"{described or 'nothing'}."
             )
-
-
-class Reduction(enum.Enum):
-    """The way in which the gradients of a weight update's micro-batches are combined.
-
-    SUM adds them. MEAN divides the sum by their number at the update. RUNNING_MEAN keeps the mean of the
-    gradients so far, `a * n/(n+1) + g * 1/(n+1)` for the n-th from 0, so that no long sum overflows.
-
-    Example:
-      >>> pipeline = engine.Pipeline(
-      ...     [layers.Dense(4)],
-      ...     num_micro_batches=2,
-      ...     loss=jnp.mean,
-      ...     optimizer=optax.sgd(0.1),
-      ...     reduction=engine.Reduction.MEAN,  # or "mean"
-      ... )
-    """
-
-    SUM = "sum"
-    MEAN = "mean"
-    RUNNING_MEAN = "running_mean"
-
-
-ReductionName: TypeAlias = Literal["sum", "mean", "running_mean"]  # their values
 
 
 def count_dtype(dtype: Any) -> Any:

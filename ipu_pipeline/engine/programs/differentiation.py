@@ -36,9 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_pipeline.engine import jaxprs
+from ipu_pipeline.engine.option_types import Recomputation, Reduction
 from ipu_pipeline.engine.programs import accumulation, recomputation, stage_programs
-from ipu_pipeline.engine.programs.accumulation import GradientMap, Reduction
-from ipu_pipeline.engine.programs.recomputation import Recomputation
+from ipu_pipeline.engine.programs.accumulation import GradientMap
 from ipu_pipeline.engine.programs.stage_programs import StageProgram, StagePrograms, Value, ValueKind
 from ipu_pipeline.engine.tracing import stage_markers
 from ipu_pipeline.engine.tracing.faults import add_derivative_note

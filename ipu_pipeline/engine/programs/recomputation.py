@@ -17,10 +17,9 @@ conditional there, whose predicate is always true although XLA cannot see that. 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,37 +27,6 @@ import jax.numpy as jnp
 from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.tracing.stage_markers import mark_of
 from ipu_pipeline.ground import jax_core
-
-
-class Recomputation(enum.Enum):
-    """The values that a stage keeps of a micro-batch between its forward and its backward.
-
-    RECOMPUTE_THEN_BACKPROPAGATE: the stage's inputs; the backward starts by repeating the whole forward.
-    RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED: the inputs and the values that `recomputation_checkpoint`
-    marks; the backward goes from each of these to the previous one. AUTO is the same as INTERLEAVED. In a
-    stage without marks there is no difference.
-
-    Example:
-      >>> pipeline = engine.Pipeline(
-      ...     [layers.Dense(4)],
-      ...     num_micro_batches=2,
-      ...     loss=jnp.mean,
-      ...     optimizer=optax.sgd(0.1),
-      ...     recompute=engine.Recomputation.RECOMPUTE_THEN_BACKPROPAGATE,
-      ... )
-    """
-
-    AUTO = "auto"
-    RECOMPUTE_THEN_BACKPROPAGATE = "recompute_then_backpropagate"
-    RECOMPUTE_AND_BACKPROPAGATE_INTERLEAVED = "recompute_and_backpropagate_interleaved"
-
-
-# Their values.
-RecomputationName: TypeAlias = Literal[
-    "auto",
-    "recompute_then_backpropagate",
-    "recompute_and_backpropagate_interleaved",
-]
 
 
 def isolate(equation: Any, inputs: list[Any], inline: jaxprs.InlineFunction) -> list[Any] | None:

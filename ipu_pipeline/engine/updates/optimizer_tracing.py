@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from ipu_pipeline.engine import jaxprs
-from ipu_pipeline.engine.programs.accumulation import Reduction, count_dtype
+from ipu_pipeline.engine.option_types import Reduction
+from ipu_pipeline.engine.programs.accumulation import count_dtype
 from ipu_pipeline.engine.tracing import frames, hoisting
 from ipu_pipeline.engine.tracing.side_outputs import enqueue_p
 from ipu_pipeline.engine.tracing.specs import VariableSpec

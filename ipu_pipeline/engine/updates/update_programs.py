@@ -14,7 +14,7 @@ from ipu_pipeline.engine import jaxprs
 from ipu_pipeline.engine.jaxprs import partitioning
 from ipu_pipeline.engine.jaxprs.costs import count_operations
 from ipu_pipeline.engine.jaxprs.equal_parts import divide_equal_parts
-from ipu_pipeline.engine.programs.accumulation import Reduction
+from ipu_pipeline.engine.option_types import Reduction
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms, ValueKind
 from ipu_pipeline.engine.tracing.frames import Enqueued
 from ipu_pipeline.engine.tracing.stages import TracedPipeline

@@ -37,6 +37,8 @@ from ipu_pipeline.poptorch.options.strategies import (
     Strategy,
 )
 
+# Modules of classes in older files, and where the classes are now.
+_MOVED = {"ipu_pipeline.poptorch.options.diagnostics": "ipu_pipeline.poptorch.options.options"}
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "torch.Size": torch.Size}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": collections.OrderedDict}
@@ -163,7 +165,7 @@ def _imported_class(path: str) -> Any:
 def _find_class(path: str) -> Any:
     """Finds an imported class by "module:name"; None if it has not been imported."""
     module, _colon, name = path.partition(":")
-    value: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(_MOVED.get(module, module))
     for part in name.split("."):
         value = vars(value).get(part) if hasattr(value, "__dict__") else None
     return value if isinstance(value, type) else None

@@ -406,12 +406,13 @@ def _backward_on_cpu(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tupl
         def compute(*floats: Array) -> list[Array]:
             replaced = dict(zip(varied, floats, strict=True))
             results = call.compute([replaced.get(number, array) for number, array in enumerate(arrays)])
-            return list(itertools.compress(results, are_floats))
+            return [r for r, is_float in zip(results, are_floats, strict=True) if is_float]
 
         outputs, transpose = jax.vjp(compute, *(arrays[number] for number in varied))
+        float_gradients = [g for g, is_float in zip(gradients, are_floats, strict=True) if is_float]
         result_gradients = [
             jnp.zeros_like(array) if gradient is None else jnp.asarray(to_numpy(gradient.contiguous()))
-            for gradient, array in zip(itertools.compress(gradients, are_floats), outputs, strict=True)
+            for gradient, array in zip(float_gradients, outputs, strict=True)
         ]
         cotangents: list[torch.Tensor | None] = [None] * len(tensors)
         for number, gradient in zip(varied, transpose(result_gradients), strict=True):

@@ -566,6 +566,16 @@ def test_names_that_are_paths_are_not_restored():
         assert options.is_set("model_name") is (restored is not None)
 
 
+def test_options_of_a_file_whose_classes_have_moved():
+    """`AnchoredTensor` was in `options.diagnostics`, which is part of `options.options` now."""
+    options = poptorch.Options()
+    options.anchorTensor("hidden", "tanh")
+    written = json.dumps(encode_options(options))
+    assert "options.options:AnchoredTensor" in written
+    former = json.loads(written.replace("options.options:", "options.diagnostics:"))
+    assert decode_options(former).anchored_tensors == options.anchored_tensors
+
+
 def test_strategies_come_back():
     for strategy in [
         poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement),
