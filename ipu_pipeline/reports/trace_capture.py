@@ -167,7 +167,7 @@ VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PREFIX = "autoReport."
 _PACKAGES = ("ipu_pipeline", "jax", "jaxlib")
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("ipu_pipeline")
 
 
 class Capture:
