@@ -45,7 +45,6 @@ SURFACE = {
     "engine.inspect.__init__",
     "engine.planning.__init__",
     "engine.processes",
-    "engine.saved_states",
     "engine.fronts",
 }
 

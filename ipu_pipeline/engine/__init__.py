@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ipu_pipeline.engine.pipeline_options import PipelineOptions
     from ipu_pipeline.engine.pipeline_states import Adoption
     from ipu_pipeline.engine.resplitting import resplit
-    from ipu_pipeline.engine.saved_states import InMemoryCheckpoints, restore, save
     from ipu_pipeline.engine.schedules.advice import advise, what_if
     from ipu_pipeline.engine.schedules.clusters import Cluster, ExecutionPhases, HostMemory, LinkSpeed
     from ipu_pipeline.engine.schedules.scenarios import Costs, Layer, Scenario
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.engine.updates.optimizer_wrappers import with_metrics
     from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
+    from ipu_pipeline.saved_states import InMemoryCheckpoints, restore, save
 
 __all__ = [
     "AUTO_REUSE",
@@ -145,7 +145,7 @@ __all__ = [
 _find, __dir__ = import_later(
     __name__,
     {
-        "engine.saved_states": "InMemoryCheckpoints restore save",
+        "saved_states": "InMemoryCheckpoints restore save",
         "engine.pipeline_states": "Adoption",
         "engine.automatic_splits": "AutoStages ModelStages SplitTable auto_stages split",
         "engine.devices.feeds": "PlacedMicroBatches",

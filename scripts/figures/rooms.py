@@ -69,9 +69,7 @@ FLOORS = (
     _folder("data"),
     _folder("queues"),
     _folder("checkpointing"),
-    _beside(
-        "engine: saved states", "engine.saved_states", "engine.save, engine.restore and states in memory"
-    ),
+    _beside("saved states", "saved_states", "engine.save, engine.restore and states in memory"),
     _beside(
         "tf1: ground",
         "tf1.config tf1.distributed tf1.utils tf1.gradient_accumulation tf1.scopes tf1.ipu_run_config",
@@ -120,7 +118,7 @@ FLOORS = (
 NAMED_LATER = {
     "__init__": {"ray"},
     "engine.__init__": {
-        "engine.saved_states",
+        "saved_states",
         "engine.generation.generator",
         "engine.generation.requests",
         "engine.generation.sampling",

@@ -31,7 +31,8 @@ def agree_on_elements(
 ) -> None:
     """Raises in all processes if one did not get the micro-batches of a step. All of them call it.
 
-    An error counts before the end of the data, and of these that of the process with the least number.
+    An error takes precedence over the end of the data. If several processes have errors, that of the
+    process with the lowest index is raised.
     """
     own_fault = None
     if error is not None:

@@ -52,8 +52,7 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
 
         with contextlib.suppress(Exception):  # such as jax_debug_nans, or too little memory
             copied = copy_state(state)
-            progress = runner.run(copied, runner.fetch(copied, request, take))
-            after = progress.state
+            after = runner.run(copied, runner.fetch(copied, request, take)).state
             jax.block_until_ready(
                 (after.pipeline.variables, after.pipeline.optimizer_state, after.accumulators)
             )
@@ -243,7 +242,7 @@ class StepOnItsWay:
         self._made = weakref.ref(state), weakref.ref(outputs)
 
     def is_done(self) -> bool:
-        """Whether the devices have made the new state, or nobody has it any more."""
+        """Whether the new state has been computed, or has been garbage-collected."""
         if self._made is None:
             return self._has_failed
         state = self._made[0]()

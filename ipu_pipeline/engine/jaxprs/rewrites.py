@@ -186,9 +186,9 @@ def _used(equations: list[Equation], outputs: list[Atom]) -> list[Equation]:
 
 # One loss in place of several that train different variables.
 #
-# The gradient of the sum of all losses would be another one: a loss may depend on variables that another
-# one trains. So what computes a loss from those is copied, with their gradients stopped, and the sum is
-# that of the copies. XLA computes a copy and its original once.
+# The sum of all losses has the wrong gradient, because a loss may depend on variables that another loss
+# trains. So the equations that compute a loss from those variables are copied, with the gradients stopped
+# there, and the copies are summed. XLA computes each copy and its original only once.
 
 
 def join_losses(

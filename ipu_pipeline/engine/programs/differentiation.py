@@ -378,7 +378,7 @@ def _differentiate(
     is_alike: bool,
 ) -> Joint:
     """Differentiates one stage, given as `evaluate`. Enters the cotangents that it sends into `senders`."""
-    # Arguments: those of the stage, the cotangents, and the scale of the loss if gradients are looked at.
+    # Arguments: the stage's own, the cotangents, and the loss scale if gradients are mapped or enqueued.
     stage = traced.stages[index]
     received = _received_cotangents(traced, index, senders)
     arguments = _stage_arguments(stage)

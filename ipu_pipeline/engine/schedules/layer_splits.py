@@ -285,7 +285,7 @@ class SplitProblem:
         )
 
     def judge(self, split: Split) -> float:
-        """The time by which splits are compared, see `weigh`. On shared cores it is their work."""
+        """The time that ranks the split; see `weigh`. On shared cores it is mostly work."""
         costs, number = self.costs(split), self.num_micro_batches
         unshared = self._step_time(costs)
         if self.cores is None:
@@ -413,7 +413,7 @@ def even_split(num_layers: int, num_stages: int) -> Split:
 
 
 def weigh(unshared: float, shared: float | None) -> float:
-    """The time by which splits are compared, from those of a step on unshared and on shared cores.
+    """The time that ranks a split, computed from its step times on unshared and on shared cores.
 
     On shared cores the work counts, not its balance: a GPT whose last two operations were an even stage
     copied 98 MiB of logits per micro-batch, and took 1.28 of the time of a cut by hand. A twentieth of the

@@ -77,17 +77,7 @@ def registerPreCompileHook(hook: Hook) -> RemovableHandle:
 
 
 def registerPostCompileHook(hook: Hook) -> RemovableHandle:
-    """Registers a function to call after each model is compiled.
-
-    Args:
-      hook: the function, called without arguments; its result is not used.
-
-    Returns:
-      A handle, whose `remove()` removes the hook.
-
-    Raises:
-      RuntimeError: the hook cannot be called.
-    """
+    """Registers a function to call after each model is compiled; see `registerPreCompileHook`."""
     return after_compiling.register(hook)
 
 

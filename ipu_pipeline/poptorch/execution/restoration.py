@@ -15,7 +15,6 @@ from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
 from ipu_pipeline.checkpointing.snapshots import Snapshot
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.inspect import find_separate_variables
-from ipu_pipeline.engine.saved_states import first_rows, place_state, take_parts
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.execution.call_values import (
@@ -33,6 +32,7 @@ from ipu_pipeline.poptorch.execution.model_optimizer import ModelOptimizer
 from ipu_pipeline.poptorch.files.model_files import SavedGraph, SavedModel
 from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured, FunctionalProgram
 from ipu_pipeline.poptorch.structures import Structure
+from ipu_pipeline.saved_states import first_rows, place_state, take_parts
 
 # From a file.
 

@@ -57,7 +57,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[torch.Tensor]) -
         results = _as_list(body(*_copied(carried)), "for_loop")
         return _copied(_check_body(results, carried)), []
 
-    # A scan over rows that nobody reads: JAX's scan has a gradient, and its while loop has none.
+    # A scan over dummy rows, because JAX's scan has a gradient and its while loop has none.
     rows = torch.zeros(count, dtype=torch.bool)
     last, _rows = scan(step, _copied(inputs), rows) if count else (inputs, None)
     return _copied(last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -143,7 +144,7 @@ def associate(stages: list[Stage]) -> dict[str, int]:
 # Strategies without phases: the stage and the IPU of each block of a model.
 
 
-class Strategy(EqualByValue):
+class Strategy(EqualByValue, abc.ABC):
     """The base of execution strategies: stages of blocks, and their IPUs."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -200,9 +201,9 @@ class Strategy(EqualByValue):
         opened = {name for name, _ipu in blocks}
         return [name for stage in self._stages for name in stage.blocks if name not in opened]
 
+    @abc.abstractmethod
     def _make_placer(self) -> Callable[[str | None, int | None], Placement]:
         """Returns a function that places a model's blocks, called in their order, by name and IPU."""
-        raise NotImplementedError
 
     def clone(self) -> Self:
         """Returns a copy that shares nothing with the original."""
@@ -391,13 +392,13 @@ class PhasedExecution(Strategy):
         return place
 
     @property
+    @abc.abstractmethod
     def liveness(self) -> Liveness:
         """When tensors of a phase are off the device."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _default_ipu(self, phase: int, position: int) -> int:
         """Returns the IPU of a phase's stage if neither the stage nor its blocks set it."""
-        raise NotImplementedError
 
     @configurable
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:

@@ -15,16 +15,10 @@ import numpy as np
 from ipu_pipeline.checkpointing.checkpoint_directories import read_same_checkpoint, write_checkpoint
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next, parts_of, rows_of
 from ipu_pipeline.checkpointing.snapshots import KeptOptimizer, Record, SessionState, Snapshot
-from ipu_pipeline.engine.devices.process_exchange import only_if_written_here, spread_rows
-from ipu_pipeline.engine.inspect.pipelines import find_separate_variables
-from ipu_pipeline.engine.peers import check_joined, one_thread
-from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.resplitting import check_pipeline, move_state
-from ipu_pipeline.engine.state import PipelineState, check_state
+from ipu_pipeline.engine import Pipeline, PipelineState, processes
+from ipu_pipeline.engine.fronts import check_pipeline, check_state, move_state
+from ipu_pipeline.engine.inspect import find_separate_variables
 from ipu_pipeline.ground.errors import CheckpointError
-
-# For the fronts; `engine` has the other names.
-__all__ = ["first_rows", "place_state", "take_parts"]
 
 # Snapshots.
 
@@ -82,7 +76,7 @@ def place_state(snapshot: Snapshot, what: str, pipeline: Pipeline) -> PipelineSt
     for name in find_separate_variables(pipeline) & set(snapshot.extra.get(_ROWS, ())):
         rows = snapshot.state.variables[name]
         if len(rows) == pipeline.num_replicas:
-            placed.variables[name] = spread_rows(rows, placed.variables[name])
+            placed.variables[name] = processes.spread_rows(rows, placed.variables[name])
     return placed
 
 
@@ -95,7 +89,7 @@ def first_rows(snapshot: Snapshot) -> dict[str, Any]:
 # On disk.
 
 
-@one_thread("saving a state")
+@processes.one_thread("saving a state")
 def save(path: str | os.PathLike[str], state: PipelineState) -> None:
     """Saves a state of a pipeline exactly. With several processes, all call it with the same path.
 
@@ -125,11 +119,12 @@ def save(path: str | os.PathLike[str], state: PipelineState) -> None:
     """
     check_state("engine.save", state)
     _check_path("save", path)
-    check_joined("engine.save")
-    write_checkpoint(path, take_state(state, lambda leaves: list(map(only_if_written_here, leaves))))
+    processes.check_joined("engine.save")
+    snapshot = take_state(state, lambda leaves: list(map(processes.only_if_written_here, leaves)))
+    write_checkpoint(path, snapshot)
 
 
-@one_thread("restoring a state")
+@processes.one_thread("restoring a state")
 def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
     """Restores a saved state, for a pipeline with any split of the same layers.
 
@@ -153,7 +148,7 @@ def restore(path: str | os.PathLike[str], pipeline: Pipeline) -> PipelineState:
     """
     _check_path("restore", path)
     check_pipeline("engine.restore", pipeline)
-    check_joined("engine.restore")
+    processes.check_joined("engine.restore")
     return place_state(read_same_checkpoint(path), f"The checkpoint {os.fspath(path)}", pipeline)
 
 
@@ -206,7 +201,7 @@ class InMemoryCheckpoints:
         self._series: InMemorySeries | None = None  # None also without a launcher
         self._has_restored = self._has_saved = False
 
-    @one_thread("restoring a state")
+    @processes.one_thread("restoring a state")
     def restore(self, state: PipelineState) -> PipelineState:
         """Returns the newest state. All processes call it once, before the first step.
 
@@ -225,7 +220,7 @@ class InMemoryCheckpoints:
             processes, but this library has not.
         """
         check_state("InMemoryCheckpoints.restore", state)
-        check_joined("InMemoryCheckpoints.restore")
+        processes.check_joined("InMemoryCheckpoints.restore")
         if self._has_restored:
             raise RuntimeError("InMemoryCheckpoints.restore was called before; steps go on from one state.")
         series = InMemorySeries.of_environment(self._name)
@@ -242,7 +237,7 @@ class InMemoryCheckpoints:
         self._series, self._has_restored = series, True
         return state
 
-    @one_thread("keeping a state")
+    @processes.one_thread("keeping a state")
     def save(self, state: PipelineState, extra: Mapping[str, Any] | None = None) -> None:
         """Keeps a state. All processes call it before each step, with the argument of the step.
 
