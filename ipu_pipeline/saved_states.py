@@ -14,76 +14,68 @@ import numpy as np
 
 from ipu_pipeline.checkpointing.checkpoint_directories import read_same_checkpoint, write_checkpoint
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next, parts_of, rows_of
-from ipu_pipeline.checkpointing.snapshots import KeptOptimizer, Record, SessionState, Snapshot
+from ipu_pipeline.checkpointing.states import Counts, State
 from ipu_pipeline.engine import Pipeline, PipelineState, processes
-from ipu_pipeline.engine.fronts import check_pipeline, check_state, move_state
+from ipu_pipeline.engine.fronts import check_pipeline, check_state, leaves_by_path, move_state
 from ipu_pipeline.engine.inspect import find_separate_variables
 from ipu_pipeline.ground.errors import CheckpointError
 
 # Snapshots.
 
 _NAME = "Pipeline"
-# In `Snapshot.extra`: the data of the state's random key, and the variables with a row for each replica.
+# In `State.extra`: the data of the state's random key, and the variables with a row for each replica.
 _KEY, _ROWS = "engine_key", "engine_rows"
 
 
-def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) -> Snapshot:
+def take_state(state: PipelineState, prepare: Callable[[list[Any]], list[Any]]) -> State:
     """A snapshot of a state."""
-    leaves = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
-    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-    prepared = prepare([*state.variables.values(), *named.values()])
-    variables = dict(zip(state.variables, prepared, strict=False))
-    optimizer = None
-    if state.optimizer_state is not None:
-        shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named.items()}
-        optimizer = KeptOptimizer(shapes, prepared[len(variables) :])
-    record = Record(optimizer, int(state.update_count), int(state.execution_count))
-    data = np.asarray(jax.random.key_data(state.key)).tolist()
-    implementation = str(jax.random.key_impl(state.key))
-    return Snapshot(SessionState(variables, {_NAME: record}), 0, implementation, extra={_KEY: data})
+    leaves = leaves_by_path(state.optimizer_state)
+    return State(
+        0,
+        str(jax.random.key_impl(state.key)),
+        state.variables,
+        {} if leaves is None else {_NAME: leaves},
+        counts={_NAME: Counts(int(state.update_count), int(state.execution_count))},
+        extra={_KEY: np.asarray(jax.random.key_data(state.key)).tolist()},
+    ).replace_arrays(prepare)
 
 
-def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> Snapshot:
+def take_parts(state: PipelineState, separate: Set[str], extra: Mapping[str, Any]) -> State:
     """A snapshot of this process's parts of a state."""
     own_values = {name: value for name, value in state.variables.items() if name in separate}
     common_values = {name: value for name, value in state.variables.items() if name not in separate}
     snapshot = take_state(dataclasses.replace(state, variables=common_values), parts_of)
-    snapshot.state.variables.update(zip(own_values, rows_of(list(own_values.values())), strict=True))
+    snapshot.variables.update(zip(own_values, rows_of(list(own_values.values())), strict=True))
     snapshot.extra.update({_ROWS: list(own_values), **extra})
     return snapshot
 
 
-def place_state(snapshot: Snapshot, what: str, pipeline: Pipeline) -> PipelineState:
+def place_state(snapshot: State, what: str, pipeline: Pipeline) -> PipelineState:
     """The state that a snapshot is of, on the devices of a pipeline."""
-    records = list(snapshot.state.pipelines.values())
-    if len(records) > 1 or any(record.accumulated is not None for record in records):
-        names = ", ".join(map(repr, snapshot.state.pipelines))
+    if len(snapshot.counts) > 1 or snapshot.accumulators:
+        names = ", ".join(map(repr, snapshot.counts))
         raise CheckpointError(
             f"{what} is of a session with {names}, and not of one pipeline between two updates."
         )
-    record = records[0] if records else Record()
+    name, counts = next(iter(snapshot.counts.items()), (_NAME, Counts()))
     data = snapshot.extra.get(_KEY)
     if data is None:
         key = jax.random.key(snapshot.seed, impl=snapshot.key_implementation)
     else:
         key = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32), impl=snapshot.key_implementation)
-    leaves = None
-    if record.optimizer is not None:
-        leaves = dict(zip(record.optimizer.shapes, jax.tree.leaves(record.optimizer.tree), strict=True))
-    variables = first_rows(snapshot)
-    state = PipelineState(variables, None, record.update_count, record.execution_count, key)
-    placed = move_state(state, leaves, pipeline)
+    state = PipelineState(first_rows(snapshot), None, counts.update_count, counts.execution_count, key)
+    placed = move_state(state, snapshot.optimizers.get(name), pipeline)
     for name in find_separate_variables(pipeline) & set(snapshot.extra.get(_ROWS, ())):
-        rows = snapshot.state.variables[name]
+        rows = snapshot.variables[name]
         if len(rows) == pipeline.num_replicas:
             placed.variables[name] = processes.spread_rows(rows, placed.variables[name])
     return placed
 
 
-def first_rows(snapshot: Snapshot) -> dict[str, Any]:
+def first_rows(snapshot: State) -> dict[str, Any]:
     """The variables of a snapshot; where each replica has its own values, the first one's."""
     rows = snapshot.extra.get(_ROWS, ())
-    return {name: value[0] if name in rows else value for name, value in snapshot.state.variables.items()}
+    return {name: value[0] if name in rows else value for name, value in snapshot.variables.items()}
 
 
 # On disk.
@@ -159,7 +151,7 @@ def _check_path(caller: str, path: object) -> None:
 
 # In the machines' memory.
 
-_EXTRA = "engine_extra"  # in `Snapshot.extra`: what a program adds
+_EXTRA = "engine_extra"  # in `State.extra`: what a program adds
 
 
 class InMemoryCheckpoints:

@@ -85,7 +85,7 @@ def measure_case(num_stages: int, num_micro_batches: int, num_rounds: int) -> di
         nonlocal state
         taker = placed.taker(executor, num_micro_batches)
         pending = clocks.run("dispatch", pipeline.accumulate, state, taker, [])
-        state = clocks.run("update", pipeline.update, state, pending).state.pipeline
+        state = clocks.run("update", pipeline.update, state, pending).state
         jax.block_until_ready(state)
 
     def run_rounds(*steps: Callable[[], None]) -> dict[str, list[float]]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ipu_pipeline.checkpointing.collective_calls import beside, do_each, do_first, is_first, process_index
-from ipu_pipeline.checkpointing.snapshots import Snapshot, from_numpy, furthest, is_own, to_numpy
+from ipu_pipeline.checkpointing.states import State, from_numpy, furthest, is_own, to_numpy
 from ipu_pipeline.engine import processes
 from ipu_pipeline.ground.errors import CheckpointError, NoCheckpointError
 from ipu_pipeline.ground.tables import between_bars
@@ -62,7 +62,7 @@ class IncompleteCheckpointError(CheckpointError):
 
 
 def write_checkpoint(
-    path: str | os.PathLike[str], snapshot: Snapshot, files: Mapping[str, bytes] | None = None
+    path: str | os.PathLike[str], snapshot: State, files: Mapping[str, bytes] | None = None
 ) -> None:
     """Writes a checkpoint. An existing one is replaced when the new one is complete."""
     target = _find_directory(path)
@@ -119,7 +119,7 @@ def _replace(target: Path, started: Path, old: Path) -> None:
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint's document, see `Snapshot.document`. The files are not verified."""
+    """Reads a checkpoint's document, see `State.document`. The files are not verified."""
     directory = _find_directory(path)
     _recover(directory)
     if not directory.is_dir():
@@ -142,7 +142,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     raise CheckpointError(f"The file {directory / DOCUMENT} is damaged.")
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
+def read_checkpoint(path: str | os.PathLike[str]) -> State:
     """Reads a checkpoint, after comparing all its files with their digests."""
     directory = _find_directory(path)
     document = read_document(directory)
@@ -161,7 +161,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
     described = document["arrays"]
     try:
         stored = read_arrays(directory)
-        return Snapshot.of(document, with_empty_arrays(described, stored))
+        return State.of(document, with_empty_arrays(described, stored))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
 
@@ -176,14 +176,13 @@ def check_same_path(path: Path) -> None:
         )
 
 
-def read_same_checkpoint(path: str | os.PathLike[str], snapshot: Snapshot | None = None) -> Snapshot:
+def read_same_checkpoint(path: str | os.PathLike[str], snapshot: State | None = None) -> State:
     """Reads a checkpoint in all processes of the run, each by its own path; all of them call it."""
-    snapshots: list[Snapshot] = []
+    snapshots: list[State] = []
 
     def read() -> tuple[str, str, dict[str, int]]:
         snapshots.append(read_checkpoint(path) if snapshot is None else snapshot)
-        records = snapshots[0].state.pipelines.items()
-        counts = {name: record.update_count for name, record in records}
+        counts = {name: counts.update_count for name, counts in snapshots[0].counts.items()}
         return _digest_of(read_document(path)), str(_find_directory(path)), counts
 
     descriptions = do_each(read)
@@ -233,9 +232,9 @@ class CheckpointSeries:
         complete = [step for step in self.steps() if self._is_complete(step)]
         return self.path(complete[-1]) if complete else None
 
-    def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
+    def read_latest(self, set_aside: bool = False) -> tuple[int, State] | None:
         """The step and contents of the newest checkpoint that can be read; None if none was complete."""
-        newest: tuple[int, Snapshot] | None = None
+        newest: tuple[int, State] | None = None
 
         def read() -> int | None:
             nonlocal newest
@@ -247,7 +246,7 @@ class CheckpointSeries:
             return newest
         return step, read_same_checkpoint(self.path(step), None if newest is None else newest[1])
 
-    def _read_latest(self, set_aside: bool) -> tuple[int, Snapshot] | None:
+    def _read_latest(self, set_aside: bool) -> tuple[int, State] | None:
         for _attempt in range(_MOST_READS):
             listed = self.steps()
             skipped: dict[int, CheckpointError] = {}
@@ -270,7 +269,7 @@ class CheckpointSeries:
             self._set_aside(unreadable)
         return newest
 
-    def start_saving(self, step: int, snapshot: Snapshot) -> None:
+    def start_saving(self, step: int, snapshot: State) -> None:
         """Writes a checkpoint in a thread. Waits first for the one before, if that is still being written.
 
         An error is logged; training goes on, and what was there stays.
@@ -292,7 +291,7 @@ class CheckpointSeries:
             self._thread.join()
             self._thread = None
 
-    def save(self, step: int, snapshot: Snapshot) -> Path:
+    def save(self, step: int, snapshot: State) -> Path:
         """Writes a checkpoint, and deletes the oldest ones. A complete checkpoint of this step is kept."""
         path = self.path(step)
 
@@ -337,11 +336,11 @@ class CheckpointSeries:
         return self._is_complete(step) or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
-        """Replaces a checkpoint's `Snapshot.extra`. The checkpoint stays complete meanwhile."""
+        """Replaces a checkpoint's `State.extra`. The checkpoint stays complete meanwhile."""
         document = read_document(self.path(step))
         _write_document(self.path(step), {**document, "extra": extra})
 
-    def _save_or_report(self, step: int, snapshot: Snapshot) -> None:
+    def _save_or_report(self, step: int, snapshot: State) -> None:
         try:
             with beside("checkpoint of a series"):
                 self.save(step, snapshot)
@@ -432,7 +431,7 @@ def _digest_of_file(path: Path) -> str:
 # Arrays on disk. Orbax is imported when it is first needed.
 
 
-def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+def write_arrays(directory: Path, snapshot: State) -> list[dict[str, Any]]:
     """Writes the arrays of this process. Returns the positions of its data sets."""
     arrays, process = _storable(snapshot), process_index()
     if arrays and process == 0:
@@ -523,7 +522,7 @@ def _names(tree: Mapping[str, Any]) -> set[tuple[str, ...]]:
     return {path for path, _leaf in flatten(tree)}
 
 
-def _storable(snapshot: Snapshot) -> dict[str, Any]:
+def _storable(snapshot: State) -> dict[str, Any]:
     """The arrays of this process as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
 
     def prune(tree: dict[str, Any]) -> dict[str, Any]:

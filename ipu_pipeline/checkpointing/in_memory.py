@@ -46,7 +46,7 @@ import numpy as np
 
 from ipu_pipeline.checkpointing.checkpoint_directories import flatten
 from ipu_pipeline.checkpointing.collective_calls import do_each, process_index
-from ipu_pipeline.checkpointing.snapshots import Parts, Snapshot, describe_array, from_numpy, furthest
+from ipu_pipeline.checkpointing.states import Parts, State, describe_array, from_numpy, furthest
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep
 from ipu_pipeline.ground.errors import ProcessError
@@ -230,7 +230,7 @@ class InMemorySeries:
         elif len(set(texts)) == 1:
             self._complete = self._written
 
-    def take(self, snapshot: Callable[[], Snapshot]) -> None:
+    def take(self, snapshot: Callable[[], State]) -> None:
         """Writes the next checkpoint in a thread. All processes call it when a run has begun."""
         with interrupts.deferred():  # else the processes' numbers might differ
             is_due = self._is_working and self.is_due
@@ -278,7 +278,7 @@ class InMemorySeries:
 
     # At the beginning and at the end of a training.
 
-    def find(self) -> Snapshot | None:
+    def find(self) -> State | None:
         """Reads the newest checkpoint of which all parts are there; None if there is none. All call it.
 
         Nothing is found in a job's first start, and if this process has had such a series before: what is
@@ -366,7 +366,7 @@ class InMemorySeries:
         matches = map(pattern.fullmatch, os.listdir(self._directory))
         return sorted(_File(*map(int, match.groups())) for match in matches if match is not None)
 
-    def _write_or_report(self, key: _Key, snapshot: Snapshot) -> None:
+    def _write_or_report(self, key: _Key, snapshot: State) -> None:
         try:
             self._write(key, snapshot)
         except Exception as error:
@@ -389,7 +389,7 @@ class InMemorySeries:
             self._directory,
         )
 
-    def _write(self, key: _Key, snapshot: Snapshot) -> None:
+    def _write(self, key: _Key, snapshot: State) -> None:
         """Writes this process's part, and its buddies'. Whatever fails here, those get an answer."""
         fault, sent = None, memoryview(_NOTHING)
         try:
@@ -506,7 +506,7 @@ class _Content:
     """The contents of a file.
 
     Attributes:
-      document: `Snapshot.document`.
+      document: `State.document`.
       parts: the path of each array -> the shape of its data, and the parts that are in the file.
     """
 
@@ -514,7 +514,7 @@ class _Content:
     parts: Mapping[tuple[str, ...], tuple[tuple[int, ...], Sequence[_Part]]]
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> _Content:
+    def of(cls, snapshot: State) -> _Content:
         """The contents of the file for a snapshot."""
         parts = {}
         for path, array in flatten(snapshot.arrays()):
@@ -574,7 +574,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _join(contents: Sequence[_Content]) -> Snapshot:
+def _join(contents: Sequence[_Content]) -> State:
     """Joins the files of all processes to the snapshot."""
     feeds = furthest([content.document["feeds"] for content in contents])
     document = {**contents[0].document, "feeds": feeds}
@@ -602,4 +602,4 @@ def _join(contents: Sequence[_Content]) -> Snapshot:
                 array[tuple(map(slice, part.begin, ends))] = part.data
         return from_numpy(array, described)
 
-    return Snapshot.of(document, assemble(document["arrays"]))
+    return State.of(document, assemble(document["arrays"]))

@@ -26,7 +26,7 @@ from ipu_pipeline.engine.programs.accumulation import (
 from ipu_pipeline.engine.progress import watched_by
 from ipu_pipeline.engine.resplitting import check_pipeline, move_state
 from ipu_pipeline.engine.segments import SegmentedFunction, fit_replicas, mark_call, read_count
-from ipu_pipeline.engine.state import Collected, Progress, RunState, check_state
+from ipu_pipeline.engine.state import Collected, Progress, check_state, leaves_by_path
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.faults import find_calling_line
 from ipu_pipeline.engine.tracing.frames import (
@@ -72,7 +72,6 @@ __all__ = [
     "ProgramNames",
     "Progress",
     "Reported",
-    "RunState",
     "SegmentedFunction",
     "StageRunner",
     "Take",
@@ -99,6 +98,7 @@ __all__ = [
     "join_gradient_maps",
     "join_layers",
     "keep",
+    "leaves_by_path",
     "look_at_body",
     "make_spec",
     "mark_call",

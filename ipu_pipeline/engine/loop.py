@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,7 +29,7 @@ from ipu_pipeline.engine.programs import differentiation
 from ipu_pipeline.engine.programs.accumulation import make_collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.segments import in_every_process
-from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, Progress, RunState, of_replica
+from ipu_pipeline.engine.state import Collected, OfReplicas, PipelineState, Progress, of_replica
 from ipu_pipeline.engine.tracing import faults, frames, hoisting
 from ipu_pipeline.engine.tracing.captures import Captures
 from ipu_pipeline.engine.tracing.faults import describe_arguments
@@ -404,12 +404,9 @@ class Loop(Pipeline):
         pipeline, updates = self.body.pipeline, self.built.updates
         agree_on("loop", lambda: {**texts, **describe_programs(pipeline, updates)}, devices)
 
-    def place_run(
-        self, state: PipelineState, accumulators: Mapping[str, Any], num_accumulated: int
-    ) -> RunState:
+    def place(self, state: PipelineState) -> PipelineState:
         """Puts a state on the devices of the loop's shards."""
-        dtypes = self.built.accumulator_dtypes
-        return self.prepare().place(state, dtypes, accumulators, num_accumulated)
+        return self.prepare().place(state, self.built.accumulator_dtypes)
 
     def split_carried(self, carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Splits the carried values into those that stay the same and those that change."""
@@ -444,12 +441,12 @@ class Loop(Pipeline):
 
     def iterate(
         self,
-        state: RunState,
+        state: PipelineState,
         take: Take | None,
         captured: Sequence[Any],
         carried: Sequence[Any],
         on_iterations: Callable[[Progress, int], Any],
-        on_settled: Callable[[RunState], Any],
+        on_settled: Callable[[PipelineState], Any],
         count: int | None,
         total: int,
         *,
@@ -471,7 +468,7 @@ class Loop(Pipeline):
             limit = most if count is None else min(most, count)
             rehearse(watcher, runner, state, Request(inputs, num_per_update, limit, total, changing))
 
-        def settle(state: RunState) -> RunState:
+        def settle(state: PipelineState) -> PipelineState:
             """Joins what the replicas still have separately."""
             # Not after each iteration: that would be an all-reduce where accumulation is to save it.
             if counter.count:
@@ -507,7 +504,7 @@ class Loop(Pipeline):
                         settle(state)
                 raise
             state = settle(state)
-            jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+            jax.block_until_ready((state.variables, state.optimizer_state))
         return self.join_carried(constant, in_every_process(changing))
 
     def goes_on(self, inputs: Sequence[Any], changing: Sequence[Any]) -> bool:

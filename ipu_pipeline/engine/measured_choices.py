@@ -45,7 +45,7 @@ from ipu_pipeline.engine.schedules import (
     Timetable,
     timetable,
 )
-from ipu_pipeline.engine.state import PipelineState, RunState
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.ground.pytrees import num_bytes
 
 # Dispatch plans, by steps on zeros. The choice is kept for later processes.
@@ -93,7 +93,7 @@ class StepTimes:
         self._make, self._built, self._number = make, built, number
         zeros = list(map(_zeros, jax.tree.leaves(built.traced.inputs)))
         self._request = Request(zeros, count, limit=count, total=count)
-        self._state: RunState | None = None
+        self._state: PipelineState | None = None
         self._steps: dict[int, Callable[[], Any]] = {}
 
     def time(self, chunk_sizes: Sequence[int]) -> dict[int, float]:
@@ -124,12 +124,11 @@ class StepTimes:
                 progress = runner.run(state, runner.fetch(state, self._request, take_from(placed)))
             runner.has_run = False  # nothing of the user's has
             self._state = state = progress.state
-            pipeline = state.pipeline
-            return pipeline.variables, pipeline.optimizer_state, state.accumulators, progress.collected
+            return state.variables, state.optimizer_state, state.accumulators, progress.collected
 
         return step
 
-    def _make_state(self, runner: PlanRunner) -> RunState:
+    def _make_state(self, runner: PlanRunner) -> PipelineState:
         updates = self._built.updates
         variables = {name: _zeros(spec) for name, spec in self._built.traced.variables.items()}
         optimizer_state = None
@@ -143,8 +142,7 @@ class StepTimes:
             execution_count=0,
             key=jax.random.key(0),
         )
-        accumulators = runner.make_accumulators(self._built.accumulator_dtypes)
-        return RunState(runner.place_state(state), accumulators)
+        return runner.place(state, self._built.accumulator_dtypes)
 
 
 def _zeros(aval: Any) -> Any:
@@ -285,7 +283,7 @@ def measure_scenario(
         )
     dtypes, size = built.accumulator_dtypes, runner.chunk_size
     zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(built.traced.inputs)]
-    state = RunState(make_state(), runner.make_accumulators(dtypes))
+    state = dataclasses.replace(make_state(), accumulators=runner.make_accumulators(dtypes))
     runner.compile(state, Request(zeros, size, limit=size, total=size))
     costs = runner.measure().costs
     return make_scenario(runner, built, costs, plan_memory(), schedule, size)

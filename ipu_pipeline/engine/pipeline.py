@@ -75,7 +75,6 @@ from ipu_pipeline.engine.state import (
     MOVES,
     PipelineState,
     Progress,
-    RunState,
     StepOutputs,
     as_plain_state,
     check_exists,
@@ -878,7 +877,7 @@ class Pipeline:
         unflatten = list if callable(collects) else self.traced.output_tree.unflatten if collects else None
         reported = self.built.metrics.select(progress)
         outputs = StepOutputs(progress.collected, unflatten, lambda: reported.read(1))
-        new_state = self._between.hide_weights(progress.state.pipeline)
+        new_state = self._between.hide_weights(progress.state)
         step.started(new_state, outputs)
         return new_state, outputs
 
@@ -940,7 +939,7 @@ class Pipeline:
             accumulators = single.make_accumulators(self.built.accumulator_dtypes)
             return op_by_op.compute(
                 runner,
-                RunState(state, accumulators),
+                dataclasses.replace(state, accumulators=accumulators),
                 Request(input_leaves, count, limit=count, total=count),
                 list(map(self._shapes.resolve, elements)),
                 OpByOp(single.maker.layout, self.built.collecting.sources, has_nan_checks),
@@ -972,10 +971,12 @@ class Pipeline:
                 error = find_failed(self.traced.enqueued, progress.enqueued, self._num_replicas)
                 if error is not None:
                     raise error
-                return dataclasses.replace(progress, state=RunState(progress.state.pipeline, {}))
+                return dataclasses.replace(
+                    progress, state=dataclasses.replace(progress.state, accumulators={})
+                )
             # check_nans: compiled, and op by op only if there is a nan.
             micro_batches = supply.taken = []
-            input_state = copy_state(RunState(state, {})).pipeline if self.options.donate else state
+            input_state = copy_state(state) if self.options.donate else state
             progress = run(input_state)
             supply.taken = None  # `StepOnItsWay` holds the supply, which is not to hold the micro-batches
             place = find_nans(progress) if has_nan_checks else ""
@@ -1039,10 +1040,10 @@ class Pipeline:
             accumulators = runner.make_accumulators(self.built.accumulator_dtypes)
         inputs = [np.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.traced.inputs)]
         total = num_updates * count
-        run_state = RunState(state, accumulators)
         request = Request(inputs, count, limit=total, total=total)
-        runner.compile(run_state, request)
-        self._shapes.compile(run_state, request)
+        state = dataclasses.replace(state, accumulators=accumulators)
+        runner.compile(state, request)
+        self._shapes.compile(state, request)
 
     @apart
     def run(
@@ -1088,7 +1089,7 @@ class Pipeline:
             with replacing():
                 before = int(state.execution_count)
                 progress = self.update(state, pending)
-                state = progress.state.pipeline
+                state = progress.state
                 num_done = int(state.execution_count) - before
                 count += num_done
                 if hands_out_checks(self.traced.enqueued):  # else nothing is waited for
@@ -1128,14 +1129,15 @@ class Pipeline:
         count = self.updated_every(num_micro_batches)
         runner = self.prepare()
         accumulators = self._between.take_accumulators(runner, self.built.accumulator_dtypes)
+        state = dataclasses.replace(state, accumulators=accumulators)
         request = Request(input_leaves, count, limit=num_updates * count, total=num_total * count)
         if self.options.shapes and not runner.has_run:
-            self._shapes.compile(RunState(state, accumulators), request)
+            self._shapes.compile(state, request)
         if (watcher := watching.current()) is not None:
             watcher.introduce(runner, self)
-            rehearse(watcher, runner, RunState(state, accumulators), request)
+            rehearse(watcher, runner, state, request)
         with naming_peers():
-            pending: Pending = runner.fetch(RunState(state, accumulators), request, take)
+            pending: Pending = runner.fetch(state, request, take)
         return pending
 
     @apart
@@ -1152,9 +1154,8 @@ class Pipeline:
         _check_optimizer_state(self.built.updates, state)
         # The accumulators are part of what is pending.
         with naming_peers():
-            progress: Progress = self.prepare().run(RunState(state, {}), pending)
-        self._between.keep(progress.state)
-        return progress
+            progress: Progress = self.prepare().run(state, pending)
+        return dataclasses.replace(progress, state=self._between.keep(progress.state))
 
     @apart
     def place(self, state: PipelineState) -> PipelineState:

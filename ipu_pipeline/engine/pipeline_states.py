@@ -13,7 +13,7 @@ import jax
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.contract import Runner
 from ipu_pipeline.engine.progress import initializing
-from ipu_pipeline.engine.state import PipelineState, RunState
+from ipu_pipeline.engine.state import PipelineState, leaves_by_path
 from ipu_pipeline.engine.tracing.specs import VariableSpec, initial_value
 from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight, without_weights
 from ipu_pipeline.engine.updates.update_programs import Updates
@@ -147,11 +147,9 @@ def adopt_optimizer_state(
     Returns:
       The state, and whether it was taken.
     """
-    new_state = make()
-    if old_state is None or new_state is None:
+    new_state, leaves = make(), leaves_by_path(old_state)
+    if leaves is None or new_state is None:
         return new_state, False
-    with_paths = jax.tree_util.tree_leaves_with_path(old_state)
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
     new_leaves = list(jax.tree.leaves(new_state))
     has_variables = takes_variables = False
     for number, leaf in enumerate(updates.state_leaves):
@@ -185,10 +183,12 @@ class BetweenSteps:
         accumulators, self.accumulators = self.accumulators, None
         return runner.make_accumulators(dtypes) if accumulators is None else accumulators
 
-    def keep(self, state: RunState) -> None:
-        """Keeps the accumulators after an update, and notes that the new state is placed."""
+    def keep(self, state: PipelineState) -> PipelineState:
+        """Keeps the accumulators after an update. Returns the state without them, known to be placed."""
         self.accumulators = state.accumulators
-        self._placed = weakref.ref(state.pipeline), {}
+        state = dataclasses.replace(state, accumulators={})
+        self._placed = weakref.ref(state), {}
+        return state
 
     def hide_weights(self, state: PipelineState) -> PipelineState:
         """The placed state without the variables that count weights, which are kept here."""

@@ -24,7 +24,7 @@ import numpy as np
 from ipu_pipeline.engine import peers
 from ipu_pipeline.engine.devices.process_exchange import read_gathered
 from ipu_pipeline.engine.pipeline import Pipeline
-from ipu_pipeline.engine.state import PipelineState, check_state
+from ipu_pipeline.engine.state import PipelineState, check_state, leaves_by_path
 from ipu_pipeline.engine.updates.optimizer_wrappers import without_weights
 from ipu_pipeline.engine.updates.update_programs import StateLeaf
 from ipu_pipeline.ground.pytrees import describe
@@ -94,11 +94,7 @@ def resplit(state: PipelineState, pipeline: Pipeline) -> PipelineState:
     """
     check_state("engine.resplit", state)
     check_pipeline("engine.resplit", pipeline)
-    with_paths = jax.tree_util.tree_flatten_with_path(state.optimizer_state)[0]
-    leaves = None
-    if state.optimizer_state is not None:
-        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
-    return move_state(state, leaves, pipeline)
+    return move_state(state, leaves_by_path(state.optimizer_state), pipeline)
 
 
 def check_pipeline(caller: str, pipeline: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -53,6 +53,9 @@ class PipelineState:
       execution_count: an int, the steps so far, including steps without training; it is folded into
         random keys, modulo 2**32.
       key: the random key from which all others are derived.
+      accumulators: sums or means of gradients since the last weight update, by key. Empty between two
+        steps, where they are zeros.
+      num_accumulated: an int, the micro-batches in the accumulators; no leaf of the pytree.
     """
 
     variables: dict[str, Any]
@@ -60,6 +63,16 @@ class PipelineState:
     update_count: int
     execution_count: int
     key: Any
+    accumulators: dict[str, Any] = field(default_factory=dict)
+    num_accumulated: int = field(default=0, metadata={"static": True})
+
+
+def leaves_by_path(optimizer_state: Any) -> dict[str, Any] | None:
+    """The leaves of an optimizer's state by their paths; None if there is no state."""
+    if optimizer_state is None:
+        return None
+    with_paths = jax.tree_util.tree_leaves_with_path(optimizer_state)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
 
 
 @dataclass(frozen=True)
@@ -162,21 +175,6 @@ class Handed:
 
 
 @dataclass(frozen=True, eq=False)
-class RunState:
-    """Everything that running changes, also between two weight updates.
-
-    Attributes:
-      pipeline: variables, optimizer state, counts and key.
-      accumulators: sums or means of gradients, by key; empty without training.
-      num_accumulated: the number of micro-batches in the accumulators.
-    """
-
-    pipeline: PipelineState
-    accumulators: dict[str, Any]
-    num_accumulated: int = 0
-
-
-@dataclass(frozen=True, eq=False)
 class Progress:
     """The results of some micro-batches, still being computed.
 
@@ -190,7 +188,7 @@ class Progress:
       num_ahead: the number of micro-batches that have been taken for the next update already.
     """
 
-    state: RunState
+    state: PipelineState
     carried: list[Any]
     collected: list[Collected]
     count: int

@@ -704,7 +704,7 @@ def test_a_snapshot_is_not_changed_by_what_runs_meanwhile(num_stages, training_o
             series.wait()
     step, found = series.read_latest()
     assert step == 8
-    for name, value in found.state.variables.items():
+    for name, value in found.variables.items():
         np.testing.assert_array_equal(value, expected[name])
         assert not np.array_equal(value, session.variables[name])
     assert found.feeds[0].position.count == 4

@@ -17,7 +17,7 @@ INITIALIZE = ipu.global_variables_initializer()
 
 
 def saved_variables(path):
-    return checkpoint_directories.read_checkpoint(path).state.variables
+    return checkpoint_directories.read_checkpoint(path).variables
 
 
 class Small:

@@ -80,7 +80,7 @@ def variables_of(estimator):
     """The variables in an estimator's newest checkpoint, read once."""
     return {
         name: np.array(value)
-        for name, value in read_checkpoint(estimator.latest_checkpoint()).state.variables.items()
+        for name, value in read_checkpoint(estimator.latest_checkpoint()).variables.items()
     }
 
 

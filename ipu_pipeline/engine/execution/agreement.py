@@ -16,7 +16,7 @@ from ipu_pipeline.engine.devices.device_groups import absent, is_here
 from ipu_pipeline.engine.devices.links import links, naming_peers
 from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.execution.contract import Runner
-from ipu_pipeline.engine.state import RunState
+from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.updates.update_programs import Updates
 from ipu_pipeline.ground import jax_core
@@ -206,7 +206,7 @@ def hear_end(runner: Runner[Any], progress: Done) -> None:
         raise error(f"In process {teller}, which has a part in the loop: {text}")
 
 
-def skip_iterations(runner: Runner[Any], state: RunState, count: int, every: int) -> RunState:
+def skip_iterations(runner: Runner[Any], state: PipelineState, count: int, every: int) -> PipelineState:
     """The state after `count` iterations in other processes."""
     if runner.placement.updates is None or not count:
         return state
@@ -217,7 +217,5 @@ def skip_iterations(runner: Runner[Any], state: RunState, count: int, every: int
     ]
     state = runner.with_optimizer(state, outputs)
     num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
-    pipeline = dataclasses.replace(
-        state.pipeline, update_count=int(state.pipeline.update_count) + num_updates
-    )
-    return RunState(pipeline, state.accumulators, num_accumulated)
+    update_count = int(state.update_count) + num_updates
+    return dataclasses.replace(state, update_count=update_count, num_accumulated=num_accumulated)

@@ -42,7 +42,7 @@ from ipu_pipeline.engine.planning.memory_records import IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.accumulation import Collecting
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
 from ipu_pipeline.engine.progress import compiling
-from ipu_pipeline.engine.state import Collected, Handed, Progress, RunState
+from ipu_pipeline.engine.state import Collected, Handed, PipelineState, Progress
 from ipu_pipeline.engine.tracing.stage_markers import as_int32
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind
 from ipu_pipeline.engine.watching import Launch, LaunchKind
@@ -202,34 +202,34 @@ class BlockRunner(Runner[PendingBlock]):
             self._has_fixed_room,
         )
 
-    def compile(self, state: RunState, request: Request) -> None:
+    def compile(self, state: PipelineState, request: Request) -> None:
         """Compiles a block's program, or the programs of an update's parts if it does not fit a block."""
         sizes = self.sizes(request.total, request.every)
         element = jax.tree.leaves(self.placement.traced.element)
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in element]
         earlier = EarlierParts(Totals(state.accumulators, self._zero_sums()), {}, [], [])
-        if state.pipeline.optimizer_state is None and self.needs_outputs and self.has_callbacks:
+        if state.optimizer_state is None and self.needs_outputs and self.has_callbacks:
             return  # Python would notice that a stage runs, on zeros
         block = self.make_block(state, request, earlier, [self._feed.add(zeros)], sizes.room)
         if sizes.unit == request.every:
             position = dataclasses.replace(block.position, count=request.every)
             block = dataclasses.replace(block, position=position)
         state = self.with_optimizer(state, [block.earlier.first_outputs])
-        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        leaves = jax.tree.leaves(state.optimizer_state)
         has_parts = sizes.unit != request.every and request.every > sizes.capacity
         with compiling(1 + has_parts, self.note):
             if has_parts:
                 self._compile(state, [], block, updates=False)
             self._compile(state, leaves, block, updates=True)
 
-    def fetch(self, state: RunState, request: Request, take: Take) -> PendingBlock:
+    def fetch(self, state: PipelineState, request: Request, take: Take) -> PendingBlock:
         """Gets a block's micro-batches. Of an update that fits no block, runs all parts but the last."""
         sizes = self.sizes(request.total, request.every)
         num_wanted = min(request.limit, sizes.capacity)
         if not self.placement.groups[0].is_here:
             take = take_nothing
         earlier = EarlierParts(Totals(state.accumulators, self._zero_sums()), {}, [], [])
-        step, first = int(as_int32(state.pipeline.execution_count)), request.iteration
+        step, first = int(as_int32(state.execution_count)), request.iteration
         if self.iterated is not None:
             elements = watched_take(take, step, first)(num_wanted)
             return self.make_block(state, request, earlier, elements, sizes.room)
@@ -241,7 +241,7 @@ class BlockRunner(Runner[PendingBlock]):
 
     def _fetch_updates(
         self,
-        state: RunState,
+        state: PipelineState,
         request: Request,
         earlier: EarlierParts,
         supply: Supply,
@@ -281,14 +281,18 @@ class BlockRunner(Runner[PendingBlock]):
             )
 
     def make_block(
-        self, state: RunState, request: Request, earlier: EarlierParts, elements: Sequence[Any], room: int
+        self,
+        state: PipelineState,
+        request: Request,
+        earlier: EarlierParts,
+        elements: Sequence[Any],
+        room: int,
     ) -> PendingBlock:
         """Makes a block of micro-batches from `place_element` with the shapes of this runner."""
-        pipeline = state.pipeline
         position = Position(
             accumulated=state.num_accumulated + earlier.count,
-            execution=int(as_int32(pipeline.execution_count)),
-            updates=int(as_int32(pipeline.update_count)),
+            execution=int(as_int32(state.execution_count)),
+            updates=int(as_int32(state.update_count)),
             iteration=request.iteration,
             count=len(elements),
             every=request.every,
@@ -299,13 +303,13 @@ class BlockRunner(Runner[PendingBlock]):
         else:
             feed = [absent((room, *leaf.shape), leaf.dtype, group.replicated) for leaf in self._fed]
         block = PendingBlock(request, earlier, position, room, feed, self)
-        if earlier.count or pipeline.optimizer_state is not None or not self.needs_outputs:
+        if earlier.count or state.optimizer_state is not None or not self.needs_outputs:
             return block
         carried, constants = (
             self._place_carried(request),
             self._make_constants(state, {}, block, NO_LOSS_SCALE),
         )
-        outputs: list[Any] = self._peek(dict(pipeline.variables), carried, constants)
+        outputs: list[Any] = self._peek(dict(state.variables), carried, constants)
         return dataclasses.replace(
             block, earlier=dataclasses.replace(earlier, first_outputs=dict(enumerate(outputs)))
         )
@@ -320,11 +324,11 @@ class BlockRunner(Runner[PendingBlock]):
                 "are handled together, so they must have the same shapes; they have different ones."
             )
 
-    def run(self, state: RunState, pending: PendingBlock) -> Progress:
+    def run(self, state: PipelineState, pending: PendingBlock) -> Progress:
         """Runs what `fetch` returned."""
         earlier, every = pending.earlier, pending.request.every
         state = self.with_optimizer(state, [earlier.first_outputs])
-        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        leaves = jax.tree.leaves(state.optimizer_state)
         result = pending.runner.call(state, leaves, pending, updates=True)
         count = pending.count
         if self.iterated is not None and self.iterated.condition is not None:
@@ -356,7 +360,7 @@ class BlockRunner(Runner[PendingBlock]):
         return zeros
 
     def call(
-        self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
+        self, state: PipelineState, state_leaves: list[Any], block: PendingBlock, updates: bool
     ) -> BlockResults:
         """Runs a block. Takes the memory of accumulators and sums, and possibly of all state."""
         function, arguments = self._compile(state, state_leaves, block, updates)
@@ -388,7 +392,7 @@ class BlockRunner(Runner[PendingBlock]):
         )
 
     def _compile(
-        self, state: RunState, state_leaves: list[Any], block: PendingBlock, updates: bool
+        self, state: PipelineState, state_leaves: list[Any], block: PendingBlock, updates: bool
     ) -> tuple[Any, tuple[Any, ...]]:
         """Compiles the function of a block. Returns it, and the arguments to call it with."""
         num_updates = 0
@@ -399,10 +403,10 @@ class BlockRunner(Runner[PendingBlock]):
         kind = BlockKind(block.room, num_updates, updates, self._find_every(block, updates))
         donate = self._donate and updates
         changed = self._changed(kind)
-        variables = {**state.pipeline.variables, **block.earlier.assigned}
+        variables = {**state.variables, **block.earlier.assigned}
         unchanged = {name: value for name, value in variables.items() if name not in changed}
         # With updates, the scale is in the optimizer's state, and changes with it.
-        loss_scale = NO_LOSS_SCALE if updates else self.placement.loss_scale(state.pipeline.optimizer_state)
+        loss_scale = NO_LOSS_SCALE if updates else self.placement.loss_scale(state.optimizer_state)
         arguments = (
             block.earlier.totals,
             {name: variables[name] for name in changed},
@@ -445,11 +449,11 @@ class BlockRunner(Runner[PendingBlock]):
         return {*self.assigned, *(self._trained if kind.updates else ())}
 
     def _make_constants(
-        self, state: RunState, variables: dict[str, Any], block: PendingBlock, loss_scale: Any
+        self, state: PipelineState, variables: dict[str, Any], block: PendingBlock, loss_scale: Any
     ) -> BlockConstants:
         group = self.placement.groups[0]
         *inputs, loss_scale = put_host_copies([*block.request.inputs, loss_scale], group)
-        key = self.placement.constants.key(state.pipeline.key, group)
+        key = self.placement.constants.key(state.key, group)
         return BlockConstants(variables, inputs, loss_scale, key, block.position.pack(), block.feed)
 
     def _place_carried(self, request: Request) -> list[Any]:

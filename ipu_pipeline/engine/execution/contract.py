@@ -26,7 +26,7 @@ from ipu_pipeline.engine.plan.maker import FirstState
 from ipu_pipeline.engine.plan.memory import find_fed, plan_ipus
 from ipu_pipeline.engine.planning.memory_records import Brought, IpuMemory, StageMemory
 from ipu_pipeline.engine.programs.stage_programs import StagePrograms
-from ipu_pipeline.engine.state import PipelineState, Progress, RunState, of_replica
+from ipu_pipeline.engine.state import PipelineState, Progress, of_replica
 from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.ground.pytrees import num_bytes
 
@@ -172,11 +172,11 @@ class Runner(abc.ABC, Generic[PendingT]):
     def make_accumulators(
         self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Makes accumulators for a `RunState`; see `StatePlacement.make_accumulators`."""
+        """Makes a state's accumulators; see `StatePlacement.make_accumulators`."""
         return self.placement.make_accumulators(dtypes, initial)
 
     @abc.abstractmethod
-    def compile(self, state: RunState, request: Request) -> None:
+    def compile(self, state: PipelineState, request: Request) -> None:
         """Compiles what `fetch` and `run` will call for a request. Runs nothing.
 
         Args:
@@ -185,7 +185,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         """
 
     @abc.abstractmethod
-    def fetch(self, state: RunState, request: Request, take: Take) -> PendingT:
+    def fetch(self, state: PipelineState, request: Request, take: Take) -> PendingT:
         """Gets micro-batches, and does all that leaves the state as it is.
 
         Args:
@@ -196,7 +196,7 @@ class Runner(abc.ABC, Generic[PendingT]):
         """
 
     @abc.abstractmethod
-    def run(self, state: RunState, pending: PendingT) -> Progress:
+    def run(self, state: PipelineState, pending: PendingT) -> Progress:
         """Runs the pending micro-batches. Takes the memory of accumulators, and of all state if allowed.
 
         Args:
@@ -204,7 +204,7 @@ class Runner(abc.ABC, Generic[PendingT]):
           pending: what that returned.
         """
 
-    def settle(self, state: RunState) -> RunState:
+    def settle(self, state: PipelineState) -> PipelineState:
         """The state at the end of a loop's run, with the replicas' separate values joined."""
         return state
 
@@ -262,24 +262,16 @@ class Runner(abc.ABC, Generic[PendingT]):
         del every
         return {}
 
-    def place(
-        self,
-        state: PipelineState,
-        dtypes: Mapping[str, Any],
-        accumulators: Mapping[str, Any],
-        num_accumulated: int,
-    ) -> RunState:
-        """Puts the leaves of a state on the devices of their stages.
+    def place(self, state: PipelineState, dtypes: Mapping[str, Any]) -> PipelineState:
+        """Puts a state on the devices of its stages, with zeros for accumulators that are missing.
 
         Args:
-          state: variables, optimizer state, counts and key.
+          state: from anywhere.
           dtypes: the dtype of each trained variable's accumulators, by full name.
-          accumulators: by key; those that are missing are zeros.
-          num_accumulated: the number of micro-batches that they hold.
         """
         is_trained = self.placement.updates is not None
-        placed = self.make_accumulators(dtypes, accumulators) if is_trained else {}
-        return RunState(self.place_state(state), placed, num_accumulated)
+        accumulators = self.make_accumulators(dtypes, state.accumulators) if is_trained else {}
+        return dataclasses.replace(self.place_state(state), accumulators=accumulators)
 
     def place_state(self, state: PipelineState) -> PipelineState:
         """Puts variables and optimizer state on the devices of their stages."""
@@ -306,7 +298,7 @@ class Runner(abc.ABC, Generic[PendingT]):
     def _first_state(self) -> FirstState:
         return FirstState(Layout(self.placement, self.homes))
 
-    def with_optimizer(self, state: RunState, outputs: Sequence[Mapping[int, Any]]) -> RunState:
+    def with_optimizer(self, state: PipelineState, outputs: Sequence[Mapping[int, Any]]) -> PipelineState:
         """Adds the optimizer's state to a state.
 
         Args:
@@ -314,22 +306,20 @@ class Runner(abc.ABC, Generic[PendingT]):
           outputs: by replica and place, leaves that the last stage returned for the first micro-batch, if
             they are needed.
         """
-        pipeline, updates = state.pipeline, self.placement.updates
-        if updates is None or pipeline.optimizer_state is not None:
+        if self.placement.updates is None or state.optimizer_state is not None:
             return state
-        optimizer_state = self.init_optimizer_state(pipeline.variables, outputs)
-        pipeline = dataclasses.replace(pipeline, optimizer_state=optimizer_state)
-        return dataclasses.replace(state, pipeline=pipeline)
+        optimizer_state = self.init_optimizer_state(state.variables, outputs)
+        return dataclasses.replace(state, optimizer_state=optimizer_state)
 
     def advance(
         self,
-        state: RunState,
+        state: PipelineState,
         variables: Mapping[str, Any],
         state_leaves: Sequence[Any],
         accumulators: Mapping[str, Any],
         count: int,
         every: int,
-    ) -> RunState:
+    ) -> PipelineState:
         """Makes the state after some micro-batches.
 
         Args:
@@ -340,19 +330,17 @@ class Runner(abc.ABC, Generic[PendingT]):
           count: the number of micro-batches that ran.
           every: micro-batches per weight update.
         """
-        pipeline, updates = state.pipeline, self.placement.updates
+        updates = self.placement.updates
         self.has_run = True
         num_updates, num_accumulated = divmod(state.num_accumulated + count, every)
-        pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **variables})
+        changes: dict[str, Any] = {"variables": {**state.variables, **variables}}
         if self.iterated is None:  # a loop counts whole runs
-            pipeline = dataclasses.replace(
-                pipeline, execution_count=int(pipeline.execution_count) + num_updates
-            )
-        if updates is None:
-            return RunState(pipeline, {})
-        pipeline = dataclasses.replace(
-            pipeline,
-            optimizer_state=updates.state_tree.unflatten(state_leaves),
-            update_count=int(pipeline.update_count) + num_updates,
-        )
-        return RunState(pipeline, dict(accumulators), num_accumulated)
+            changes["execution_count"] = int(state.execution_count) + num_updates
+        if updates is not None:
+            changes |= {
+                "optimizer_state": updates.state_tree.unflatten(state_leaves),
+                "update_count": int(state.update_count) + num_updates,
+                "accumulators": dict(accumulators),
+                "num_accumulated": num_accumulated,
+            }
+        return dataclasses.replace(state, **changes)

@@ -25,13 +25,13 @@ from ipu_pipeline.engine.plan.plan import Block, Numbered, Op, Plan, Registers, 
 from ipu_pipeline.engine.plan.run import Linked
 from ipu_pipeline.engine.programs.stage_programs import Binding, BindingKind
 from ipu_pipeline.engine.schedules.timetables import ActionKind
-from ipu_pipeline.engine.state import PipelineState, RunState, StepOutputs
+from ipu_pipeline.engine.state import PipelineState, StepOutputs
 from ipu_pipeline.engine.tracing.faults import find_line_of
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.watching import Watcher
 
 
-def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Request) -> None:
+def rehearse(watcher: Watcher, runner: Runner[Any], state: PipelineState, request: Request) -> None:
     """Waits for earlier steps before the first watched one; if there are none, runs each program once.
 
     The programs run on copies of the state and on micro-batches of zeros. What they make or raise is
@@ -40,7 +40,7 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
     with watcher.rehearsing(runner) as is_first:
         if not is_first:
             return
-        jax.block_until_ready((state.pipeline.variables, state.pipeline.optimizer_state))
+        jax.block_until_ready((state.variables, state.optimizer_state))
         if runner.has_run or runner.has_callbacks:
             return
         num_carried = 0 if runner.iterated is None else len(runner.iterated.carried)
@@ -53,19 +53,17 @@ def rehearse(watcher: Watcher, runner: Runner[Any], state: RunState, request: Re
         with contextlib.suppress(Exception):  # such as jax_debug_nans, or too little memory
             copied = copy_state(state)
             after = runner.run(copied, runner.fetch(copied, request, take)).state
-            jax.block_until_ready(
-                (after.pipeline.variables, after.pipeline.optimizer_state, after.accumulators)
-            )
+            jax.block_until_ready((after.variables, after.optimizer_state, after.accumulators))
 
 
-def copy_state(state: RunState) -> RunState:
+def copy_state(state: PipelineState) -> PipelineState:
     """Copies a state's arrays, where they are."""
-    pipeline = state.pipeline
-    leaves, tree = jax.tree.flatten((pipeline.variables, pipeline.optimizer_state, state.accumulators))
+    leaves, tree = jax.tree.flatten((state.variables, state.optimizer_state, state.accumulators))
     copies = jax.device_put(leaves, [leaf.sharding for leaf in leaves], may_alias=False)
     variables, optimizer_state, accumulators = jax.tree.unflatten(tree, copies)
-    pipeline = dataclasses.replace(pipeline, variables=variables, optimizer_state=optimizer_state)
-    return dataclasses.replace(state, pipeline=pipeline, accumulators=accumulators)
+    return dataclasses.replace(
+        state, variables=variables, optimizer_state=optimizer_state, accumulators=accumulators
+    )
 
 
 def watched_take(take: Take, step: int, first: int) -> Take:

@@ -16,7 +16,7 @@ from ipu_pipeline.engine.execution.runner import PendingPlan, PlanRunner, ReadyP
 from ipu_pipeline.engine.plan.lowering import assigned
 from ipu_pipeline.engine.plan.op_by_op import OpByOp, Visit
 from ipu_pipeline.engine.schedules.timetables import Action
-from ipu_pipeline.engine.state import Progress, RunState
+from ipu_pipeline.engine.state import PipelineState, Progress
 from ipu_pipeline.engine.tracing import frames
 from ipu_pipeline.engine.tracing.faults import describe_arguments
 from ipu_pipeline.engine.tracing.frames import Surroundings
@@ -27,7 +27,7 @@ from ipu_pipeline.engine.tracing.stages import StageFunction, as_arguments, conc
 
 def compute(
     runner: Runner[Any],
-    state: RunState,
+    state: PipelineState,
     request: Request,
     elements: Sequence[Any],
     reader: OpByOp,
@@ -51,11 +51,11 @@ def compute(
 
     def read_variables(replica: int) -> dict[str, Any]:
         now = {name: registers[register] for name, register in changing[replica].items()}
-        return state.pipeline.variables | {name: v for name, v in now.items() if v is not None}
+        return state.variables | {name: v for name, v in now.items() if v is not None}
 
     def feed() -> Iterator[Sequence[Any]]:
-        count = jnp.int32(as_int32(state.pipeline.execution_count))
-        keys = lead.fold(state.pipeline.key)
+        count = jnp.int32(as_int32(state.execution_count))
+        keys = lead.fold(state.key)
         for place, (shape_runner, group) in enumerate(zip(runners, groups, strict=True)):
             some = [element.leaves if element else () for element in group]
             placed = shape_runner.dealer.place_alone(list(map(shape_runner.place_element, some)))

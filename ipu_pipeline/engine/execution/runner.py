@@ -69,7 +69,7 @@ from ipu_pipeline.engine.programs.stage_programs import (
 )
 from ipu_pipeline.engine.schedules.clusters import ExecutionPhases, HostMemory, LinkSpeed
 from ipu_pipeline.engine.schedules.timetables import Action, Timetable
-from ipu_pipeline.engine.state import Handed, OfReplicas, Progress, RunState
+from ipu_pipeline.engine.state import Handed, OfReplicas, PipelineState, Progress
 from ipu_pipeline.engine.tracing.stage_markers import as_int32, key_aval
 from ipu_pipeline.engine.tracing.stages import Source
 from ipu_pipeline.engine.updates.optimizer_tracing import UpdateKind, UpdateValue
@@ -303,10 +303,10 @@ class PlanRunner(Runner[PendingPlan]):
         version = self.linker.version  # before the functions, which another thread may let be forgotten
         return ReadyPlan(plan, self.linker.link(plan), version)
 
-    def compile(self, state: RunState, request: Request) -> None:
+    def compile(self, state: PipelineState, request: Request) -> None:
         """Compiles the programs of a step, and of its weight update."""
         del request
-        kind = state.pipeline.key.dtype
+        kind = state.key.dtype
         if self._compiled_for == kind:
             return
         programs = self.maker.programs
@@ -316,7 +316,7 @@ class PlanRunner(Runner[PendingPlan]):
         compiled = compile_ahead(
             self.find_micro_batch(),
             self.maker.layout,
-            functools.partial(self._find_struct, state.pipeline.key),
+            functools.partial(self._find_struct, state.key),
             self._chunk.size,
             not self.has_callbacks,
             self.kept,
@@ -386,13 +386,13 @@ class PlanRunner(Runner[PendingPlan]):
 
     # Registers before a step.
 
-    def fill(self, plan: Plan, registers: list[Any], state: RunState, request: Request) -> None:
+    def fill(self, plan: Plan, registers: list[Any], state: PipelineState, request: Request) -> None:
         """Fills the registers of given values, unless they are filled already."""
         registers += [None] * (len(plan.names) - len(registers))
         if self.placement.has_peers:
             self.placement.begin_step()
-        keys = self.fold(state.pipeline.key)
-        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        keys = self.fold(state.key)
+        leaves = jax.tree.leaves(state.optimizer_state)
         sums: dict[int, list[Any]] = {}
         for register, value in plan.given.items():
             label = value.what
@@ -405,7 +405,7 @@ class PlanRunner(Runner[PendingPlan]):
                     registers[register] = leaves[label.key] if leaves else None
                 else:
                     is_count = label.kind == UpdateKind.COUNT
-                    count = request.every if is_count else int(as_int32(state.pipeline.update_count))
+                    count = request.every if is_count else int(as_int32(state.update_count))
                     registers[register] = self.placement.constants.scalar(count, value.group)
             elif label[0] == "sum":
                 if value.replica not in sums:
@@ -421,35 +421,34 @@ class PlanRunner(Runner[PendingPlan]):
             elif label != FEED and label[0] != "first output":
                 raise AssertionError(f"Nothing has written {value}.")
 
-    def _find_given(self, value: Value, state: RunState, request: Request, keys: Sequence[Any]) -> Any:
+    def _find_given(self, value: Value, state: PipelineState, request: Request, keys: Sequence[Any]) -> Any:
         """The value of a binding before a step."""
         (kind, key), group, replica = value.what, value.group, value.replica
-        pipeline, placement = state.pipeline, self.placement
         if kind is BindingKind.VARIABLE:
-            return pipeline.variables[key]
+            return state.variables[key]
         if kind is BindingKind.ACCUMULATOR:
             parts = state.accumulators[key]
             return parts[replica] if self.num_replicas > 1 else parts
         if kind is BindingKind.ASSIGNED:
-            return self._split(pipeline.variables[key])[replica]
+            return self._split(state.variables[key])[replica]
         if kind is BindingKind.ENQUEUED:
             return []
         constants = self.homes[replica].constants
         if kind is BindingKind.KEY_NUMBER:
             return constants.key_number(key, group)
         if kind is BindingKind.INPUT:
-            tag = placement.tag(f"input {key} to {group.ipu} of replica {replica}")
+            tag = self.placement.tag(f"input {key} to {group.ipu} of replica {replica}")
             input_value = request.of_replica(replica).inputs[key]
             return put_host_copies([input_value], group, tag=tag)[0]
         if key is ValueKind.KEY:
             return constants.key(keys[replica], group)
         if key is ValueKind.LOSS_SCALE:
-            scale = placement.loss_scale(pipeline.optimizer_state)
+            scale = self.placement.loss_scale(state.optimizer_state)
             if self.num_replicas > 1 and isinstance(scale, jax.Array):
                 scale = self._split(scale)[replica]
-            tag = placement.tag(f"loss scale to {group.ipu} of replica {replica}")
+            tag = self.placement.tag(f"loss scale to {group.ipu} of replica {replica}")
             return put([scale], group, tag=tag)[0]
-        count = pipeline.execution_count if key is ValueKind.EXECUTION_COUNT else pipeline.update_count
+        count = state.execution_count if key is ValueKind.EXECUTION_COUNT else state.update_count
         return put([as_int32(count)], group)[0]
 
     def fold(self, key: Any) -> list[Any]:
@@ -472,7 +471,7 @@ class PlanRunner(Runner[PendingPlan]):
         """The program that the host starts, or started last, in words; `places` name the stages."""
         return "" if self.cursor is None else self.cursor.describe(places)
 
-    def fetch(self, state: RunState, request: Request, take: Take) -> PendingPlan:
+    def fetch(self, state: PipelineState, request: Request, take: Take) -> PendingPlan:
         """Runs the micro-batches of an update. In a loop it only takes an iteration's micro-batches."""
         self.compile(state, request)
         if self.iterated is not None:
@@ -500,7 +499,7 @@ class PlanRunner(Runner[PendingPlan]):
         return PendingPlan(request, request.every, ready, registers)
 
     def run_alike(
-        self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
+        self, state: PipelineState, request: Request, supply: Supply, registers: list[Any], num_done: int
     ) -> tuple[ReadyPlan, int]:
         """Runs micro-batches of a step up to the first one with other shapes.
 
@@ -533,7 +532,7 @@ class PlanRunner(Runner[PendingPlan]):
         return ready, count
 
     def _run_mixed(
-        self, state: RunState, request: Request, supply: Supply, registers: list[Any], num_done: int
+        self, state: PipelineState, request: Request, supply: Supply, registers: list[Any], num_done: int
     ) -> ReadyPlan:
         """Runs the remaining micro-batches of a step, whose shapes may differ.
 
@@ -584,7 +583,7 @@ class PlanRunner(Runner[PendingPlan]):
     def begin(
         self,
         ready: ReadyPlan,
-        state: RunState,
+        state: PipelineState,
         request: Request,
         nexts: Sequence[Callable[[], Sequence[Any]]],
         registers: list[Any],
@@ -594,7 +593,7 @@ class PlanRunner(Runner[PendingPlan]):
         for register, value in ready.plan.given.items():
             if value.what == FEED:
                 registers[register] = nexts[value.replica]
-        step = int(as_int32(state.pipeline.execution_count))
+        step = int(as_int32(state.execution_count))
         cursor = Cursor(ready.plan, step, request.iteration, self._chunk.size)
         self._lead.cursor = self.linker.cursor = cursor
         return cursor
@@ -619,7 +618,7 @@ class PlanRunner(Runner[PendingPlan]):
             return ready.blocks
         return watched(ready.plan, ready.blocks, watcher, self._lead, cursor)
 
-    def run(self, state: RunState, pending: PendingPlan) -> Progress:
+    def run(self, state: PipelineState, pending: PendingPlan) -> Progress:
         """Runs the weight update on the replicas' results. In a loop it runs the iteration first."""
         request, registers, ready = pending.request, pending.registers, pending.ready
         is_full = state.num_accumulated + pending.count == request.every
@@ -634,7 +633,7 @@ class PlanRunner(Runner[PendingPlan]):
         state = self._with_first_state(state, plan, registers)
         if self.placement.has_peers:
             self.placement.begin_step()
-        step = int(as_int32(state.pipeline.execution_count))
+        step = int(as_int32(state.execution_count))
         cursor = Cursor(plan, step, request.iteration, size)
         self.linker.cursor = cursor
         run(cursor.over(self._watched_blocks(ready, cursor), plan.num_kept, len(plan.blocks)), registers)
@@ -675,14 +674,14 @@ class PlanRunner(Runner[PendingPlan]):
         ]
         return ReplicaOutputs(collected, enqueued)
 
-    def _with_first_state(self, state: RunState, plan: Plan, registers: list[Any]) -> RunState:
+    def _with_first_state(self, state: PipelineState, plan: Plan, registers: list[Any]) -> PipelineState:
         """Makes the optimizer's state, if there is none, from the first micro-batch's outputs."""
-        if self.placement.updates is None or state.pipeline.optimizer_state is not None:
+        if self.placement.updates is None or state.optimizer_state is not None:
             return state
         get = registers.__getitem__
         firsts = [{place: get(number) for place, number in leaf.items()} for leaf in plan.results.first]
         state = self.with_optimizer(state, firsts)
-        leaves = jax.tree.leaves(state.pipeline.optimizer_state)
+        leaves = jax.tree.leaves(state.optimizer_state)
         for register, value in plan.given.items():
             if isinstance(value.what, UpdateValue) and value.what.kind == UpdateKind.STATE:
                 registers[register] = leaves[value.what.key]
@@ -690,7 +689,7 @@ class PlanRunner(Runner[PendingPlan]):
 
     # State.
 
-    def settle(self, state: RunState) -> RunState:
+    def settle(self, state: PipelineState) -> PipelineState:
         """The state at the end of a loop's run: the same for all replicas, as after a weight update.
 
         Accumulators become their means over the replicas, from which each replica goes on: since they are
@@ -698,15 +697,14 @@ class PlanRunner(Runner[PendingPlan]):
         """
         if self.num_replicas == 1:
             return state
-        plan, registers, pipeline = self.maker.make_joins(), list[Any](), state.pipeline
+        plan, registers = self.maker.make_joins(), list[Any]()
         self.fill(plan, registers, state, Request((), 1, 1, 1))
-        cursor = Cursor(plan, int(as_int32(pipeline.execution_count)), 0, 1)
+        cursor = Cursor(plan, int(as_int32(state.execution_count)), 0, 1)
         self.linker.cursor = cursor
         run(cursor.over(self.linker.link(plan), 0, len(plan.blocks)), registers)
         joined = {name: registers[register] for name, register in plan.results.variables.items()}
         means = {key: registers[register] for key, (register,) in plan.results.accumulators.items()}
-        pipeline = dataclasses.replace(pipeline, variables={**pipeline.variables, **joined})
-        return RunState(pipeline, means, state.num_accumulated)
+        return dataclasses.replace(state, variables={**state.variables, **joined}, accumulators=means)
 
     def make_accumulators(
         self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None

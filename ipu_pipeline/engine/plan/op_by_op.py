@@ -163,7 +163,7 @@ class OpByOp:
 
 def find_nans(progress: Progress) -> str:
     """Describes a part of a step's results that has a nan; "" if none has one. Waits for them."""
-    state = progress.state.pipeline
+    state = progress.state
     named = [("the loss", part.loss) for part in progress.collected]
     named += [
         ("what the last stage returned", leaf) for part in progress.collected for leaf in part.outputs

@@ -335,7 +335,7 @@ class CompiledModel:
         ) as announcement:
 
             def keep(progress: Progress, num_done: int) -> None:
-                after = progress.state.pipeline
+                after = progress.state
                 if self._checks_numbers:
                     _check_numbers(after, progress.collected)
                 if checks is not None and (wrong := checks.take()) is not None:
@@ -487,25 +487,21 @@ class CompiledModel:
             if "variables" in changes:
                 self._note_unused(changes["variables"])
 
-    def detach(self) -> Mapping[str, Any]:
-        """Removes the state from the devices."""
+    def detach(self) -> PipelineState:
+        """Removes the state from the devices. Returns it without variables."""
         self.check_not_lost()
         assert self.state is not None
-        saved = {
-            "optimizer_state": jax.device_get(self.state.optimizer_state),
-            "update_count": self.state.update_count,
-            "execution_count": self.state.execution_count,
-            "key": self.state.key,
-        }
+        optimizer_state = jax.device_get(self.state.optimizer_state)
+        saved = dataclasses.replace(self.state, variables={}, optimizer_state=optimizer_state)
         self.state = None
         self._unused = {}
         return saved
 
-    def attach(self, saved: Mapping[str, Any]) -> None:
+    def attach(self, saved: PipelineState) -> None:
         """Puts the host's weights and what `detach` returned on the devices."""
         variables = self._host_values(self.tensors)
         with interrupts.deferred():
-            self.state = self.pipeline.place(PipelineState(variables=variables, **saved))
+            self.state = self.pipeline.place(dataclasses.replace(saved, variables=variables))
             self._note_unused(variables)
         self._changes.note(self.tensors)
 

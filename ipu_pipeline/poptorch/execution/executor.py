@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import types
 from collections.abc import Callable, Mapping
@@ -114,7 +115,7 @@ class PoplarExecutor:
         self._graph = wrapped.model.saved_graph if isinstance(wrapped.model, RestoredModel) else None
         self._compiled: CompiledModel | None = None
         self._training: ModelOptimizer | None = None
-        self._detached: Mapping[str, Any] | None = None
+        self._detached: PipelineState | None = None
         self._has_run = False
         self._is_connected = False  # whether the devices have the newest state of the optimizer
         self._hook: RemovableHandle | None = None  # of an optimizer of torch's
@@ -381,8 +382,8 @@ class PoplarExecutor:
                     state = self._compiled.state.optimizer_state
                     self._compiled.replace(optimizer_state=self._training.put_values(state))
                 elif self._detached is not None:
-                    state = self._training.put_values(self._detached["optimizer_state"])
-                    self._detached = {**self._detached, "optimizer_state": state}
+                    state = self._training.put_values(self._detached.optimizer_state)
+                    self._detached = dataclasses.replace(self._detached, optimizer_state=state)
             if optimizer is not self._optimizer:
                 self._replace_optimizer(optimizer)
 
@@ -462,7 +463,7 @@ class PoplarExecutor:
             state = self._find_state()
             return None if self._training is None or state is None else self._training.save(state)
 
-    def _find_state(self) -> PipelineState | Mapping[str, Any] | None:
+    def _find_state(self) -> PipelineState | None:
         if self._compiled is None or self._compiled.is_lost:
             return None
         return self._compiled.state if self._detached is None else self._detached
@@ -810,9 +811,9 @@ class PoplarExecutor:
 
     def _read_rng_state(self) -> list[int]:
         assert self._compiled is not None
-        state = self._compiled.state
-        values: Any = self._detached if state is None else vars(state)
-        return [*map(int, jax.random.key_data(values["key"]).ravel()), values["execution_count"]]
+        state = self._compiled.state or self._detached
+        assert state is not None
+        return [*map(int, jax.random.key_data(state.key).ravel()), state.execution_count]
 
     def _write_rng_state(self, state: list[int]) -> None:
         assert self._compiled is not None
@@ -823,7 +824,7 @@ class PoplarExecutor:
             self._compiled.replace(**changes)
         else:
             assert self._detached is not None
-            self._detached = {**self._detached, **changes}
+            self._detached = dataclasses.replace(self._detached, **changes)
 
     # Groups of replicas.
 

@@ -197,10 +197,9 @@ class ModelOptimizer:
         saved = saved._replace(ipu_state=tensors)
         return self.put_values(import_state(optimizer_state, saved, self.spec, self.group_of))
 
-    def save(self, state: PipelineState | Mapping[str, Any]) -> SavedState:
+    def save(self, state: PipelineState) -> SavedState:
         """Returns the optimizer's state for its `state_dict`."""
-        inner = state.optimizer_state if isinstance(state, PipelineState) else state["optimizer_state"]
-        saved = export_state(inner, self.spec, self.group_of)
+        saved = export_state(state.optimizer_state, self.spec, self.group_of)
         tensors = {
             key: tensor if rows is None else to_torch(rows.to_host(to_numpy(tensor, key)))
             for key, tensor, rows in self._with_rows(saved)
@@ -237,9 +236,7 @@ class ModelOptimizer:
         elif not optimizer.device_state.is_loaded:
             optimizer.device_state.keep(saved, self.parameters)
 
-    def leave_state(
-        self, optimizer: torch.optim.Optimizer, state: PipelineState | Mapping[str, Any]
-    ) -> None:
+    def leave_state(self, optimizer: torch.optim.Optimizer, state: PipelineState) -> None:
         """Gives torch's optimizer its state when a model no longer uses it. Ours keep it themselves."""
         if isinstance(optimizer, optim.Optimizer):
             return

@@ -12,7 +12,7 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next
-from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.states import State
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.inspect import find_separate_variables
 from ipu_pipeline.poptorch.dtypes import to_torch
@@ -186,7 +186,7 @@ class RestoredModel(torch.nn.Module):
 
 # From memory.
 
-# In `Snapshot.extra`: the names of the tensors that variables are of, and what is known of the optimizer.
+# In `State.extra`: the names of the tensors that variables are of, and what is known of the optimizer.
 _NAMES, _OPTIMIZER = "poptorch_names", "poptorch_optimizer"
 
 
@@ -205,7 +205,7 @@ class Resumption:
         self.has_new_values = False
         self.num_calls = num_done
         self._names: dict[str, str] = {}  # variable -> tensor
-        self._snapshot: Snapshot | None = None
+        self._snapshot: State | None = None
         self._series = series = InMemorySeries.of_environment(name_next("poptorch"))
         if series is None:
             return
@@ -226,15 +226,10 @@ class Resumption:
         snapshot = self._snapshot
         assert snapshot is not None
         # With several shapes, variables that only other programs use are not the pipeline's.
-        names, variables = compiled.pipeline.variables, snapshot.state.variables
+        names, variables = compiled.pipeline.variables, snapshot.variables
         pipeline_variables = {name: value for name, value in variables.items() if name in names}
-        state = place_state(
-            dataclasses.replace(
-                snapshot, state=dataclasses.replace(snapshot.state, variables=pipeline_variables)
-            ),
-            "What is in memory",
-            compiled.pipeline,
-        )
+        of_pipeline = dataclasses.replace(snapshot, variables=pipeline_variables)
+        state = place_state(of_pipeline, "What is in memory", compiled.pipeline)
         if not self.has_new_values:
             training.restore_values(snapshot.extra[_OPTIMIZER])
         compiled.replace(
@@ -278,7 +273,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _write_to_host(snapshot: Snapshot, model: torch.nn.Module) -> None:
+def _write_to_host(snapshot: State, model: torch.nn.Module) -> None:
     """Writes a snapshot's variables into the user's model."""
     named, values = named_tensors(model), first_rows(snapshot)
     names: Mapping[str, str] = snapshot.extra[_NAMES]

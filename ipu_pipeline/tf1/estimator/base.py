@@ -381,7 +381,7 @@ class Estimator(abc.ABC):
         if name == GLOBAL_STEP:
             return np.array(checkpoint_directories.read_document(path)["extra"][GLOBAL_STEP])
         self._select_devices()
-        variables = checkpoint_directories.read_checkpoint(path).state.variables
+        variables = checkpoint_directories.read_checkpoint(path).variables
         if name not in variables:
             raise ValueError(
                 f"get_variable_value: there is no variable {name!r}; there are "

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ipu_pipeline.checkpointing.snapshots import KeptOptimizer
+from ipu_pipeline.checkpointing.states import find_different_leaves
 from ipu_pipeline.engine import Chunking, VariableSpec
 from ipu_pipeline.engine.fronts import SegmentedFunction
 from ipu_pipeline.processes import device_selection
@@ -435,11 +435,11 @@ def compiled_programs() -> list[Program]:
     return [program for _number, program in sorted(_programs.items())]
 
 
-def find_trained(name: str, optimizer: KeptOptimizer) -> set[str] | None:
+def find_trained(name: str, leaves: Mapping[str, Any]) -> set[str] | None:
     """The full names of the variables that an optimizer's state is for; None if no such program is used."""
     for program in compiled_programs():
         for call in program.calls:
-            is_its = call.trains and not optimizer.find_differences(call.optimizer_shapes)
+            is_its = call.trains and not find_different_leaves(leaves, call.optimizer_shapes)
             if call.name == name and is_its:
                 return call.trained
     return None

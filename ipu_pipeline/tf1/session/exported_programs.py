@@ -20,7 +20,7 @@ import jax.export
 import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoint_directories
-from ipu_pipeline.checkpointing.snapshots import SessionState, Snapshot, describe_array, parse_array
+from ipu_pipeline.checkpointing.states import State, describe_array, parse_array
 from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.engine.fronts import StageRunner, export_stages
 from ipu_pipeline.engine.processes import is_here
@@ -192,10 +192,10 @@ def export(
     avals = [value.aval if isinstance(value, Placeholder) else value for value in operands]
     exported = export_stages(pipeline, avals, key, platform)
     collecting = pipeline.built.collecting
-    snapshot = Snapshot(
-        SessionState({**variables, **_as_variables(operands)}),
+    snapshot = State(
         source.seed,
         str(jax.random.key_impl(key)),
+        {**variables, **_as_variables(operands)},
         extra={
             PROGRAM: {
                 "version": FORMAT_VERSION,
@@ -341,7 +341,7 @@ class LoadedProgram:
       [(4, 2), (4, 2)]
     """
 
-    def __init__(self, program: Mapping[str, Any], functions: Sequence[Any], snapshot: Snapshot) -> None:
+    def __init__(self, program: Mapping[str, Any], functions: Sequence[Any], snapshot: State) -> None:
         """Made by `load_program`."""
         self._program = program
         self._functions = functions
@@ -431,7 +431,7 @@ class LoadedProgram:
         inputs = [
             values[entry["placeholder"]]
             if "placeholder" in entry
-            else self._snapshot.state.variables[input_name(entry["value"])]
+            else self._snapshot.variables[input_name(entry["value"])]
             for entry in program["inputs"]
         ]
         if elements is None:
@@ -477,7 +477,7 @@ class LoadedProgram:
             program["stages"],
             program["outputs"],
             self._functions,
-            snapshot.state.variables,
+            snapshot.variables,
             jax.random.key(snapshot.seed, impl=snapshot.key_implementation),
             program.get("update_count", 0),  # which only later versions write, and ask for
         )

@@ -391,7 +391,7 @@ def _run_pipeline(
     with announcements.running(store, call.name, pipeline, runner, devices, micro_batches) as announcement:
 
         def keep(progress: Progress, num_done: int) -> None:
-            after = progress.state.pipeline
+            after = progress.state
             with store.lock:
                 store.keep(call, after)
                 rows.keep(call, is_update=True)
@@ -460,7 +460,7 @@ def _run_loop(
     # Tables in host memory change between iterations.
     total = 1 if rows.trained_by(call) else _block_limit(call, count)
     num_fetched = loop.num_fetched_by(total)
-    states = [store.place_loop_state(call)]  # nothing holds on to it while it runs
+    states = [loop.place(store.make_pipeline_state(call))]  # nothing holds on to it while it runs
     rows.resume(call, states[0].num_accumulated)
     # The feed.
     take: Take | None = None
@@ -485,7 +485,7 @@ def _run_loop(
         def keep(progress: Progress, num_unneeded: int) -> None:
             state = progress.state
             with store.lock:
-                store.keep_loop(call, state)
+                store.keep(call, state)
                 rows.keep(call, is_update=state.num_accumulated == 0)
             if infeed is not None:
                 infeed.mark(num_unneeded)
@@ -493,7 +493,7 @@ def _run_loop(
                 enqueued = loop.split_enqueued(part)
                 for (entry, _places), leaves in zip(body.enqueued, enqueued, strict=True):
                     entry.target.extend(leaves, part.size)
-            num_updates = state.pipeline.update_count if call.trains else None
+            num_updates = state.update_count if call.trains else None
             assert announcement is not None
             announcement.done(progress.count * num_replicas, num_updates)
 
@@ -503,7 +503,7 @@ def _run_loop(
             operands[:num_captured],
             operands[num_captured:],
             keep,
-            functools.partial(store.keep_loop, call),
+            functools.partial(store.keep, call),
             count,
             total,
             replacing=functools.partial(_replacing, store, loop),

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ipu_pipeline.checkpointing.snapshots import (
+from ipu_pipeline.checkpointing.states import (
     FeedPosition,
-    Snapshot,
+    State,
     describe_array,
     find_differences,
+    find_different_leaves,
 )
 from ipu_pipeline.engine import VariableSpec
 from ipu_pipeline.ground.errors import CheckpointError
@@ -31,7 +32,7 @@ def make_missing(store: Store, select_devices: Callable[[], None]) -> None:
     `Session.load`, the variables of programs that share one with the session.
     """
     store.check_weights("save")
-    if store.is_initialized or (store.state.variables and not store.state.pipelines):
+    if store.is_initialized or (store.state.variables and not store.state.counts):
         variables, takes_all = store.state.variables, store.is_initialized
         missing = find_missing(variables, compiled_programs(), takes_all=takes_all)
         if missing:
@@ -97,7 +98,7 @@ class Resumption:
         self._checked: weakref.WeakSet[Program] = weakref.WeakSet()
 
     @classmethod
-    def of(cls, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool, feeds: bool) -> Resumption:
+    def of(cls, snapshot: State, path: str | os.PathLike[str], *, fits: bool, feeds: bool) -> Resumption:
         """Makes the resumption of a session that takes a snapshot."""
         resumption = cls()
         resumption._pending = list(snapshot.feeds) if feeds else []
@@ -153,7 +154,7 @@ class Resumption:
 
 
 def check_snapshot(
-    snapshot: Snapshot, path: str | os.PathLike[str], programs: Callable[[], Sequence[Program]]
+    snapshot: State, path: str | os.PathLike[str], programs: Callable[[], Sequence[Program]]
 ) -> None:
     """Raises if a checkpoint is not of the programs' model.
 
@@ -167,7 +168,7 @@ def check_snapshot(
 
 
 def check_program(
-    snapshot: Snapshot, path: str | os.PathLike[str], program: Program, allow_extra: bool
+    snapshot: State, path: str | os.PathLike[str], program: Program, allow_extra: bool
 ) -> None:
     """Raises if a checkpoint is not of a program's model."""
     saved = _describe_variables(snapshot)
@@ -177,13 +178,13 @@ def check_program(
     _refuse(path, find_differences(saved, expected), "")
 
 
-def check_optimizers(snapshot: Snapshot, path: str | os.PathLike[str], program: Program) -> None:
+def check_optimizers(snapshot: State, path: str | os.PathLike[str], program: Program) -> None:
     """Raises if a program's optimizers cannot go on from a checkpoint's."""
     for call in program.calls:
-        record = snapshot.state.pipelines.get(call.name)
-        if not call.trains or record is None or record.optimizer is None:
+        leaves = snapshot.optimizers.get(call.name)
+        if not call.trains or leaves is None:
             continue
-        if different := record.optimizer.find_differences(call.optimizer_shapes):
+        if different := find_different_leaves(leaves, call.optimizer_shapes):
             raise CheckpointError(
                 f"The checkpoint {os.fspath(path)} was trained with another optimizer: its state differs "
                 f"in {', '.join(different)}. Train with the same one; or in another model_dir, where "
@@ -201,8 +202,8 @@ def _compare(saved: Mapping[str, str], programs: Sequence[Program]) -> list[str]
     return find_differences(saved, expected) if expected else []
 
 
-def _describe_variables(snapshot: Snapshot) -> dict[str, str]:
-    return {name: describe_array(value) for name, value in snapshot.state.variables.items()}
+def _describe_variables(snapshot: State) -> dict[str, str]:
+    return {name: describe_array(value) for name, value in snapshot.variables.items()}
 
 
 _ALLOW_PARTIAL = (

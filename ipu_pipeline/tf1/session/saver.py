@@ -14,7 +14,7 @@ from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.checkpointing.checkpoint_directories import CheckpointSeries
 from ipu_pipeline.checkpointing.collective_calls import do_first
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries
-from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.states import State
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.processes.rendezvous import join_by_environment
 from ipu_pipeline.tf1.graph import GlobalStep
@@ -157,7 +157,7 @@ def agree_on_directory(directory_here: str | None) -> str:
 
 def find_checkpoint(
     series: CheckpointSeries, path: str | os.PathLike[str] | None
-) -> tuple[Path, Snapshot] | None:
+) -> tuple[Path, State] | None:
     """Returns the checkpoint at a path, or a series's newest, after its path; None if there is none."""
     if path is not None:
         return Path(path), checkpoint_directories.read_checkpoint(path)
@@ -177,7 +177,7 @@ class ResumePoint:
     """
 
     global_step: int
-    snapshot: Snapshot
+    snapshot: State
     source: Path
     saved_step: int
 
@@ -204,7 +204,7 @@ def _latest_step(series: CheckpointSeries) -> int:
     return 0 if latest is None else int(latest.name)
 
 
-def take_weights(session: Session, path: Path, snapshot: Snapshot, program: Program) -> int:
+def take_weights(session: Session, path: Path, snapshot: State, program: Program) -> int:
     """Loads the variables of a checkpoint into a session that infers.
 
     Returns:
@@ -228,4 +228,4 @@ def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Progra
         path, snapshot = source, checkpoint_directories.read_checkpoint(source)
     check_program(snapshot, path, program, allow_extra=True)
     _logger.info("The variables begin as in %s.", path)
-    return {name: snapshot.state.variables[name] for name in program.variables}
+    return {name: snapshot.variables[name] for name in program.variables}

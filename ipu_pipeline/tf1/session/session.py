@@ -17,7 +17,7 @@ import numpy as np
 
 from ipu_pipeline.checkpointing import checkpoint_directories
 from ipu_pipeline.checkpointing.in_memory import InMemorySeries, name_next, parts_of
-from ipu_pipeline.checkpointing.snapshots import Snapshot
+from ipu_pipeline.checkpointing.states import State
 from ipu_pipeline.engine import processes
 from ipu_pipeline.engine.fronts import keep, read_outfeed
 from ipu_pipeline.engine.processes import only_if_written_here, read_gathered
@@ -88,7 +88,7 @@ class Session:
         seed = _choose_seed(seed, of_tensorflow)
         executable_cache.enable_executable_cache_of_environment()
         start_automatic_report()
-        self._store = Store(seed)
+        self._store = Store(State(seed))
         self._resumption = Resumption()
         self._limit = Limit()  # the run's, see `run_part`
         self._infeeds: dict[IPUInfeedQueue, object] = {}
@@ -158,11 +158,11 @@ class Session:
 
     def execution_count(self, name: str = "Pipeline") -> int:
         """Returns the number of weight updates, or executions in inference, of pipelines with this name."""
-        return self._store.record(name).execution_count
+        return self._store.counts(name).execution_count
 
     def update_count(self, name: str = "Pipeline") -> int:
         """Returns the number of weight updates of the pipelines with this name."""
-        return self._store.record(name).update_count
+        return self._store.counts(name).update_count
 
     def metrics(self, name: str = "Pipeline", *, training: bool = True) -> dict[str, np.ndarray[Any, Any]]:
         """Returns a pipeline's metrics since the last call (`ipu.metric`, `optimizers.with_metrics`).
@@ -407,7 +407,7 @@ class Session:
 
     def take_snapshot(
         self, is_kept: bool = True, extra: Mapping[str, Any] | None = None, in_parts: bool = False
-    ) -> Snapshot:
+    ) -> State:
         """Takes a snapshot of what `save` writes; not while a program runs.
 
         Args:
@@ -422,17 +422,20 @@ class Session:
             variables = {name: value for name, value in state.variables.items() if not is_internal(name)}
             if is_kept:
                 variables = self._store.with_host_copies(variables)
-            state = dataclasses.replace(state, variables=variables)
-            leaves, tree = jax.tree.flatten(state.arrays)
-            if in_parts:
-                leaves = parts_of(leaves)
-            else:
+
+            def prepare(leaves: list[Any]) -> Sequence[Any]:
+                if in_parts:
+                    return parts_of(leaves)
                 leaves = list(map(only_if_written_here, leaves))
-                leaves = keep(leaves) if is_kept else leaves
-            state = state.with_arrays(jax.tree.unflatten(tree, leaves))
-            implementation = jax.random.key_impl(self._store.key)
-            feeds = self._resumption.feeds
-            return Snapshot(state, self._store.seed, str(implementation), feeds, dict(extra or {}))
+                return keep(leaves) if is_kept else leaves
+
+            return dataclasses.replace(
+                state,
+                key_implementation=str(jax.random.key_impl(self._store.key)),
+                variables=variables,
+                feeds=self._resumption.feeds,
+                extra=dict(extra or {}),
+            ).replace_arrays(prepare)
 
     def _warn_of_row_gradients(self) -> None:
         """Warns if a snapshot lacks something that training needs to go on."""
@@ -446,7 +449,7 @@ class Session:
             )
 
     def take_over(
-        self, snapshot: Snapshot, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
+        self, snapshot: State, path: str | os.PathLike[str], *, fits: bool = True, feeds: bool = True
     ) -> None:
         """Takes over a snapshot that was read from a path; see `restore`."""
         self._check_not_resumed("restore")
@@ -456,7 +459,7 @@ class Session:
             self._store.check_weights("restore")
             self._resumption = Resumption.of(snapshot, path, fits=fits, feeds=feeds)
             self._changes["Session.restore"] += 1
-            self._store = Store(snapshot.seed, snapshot.key_implementation, snapshot.state)
+            self._store = Store(dataclasses.replace(snapshot, feeds=(), extra={}))
 
     def run(self, fetch: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """Runs programs and operations, and returns when they are complete.

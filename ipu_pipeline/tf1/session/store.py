@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ipu_pipeline.checkpointing.snapshots import KeptGradients, KeptOptimizer, Record, SessionState
+from ipu_pipeline.checkpointing.states import Counts, State, find_different_leaves
 from ipu_pipeline.engine import PipelineState, VariableSpec, processes
-from ipu_pipeline.engine.fronts import NUMBERS, Progress, Reported, RunState, initial_values
+from ipu_pipeline.engine.fronts import NUMBERS, Progress, Reported, initial_values
 from ipu_pipeline.engine.processes import digest_array, group_sharding, read_gathered
 from ipu_pipeline.ground.pytrees import cast_exactly
 from ipu_pipeline.processes import interrupts
@@ -87,7 +87,7 @@ def _describe_fed(placeholder: Placeholder, feeds: Mapping[Placeholder, Any]) ->
         return "a value that does not fit"
 
 
-def agree_on_state(state: SessionState, fault: Exception | None = None) -> None:
+def agree_on_state(state: State, fault: Exception | None = None) -> None:
     """Compares the values that each process has made by itself, if there are others; all call it."""
     peers = processes.current()
     if peers is None:
@@ -95,8 +95,8 @@ def agree_on_state(state: SessionState, fault: Exception | None = None) -> None:
     arrays = dict(_own_arrays(state))
     facts = {name: digest_array(array) for name, array in arrays.items()}
     facts |= {
-        f"the number of weight updates of {name!r}": str(record.update_count)
-        for name, record in state.pipelines.items()
+        f"the number of weight updates of {name!r}": str(counts.update_count)
+        for name, counts in state.counts.items()
     }
     together = processes.digest([repr((sorted(facts.items()), repr(fault)))])
     if len(set(peers.exchange("values of a session", together))) > 1 or fault is not None:
@@ -104,21 +104,16 @@ def agree_on_state(state: SessionState, fault: Exception | None = None) -> None:
         _agree(peers, "values of a session", {**facts, **described}, fault)
 
 
-def _own_arrays(state: SessionState) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _own_arrays(state: State) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """The arrays that this process made or read by itself, with their names in errors."""
-    for name, value in state.variables.items():
+    named = {f"variable {name}": value for name, value in state.variables.items()}
+    for name, leaves in state.optimizers.items():
+        named |= {f"{path} of the optimizer's state of {name!r}": leaf for path, leaf in leaves.items()}
+    for name, sums in state.accumulators.items():
+        named |= {f"gradients of {key} that {name!r} has accumulated": value for key, value in sums.items()}
+    for text, value in named.items():
         if group_sharding(value) is None:
-            yield f"variable {name}", _as_numpy(value)
-    for name, record in state.pipelines.items():
-        if record.optimizer is not None:
-            leaves = jax.tree.leaves(record.optimizer.tree)
-            for path, leaf in zip(record.optimizer.shapes, leaves, strict=True):
-                if group_sharding(leaf) is None:
-                    yield f"{path} of the optimizer's state of {name!r}", _as_numpy(leaf)
-        if record.accumulated is not None:
-            for key, value in record.accumulated.accumulators.items():
-                if group_sharding(value) is None:
-                    yield f"gradients of {key} that {name!r} has accumulated", _as_numpy(value)
+            yield text, _as_numpy(value)
 
 
 def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
@@ -245,17 +240,16 @@ def _join(entries: Collection[_Entry]) -> dict[str, np.ndarray[Any, Any]]:
 # Entries of an optimizer's state.
 
 
-def read_state(optimizer: KeptOptimizer) -> dict[str, np.ndarray[Any, Any]]:
+def read_state(leaves: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Returns copies of all leaves, by path."""
-    leaves = read_gathered(jax.tree.leaves(optimizer.tree))
-    return {path: np.array(_as_numpy(leaf)) for path, leaf in zip(optimizer.shapes, leaves, strict=True)}
+    values = read_gathered(list(leaves.values()))
+    return {path: np.array(_as_numpy(value)) for path, value in zip(leaves, values, strict=True)}
 
 
 def find_weights(
-    optimizer: KeptOptimizer, entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
+    leaves: Mapping[str, Any], entry: str, variables: Mapping[str, Any], trained: Collection[str] | None
 ) -> dict[str, Any]:
     """Returns the arrays of an entry that has one for each trained variable, in the variables' dtypes."""
-    leaves = dict(zip(optimizer.shapes, jax.tree.leaves(optimizer.tree), strict=True))
     entries: dict[str, dict[str, Any]] = {}
     for path, leaf in leaves.items():
         for name, variable in variables.items():
@@ -289,7 +283,6 @@ class Store:
       state: everything that runs change. Replaced whole, so an error or interrupt leaves the last one.
       lock: held from when the memory of a state may be given to the next one until that is in its place;
         and by other threads that read arrays of the state meanwhile.
-      seed: initial values and random keys depend on it.
       metrics: the reports of pipelines, until they are read.
       step_counting: the steps that the global step goes up by in a weight update, and an offset.
       row_gradients: (name of a loop, full name of a table in host memory) -> the gradients of its rows in
@@ -297,13 +290,10 @@ class Store:
       is_initialized: whether `global_variables_initializer()` was run, so that all variables count as made.
     """
 
-    def __init__(
-        self, seed: int, key_implementation: str | None = None, state: SessionState | None = None
-    ) -> None:
-        """Makes a store, by default an empty one. It does not start JAX's backend."""
-        self.state = SessionState() if state is None else state
+    def __init__(self, state: State) -> None:
+        """Makes a store of a state. It does not start JAX's backend."""
+        self.state = state
         self.lock = threading.RLock()
-        self.seed = seed
         self.metrics = MetricLog()
         self.row_gradients: dict[tuple[str, str], list[list[RowGradients]]] = {}
         self.is_initialized = False
@@ -313,15 +303,19 @@ class Store:
         self._key: Any = None
         self._agreed: int | None = None  # the seed that all processes have agreed on
         self._is_own = True  # whether this process has set values that it has not compared with others
-        self._key_implementation = key_implementation
         self._unclaimed: set[str] = set()  # full names that were loaded, and that no known program has
+
+    @property
+    def seed(self) -> int:
+        """The seed, on which initial values and random keys depend."""
+        return self.state.seed
 
     def agree_on_seed(self) -> None:
         """Checks that all processes of the run, if there are several, have the same seed; all call it."""
         peers = processes.current()
         if peers is not None and self._agreed != self.seed:
             peers.agree(
-                "session", {"the seed": str(self.seed), "random keys": str(self._key_implementation)}
+                "session", {"the seed": str(self.seed), "random keys": str(self.state.key_implementation)}
             )
             self._agreed = self.seed
 
@@ -342,27 +336,28 @@ class Store:
 
     def reset_seed(self, seed: int) -> None:
         """Takes another seed, for random numbers and for variables that do not exist yet."""
-        self.seed, self._key = seed, None
+        self._replace(seed=seed)
+        self._key = None
 
     @property
     def key(self) -> Any:
         """The random key that all others are folded from; starts JAX's backend."""
         if self._key is None:
             with interrupts.deferred():  # JAX's imports and caches at its start must be whole
-                self._key = jax.random.key(self.seed, impl=self._key_implementation)
+                self._key = jax.random.key(self.seed, impl=self.state.key_implementation)
         return self._key
 
-    def record(self, name: str) -> Record:
-        """Returns what is kept under the name of a pipeline, or of a loop's optimizer."""
-        return self.state.pipelines.get(name, Record())
+    def counts(self, name: str) -> Counts:
+        """Returns the counts of a pipeline, or of a loop's optimizer, by name."""
+        return self.state.counts.get(name, Counts())
 
     def most_updates(self) -> int:
         """The number of weight updates of the pipeline or loop with the most."""
-        return max((record.update_count for record in self.state.pipelines.values()), default=0)
+        return max((counts.update_count for counts in self.state.counts.values()), default=0)
 
     def step_of_weights(self, name: str) -> int:
         """Returns the global step in inference: the weight updates under its name, or if none, the most."""
-        return self.record(name).update_count or self.most_updates()
+        return self.counts(name).update_count or self.most_updates()
 
     def global_step(self) -> int:
         """The global step of the session as a whole: weight updates, unless `step_counting` changes it."""
@@ -402,8 +397,7 @@ class Store:
             loaded[name] = array
         self._is_own = True
         self._unclaimed.update(name for name in loaded if name not in self.state.variables)
-        variables = {**self.state.variables, **loaded}
-        self.state = dataclasses.replace(self.state, variables=variables)
+        self._set_variables(loaded)
 
     def check_loaded(self, programs: Sequence[Program]) -> None:
         """Raises if no program has a variable that was loaded, and undoes that load."""
@@ -412,8 +406,7 @@ class Store:
         self._unclaimed.clear()
         if not wrong:
             return
-        variables = {name: value for name, value in self.state.variables.items() if name not in wrong}
-        self.state = dataclasses.replace(self.state, variables=variables)
+        self._replace(variables={n: value for n, value in self.state.variables.items() if n not in wrong})
         described = []
         for name in wrong:
             similar = difflib.get_close_matches(name, names, 1)
@@ -465,60 +458,56 @@ class Store:
         }
 
     def make_pipeline_state(self, call: Call) -> PipelineState:
-        """Makes the state of a pipeline or loop; the optimizer's is None if it is still to be made."""
-        record = self.record(call.name)
-        optimizer = record.optimizer
+        """Makes the state of a pipeline or loop; the optimizer's is None if it is still to be made.
+
+        For a loop, it has the gradients that an earlier run accumulated.
+        """
+        counts, leaves = self.counts(call.name), self.state.optimizers.get(call.name)
         optimizer_state = None
-        if call.trains and optimizer is not None:
-            if different := optimizer.find_differences(call.optimizer_shapes):
+        if call.trains and leaves is not None:
+            if different := find_different_leaves(leaves, call.optimizer_shapes):
                 raise ValueError(
                     "The session has optimizer state of another structure under the pipeline name "
                     f"{call.name!r}; it differs in {', '.join(different)}. Give one of the pipelines "
                     "another `name`."
                 )
-            optimizer_state = call.state_tree.unflatten(jax.tree.leaves(optimizer.tree))
+            optimizer_state = call.state_tree.unflatten([leaves[path] for path in call.optimizer_shapes])
         variables = {name: self.variable(spec) for name, spec in call.variables.items()}
         if optimizer_state is None and isinstance(call, PipelineCall) and call.trains:
             with interrupts.deferred():
                 optimizer_state = call.pipeline.init_optimizer_state(variables)
-        return PipelineState(
+        state = PipelineState(
             variables=variables,
             optimizer_state=optimizer_state,
             update_count=self.update_count(call),
-            execution_count=record.execution_count,
+            execution_count=counts.execution_count,
             key=self.key,
         )
+        if not (isinstance(call, LoopCall) and call.trains and counts.num_accumulated):
+            return state
+        if counts.accumulation != call.settings:
+            raise ValueError(
+                f"The session has the gradients of {counts.num_accumulated} iterations of {call.name!r}, "
+                f"accumulated by {counts.accumulation}. This program accumulates by {call.settings}, and "
+                "cannot go on from there. Run the other one until its weight update is complete, or give "
+                "this optimizer another `name`."
+            )
+        accumulators = self.state.accumulators[call.name]
+        return dataclasses.replace(state, accumulators=accumulators, num_accumulated=counts.num_accumulated)
 
     def update_count(self, call: Call) -> int:
         """The number of weight updates of the variables of a pipeline."""
-        return self.record(call.name).update_count if call.trains else self.step_of_weights(call.name)
+        return self.counts(call.name).update_count if call.trains else self.step_of_weights(call.name)
 
-    def place_loop_state(self, call: LoopCall) -> RunState:
-        """Places the state of a loop on its devices, with the gradients that an earlier run accumulated."""
-        before = self.record(call.name).accumulated
-        if not call.trains or (before is not None and before.count == 0):
-            before = None
-        if before is not None and before.settings != call.settings:
-            raise ValueError(
-                f"The session has the gradients of {before.count} iterations of {call.name!r}, accumulated "
-                f"by {before.settings}. This program accumulates by {call.settings}, and cannot go on from "
-                "there. Run the other one until its weight update is complete, or give this optimizer "
-                "another `name`."
-            )
-        accumulators, count = ({}, 0) if before is None else (before.accumulators, before.count)
-        return call.loop.place_run(self.make_pipeline_state(call), accumulators, count)
-
-    def optimizer(self, name: str) -> KeptOptimizer:
-        """Returns the optimizer's state under a name."""
-        optimizer = self.record(name).optimizer
-        if optimizer is None:
-            records = self.state.pipelines.items()
-            names = [record_name for record_name, record in records if record.optimizer is not None]
+    def optimizer(self, name: str) -> dict[str, Any]:
+        """Returns the leaves of the optimizer's state under a name, by path."""
+        leaves = self.state.optimizers.get(name)
+        if leaves is None:
             raise KeyError(
                 f"There is no optimizer state under the name {name!r}; the names are: "
-                f"{', '.join(names) or 'none'}."
+                f"{', '.join(self.state.optimizers) or 'none'}."
             )
-        return optimizer
+        return leaves
 
     @contextlib.contextmanager
     def lending(self, entry: str, values: Mapping[str, Any]) -> Iterator[None]:
@@ -535,8 +524,11 @@ class Store:
                 self._lent = None
 
     def _set_variables(self, values: Mapping[str, Any]) -> None:
-        variables = {**self.state.variables, **values}
-        self.state = dataclasses.replace(self.state, variables=variables)
+        self._replace(variables={**self.state.variables, **values})
+
+    def _replace(self, **changes: Any) -> None:
+        with self.lock:  # the seed may be set while another thread runs programs
+            self.state = dataclasses.replace(self.state, **changes)
 
     def has_row_gradients(self) -> bool:
         """Whether a loop is within a weight update of a table in host memory, which checkpoints lack."""
@@ -550,33 +542,25 @@ class Store:
                 "`with session.weights_of(...)`. Leave that block first."
             )
 
-    def keep(self, call: Call, state: PipelineState, accumulated: KeptGradients | None = None) -> None:
-        """Keeps the state that a pipeline left."""
-        record = self.record(call.name)
-        record = dataclasses.replace(record, execution_count=int(state.execution_count))
+    def keep(self, call: Call, state: PipelineState) -> None:
+        """Keeps the state that a pipeline, or iterations of a loop, left."""
+        is_loop = isinstance(call, LoopCall)
+        # A loop counts its runs with their first iterations, so an aborted one counts, too.
+        counts = dataclasses.replace(
+            self.counts(call.name), execution_count=int(state.execution_count) + int(is_loop)
+        )
+        changes: dict[str, Any] = {"variables": {**self.state.variables, **state.variables}}
         if call.trains:
-            record = dataclasses.replace(
-                record,
-                optimizer=KeptOptimizer(call.optimizer_shapes, state.optimizer_state),
-                update_count=int(state.update_count),
+            leaves = jax.tree.leaves(state.optimizer_state)
+            optimizer = dict(zip(call.optimizer_shapes, leaves, strict=True))
+            changes["optimizers"] = {**self.state.optimizers, call.name: optimizer}
+            counts = dataclasses.replace(counts, update_count=int(state.update_count))
+        if isinstance(call, LoopCall) and call.trains:
+            changes["accumulators"] = {**self.state.accumulators, call.name: state.accumulators}
+            counts = dataclasses.replace(
+                counts, num_accumulated=state.num_accumulated, accumulation=call.settings
             )
-        if accumulated is not None:
-            record = dataclasses.replace(record, accumulated=accumulated)
-        self.state = SessionState(
-            {**self.state.variables, **state.variables},
-            {**self.state.pipelines, call.name: record},
-        )
-
-    def keep_loop(self, call: LoopCall, state: RunState) -> None:
-        """Keeps the state that iterations of a loop left."""
-        # The count of runs goes up with the first iterations, so an aborted run counts, too.
-        counted = dataclasses.replace(
-            state.pipeline, execution_count=int(state.pipeline.execution_count) + 1
-        )
-        accumulated = None
-        if call.trains:
-            accumulated = KeptGradients(call.settings, state.accumulators, state.num_accumulated)
-        self.keep(call, counted, accumulated)
+        self._replace(**changes, counts={**self.state.counts, call.name: counts})
 
     def initialize(self, specs: Iterable[VariableSpec]) -> None:
         """Starts over with the initial values of variables."""
@@ -594,4 +578,4 @@ class Store:
             self.metrics = MetricLog()
             self.row_gradients.clear()
             self.is_initialized = True
-            self.state = SessionState(values)
+            self.state = State(self.seed, self.state.key_implementation, values)

@@ -128,7 +128,7 @@ def run(pipeline, num_updates, **options):
         return elements
 
     def tell(progress, count):
-        told.append((count, progress.state.pipeline.update_count))
+        told.append((count, progress.state.update_count))
 
     with contextlib.suppress(OutOfRangeError):
         state = pipeline.run(pipeline.place(state), take, [], tell, num_updates, **options)

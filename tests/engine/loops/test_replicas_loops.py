@@ -122,8 +122,7 @@ def test_the_optimizers_state_is_shared_out():
         model = Model(elements, 6, 3, "adam", replicated_optimizer_state_sharding=is_shared)
         with started(model, 2) as (session, _start):
             model.run(session)
-            state = session._store.state.pipelines["CrossReplicaGradientAccumulationOptimizerV2"].optimizer
-            leaves = dict(zip(state.shapes, jax.tree.leaves(state.tree), strict=True))
+            leaves = session._store.state.optimizers["CrossReplicaGradientAccumulationOptimizerV2"]
             kernel = leaves["[0].mu['dense0/kernel']"]
             assert kernel.sharding.is_fully_replicated is not is_shared
             found.append((session.variables, session.optimizer_state(state_name(session))))
@@ -158,7 +157,7 @@ def test_nests_of_optimizers():
 
 
 def state_name(session):
-    (name,) = session._store.state.pipelines
+    (name,) = session._store.state.counts
     return name
 
 

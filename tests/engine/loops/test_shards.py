@@ -40,17 +40,17 @@ def begin(body):
     loop.prepare(jax.devices())
     key = jax.random.key(5)
     variables = {name: initial_value(spec, key) for name, spec in loop.variables.items()}
-    return loop, loop.place_run(PipelineState(variables, None, np.int32(0), np.int32(0), key), {}, 0)
+    return loop, loop.place(PipelineState(variables, None, np.int32(0), np.int32(0), key))
 
 
 def run(body, x):
     """The loop, and by name the variables, gradients and new variables of one iteration."""
     loop, state = begin(body)
-    start = jax.tree.map(np.array, state.pipeline.variables)  # the loop may take their memory
+    start = jax.tree.map(np.array, state.variables)  # the loop may take their memory
     state = models.run_loop(loop, state, [[x]])
     assert state.num_accumulated == 0
-    new = jax.tree.map(np.asarray, state.pipeline.variables)
-    return loop, start, jax.tree.map(np.asarray, state.pipeline.optimizer_state.trace), new
+    new = jax.tree.map(np.asarray, state.variables)
+    return loop, start, jax.tree.map(np.asarray, state.optimizer_state.trace), new
 
 
 def kernel(name, shape=(4, 4), **options):
@@ -296,7 +296,7 @@ def test_state_stays_where_its_shard_is(rng):
     assert loop.num_devices == 3
     state = models.run_loop(loop, state, [[rng.normal(size=SHAPE).astype("float32")]] * 2)
     places = {"a": [jax.devices()[2]], "b": [jax.devices()[1]]}
-    for kept in (state.pipeline.variables, state.accumulators, state.pipeline.optimizer_state.trace):
+    for kept in (state.variables, state.accumulators, state.optimizer_state.trace):
         assert {name: list(value.devices()) for name, value in kept.items()} == places
 
 

@@ -383,15 +383,15 @@ def test_snapshots_keep_what_they_have():
     with ipu.Session(seed=3) as session:
         model.run(session)
         snapshot = session.take_snapshot()
-        kept = np.array(snapshot.state.variables["words"])
+        kept = np.array(snapshot.variables["words"])
         model.run(session)
         assert not np.array_equal(session.variables["words"], kept)
-        np.testing.assert_array_equal(snapshot.state.variables["words"], kept)
+        np.testing.assert_array_equal(snapshot.variables["words"], kept)
     with ipu.Session() as other:
         other.take_over(snapshot, "a snapshot", feeds=False)
         model.run(other)
         assert not np.array_equal(other.variables["words"], kept)
-    np.testing.assert_array_equal(snapshot.state.variables["words"], kept)
+    np.testing.assert_array_equal(snapshot.variables["words"], kept)
 
 
 @pytest.mark.usefixtures("no_garbage")

@@ -1,11 +1,11 @@
-"""Snapshots of a training for checkpoints: records of its state, as arrays by name and a JSON document."""
+"""States by name: what a session keeps, and what a checkpoint has, on disk or in memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,81 +15,6 @@ import numpy as np
 
 from ipu_pipeline.ground.pytrees import is_readable
 from ipu_pipeline.queues.feeder import Position
-
-
-@dataclass(frozen=True, eq=False)
-class KeptOptimizer:
-    """An optimizer's state: its leaves by path, and the pytree that they are the leaves of."""
-
-    shapes: dict[str, jax.ShapeDtypeStruct]
-    tree: Any
-
-    def find_differences(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
-        """The paths at which another optimizer's state, given by its `shapes`, differs from this one."""
-        paths = shapes.keys() | self.shapes.keys()
-        return sorted(path for path in paths if shapes.get(path) != self.shapes.get(path))
-
-
-@dataclass(frozen=True, eq=False)
-class KeptGradients:
-    """Gradients of a loop's iterations since its last weight update, and how they were accumulated."""
-
-    settings: str
-    accumulators: dict[str, Any]
-    count: int
-
-
-@dataclass(frozen=True, eq=False)
-class Record:
-    """The state that the session keeps under the name of a pipeline, or of a loop's optimizer."""
-
-    optimizer: KeptOptimizer | None = None
-    update_count: int = 0
-    execution_count: int = 0
-    accumulated: KeptGradients | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class SessionState:
-    """Everything that runs change. Replaced whole, so that an interrupt finds the old or the new one."""
-
-    variables: dict[str, Any] = field(default_factory=dict)
-    pipelines: dict[str, Record] = field(default_factory=dict)
-
-    @property
-    def arrays(self) -> Any:
-        """All arrays, as a pytree."""
-        return self.variables, [_arrays_of(record) for record in self.pipelines.values()]
-
-    def with_arrays(self, arrays: Any) -> SessionState:
-        """A copy with other arrays, in the structure of `arrays`."""
-        variables, new_arrays = arrays
-        records = map(_with_arrays, self.pipelines.values(), new_arrays)
-        return SessionState(variables, dict(zip(self.pipelines, records, strict=True)))
-
-
-def _arrays_of(record: Record) -> tuple[Any, Any]:
-    """The optimizer's state and the accumulators."""
-    return (
-        None if record.optimizer is None else record.optimizer.tree,
-        None if record.accumulated is None else record.accumulated.accumulators,
-    )
-
-
-def _with_arrays(record: Record, arrays: tuple[Any, Any]) -> Record:
-    """The inverse of `_arrays_of`."""
-    tree, accumulators = arrays
-    optimizer, accumulated = record.optimizer, record.accumulated
-    if optimizer is not None:
-        optimizer = dataclasses.replace(optimizer, tree=tree)
-    if accumulated is not None:
-        accumulated = dataclasses.replace(accumulated, accumulators=accumulators)
-    return dataclasses.replace(record, optimizer=optimizer, accumulated=accumulated)
-
-
-# Nothing in a checkpoint depends on how a model is cut into stages, on schedules or on devices. Variables
-# go by their full names; optimizer state by the pipeline's name and its path in the Optax state, where
-# parameters are one flat dict by full name.
 
 _KEY = "key "
 FORMAT = "ipu_pipeline checkpoint"
@@ -124,36 +49,74 @@ class Parts:
     are_rows: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """The state of a session, and the positions of its data sets."""
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a pipeline, or of a loop's optimizer.
 
-    # Variables and optimizer states: NumPy arrays, or JAX arrays that nothing else holds. In a process that
-    # does not write an array, its shape and dtype.
-    state: SessionState
-    seed: int  # the session's
-    key_implementation: str  # the kind of its random keys
-    feeds: tuple[FeedPosition, ...] = ()  # the positions of the data sets
-    extra: dict[str, Any] = field(default_factory=dict)  # other data that belongs to it, as JSON
+    Attributes:
+      update_count: the weight updates.
+      execution_count: the runs.
+      num_accumulated: the iterations of a loop since its last weight update.
+      accumulation: how their gradients were accumulated.
+    """
+
+    update_count: int = 0
+    execution_count: int = 0
+    num_accumulated: int = 0
+    accumulation: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Everything that training changes, by name. Replaced whole: an interrupt finds the old or the new one.
+
+    Nothing in it depends on how a model is cut into stages, on schedules or on devices. In a snapshot,
+    arrays are NumPy's, or JAX's that nothing else holds, or `Parts`; in a process that does not write one,
+    its shape and dtype.
+
+    Attributes:
+      seed: the session's.
+      key_implementation: the kind of its random keys; None for JAX's default.
+      variables: full name -> array.
+      optimizers: name of a pipeline, or of a loop's optimizer -> path in the Optax state, in which
+        parameters are one flat dict by full name -> array.
+      accumulators: such a name -> key -> sums or means of gradients since the last weight update.
+      counts: such a name -> its counts.
+      feeds: in a snapshot, the positions of the data sets.
+      extra: in a snapshot, other data that belongs to it, as JSON.
+    """
+
+    seed: int
+    key_implementation: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)
+    counts: dict[str, Counts] = field(default_factory=dict)
+    feeds: tuple[FeedPosition, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def arrays(self) -> dict[str, Any]:
-        """All arrays, in nested dicts: variables; optimizer and accumulated, both by pipeline."""
-        pipelines = self.state.pipelines.items()
-        optimizers = {
-            name: dict(zip(optimizer.shapes, jax.tree.leaves(optimizer.tree), strict=True))
-            for name, record in pipelines
-            if (optimizer := record.optimizer) is not None
-        }
-        accumulated = {
-            name: dict(record.accumulated.accumulators)
-            for name, record in pipelines
-            if record.accumulated is not None
-        }
+        """All arrays, in nested dicts."""
         return {
-            "variables": dict(self.state.variables),
-            "optimizer": optimizers,
-            "accumulated": accumulated,
+            "variables": self.variables,
+            "optimizer": self.optimizers,
+            "accumulated": self.accumulators,
         }
+
+    def replace_arrays(self, change: Callable[[list[Any]], Iterable[Any]]) -> State:
+        """The state with the arrays that a function makes of the list of all."""
+        groups = [self.variables, *self.optimizers.values(), *self.accumulators.values()]
+        new_arrays = iter(change([array for group in groups for array in group.values()]))
+
+        def refill(group: dict[str, Any]) -> dict[str, Any]:
+            return dict(zip(group, new_arrays, strict=False))
+
+        return dataclasses.replace(
+            self,
+            variables=refill(self.variables),
+            optimizers={name: refill(group) for name, group in self.optimizers.items()},
+            accumulators={name: refill(group) for name, group in self.accumulators.items()},
+        )
 
     def describe_feeds(self) -> list[dict[str, Any]]:
         """The positions of the data sets, as JSON."""
@@ -162,20 +125,30 @@ class Snapshot:
         ]
 
     def document(self) -> dict[str, Any]:
-        """Everything else, as JSON."""
+        """Everything but the arrays, as JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
             "seed": self.seed,
             "key_implementation": self.key_implementation,
             "arrays": jax.tree.map(describe_array, self.arrays()),
-            "pipelines": {name: _describe_record(record) for name, record in self.state.pipelines.items()},
+            "pipelines": {name: self._describe_pipeline(name) for name in self.counts},
             "feeds": self.describe_feeds(),
             "extra": self.extra,
         }
 
+    def _describe_pipeline(self, name: str) -> dict[str, Any]:
+        counts, optimizer = self.counts[name], self.optimizers.get(name)
+        accumulated = {"settings": counts.accumulation, "count": counts.num_accumulated}
+        return {
+            "update_count": counts.update_count,
+            "execution_count": counts.execution_count,
+            "optimizer": None if optimizer is None else list(optimizer),  # in order
+            "accumulated": accumulated if name in self.accumulators else None,
+        }
+
     @classmethod
-    def of(cls, document: Mapping[str, Any], arrays: Mapping[str, Any]) -> Snapshot:
+    def of(cls, document: Mapping[str, Any], arrays: Mapping[str, Any]) -> State:
         """The inverse of `document` and `arrays`.
 
         Raises:
@@ -189,20 +162,31 @@ class Snapshot:
             raise ValueError(
                 f"it has version {document['version']} of the format; this library reads version {VERSION}."
             )
-        records = {
-            name: _make_record(
-                described, arrays["optimizer"].get(name, {}), arrays["accumulated"].get(name, {})
+        optimizers, accumulators, counts = {}, {}, {}
+        for name, described in document["pipelines"].items():
+            if (paths := described["optimizer"]) is not None:
+                leaves = arrays["optimizer"].get(name, {})
+                optimizers[name] = {path: leaves[path] for path in paths}
+            if (accumulated := described["accumulated"]) is not None:
+                accumulators[name] = dict(arrays["accumulated"].get(name, {}))
+            accumulated = accumulated or {"count": 0, "settings": ""}
+            counts[name] = Counts(
+                described["update_count"],
+                described["execution_count"],
+                accumulated["count"],
+                accumulated["settings"],
             )
-            for name, described in document["pipelines"].items()
-        }
         feeds = [
             FeedPosition(tuple(feed.pop("pipelines")), Position(**feed))
             for feed in map(dict, document["feeds"])
         ]
         return cls(
-            SessionState(dict(arrays["variables"]), records),
             document["seed"],
             document["key_implementation"],
+            dict(arrays["variables"]),
+            optimizers,
+            accumulators,
+            counts,
             tuple(feeds),
             document["extra"],
         )
@@ -258,6 +242,18 @@ def furthest(feeds: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(feeds_by_pipelines.values())
 
 
+def find_different_leaves(
+    leaves: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> list[str]:
+    """The paths at which an optimizer's state differs from another one, given by its shapes and dtypes."""
+    different = leaves.keys() ^ shapes.keys()
+    for path in leaves.keys() & shapes.keys():
+        leaf, shape = leaves[path], shapes[path]
+        if leaf.shape != shape.shape or leaf.dtype != shape.dtype:
+            different.add(path)
+    return sorted(different)
+
+
 def find_differences(saved: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """Says, in sentences, how a checkpoint's variables differ from the programs'."""
     missing = sorted(name for name in expected if name not in saved)
@@ -273,28 +269,3 @@ def find_differences(saved: Mapping[str, str], expected: Mapping[str, str]) -> l
         ("of another shape or dtype", different),
     )
     return [f"{kind}: {', '.join(names)}." for kind, names in lists if names]
-
-
-def _describe_record(record: Record) -> dict[str, Any]:
-    accumulated = record.accumulated
-    return {
-        "update_count": record.update_count,
-        "execution_count": record.execution_count,
-        "optimizer": None if record.optimizer is None else list(record.optimizer.shapes),  # in order
-        "accumulated": None
-        if accumulated is None
-        else {"settings": accumulated.settings, "count": accumulated.count},
-    }
-
-
-def _make_record(
-    described: Mapping[str, Any], optimizer: Mapping[str, Any], accumulators: Mapping[str, Any]
-) -> Record:
-    kept_optimizer = gradients = None
-    if described["optimizer"] is not None:
-        leaves = {path: optimizer[path] for path in described["optimizer"]}
-        shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-        kept_optimizer = KeptOptimizer(shapes, list(leaves.values()))
-    if described["accumulated"] is not None:
-        gradients = KeptGradients(**described["accumulated"], accumulators=dict(accumulators))
-    return Record(kept_optimizer, described["update_count"], described["execution_count"], gradients)
