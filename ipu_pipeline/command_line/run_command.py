@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import runpy
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -19,8 +20,8 @@ SHIMS = Path(__file__).parent / "shims"  # packages with other libraries' names
 _MISSING = {
     "horovod": "leave it out: processes that are launched together average their gradients by themselves, "
     "compare their weights, and are numbered by popdist",
-    "popart": "leave it out: poptorch.Options has what is set through it; for operations of your own, use "
-    "torch.library and poptorch.register_lowering",
+    "popart": "of popart, only enumerations are. poptorch.Options has what is set through others; for "
+    "operations of your own, use torch.library and poptorch.register_lowering",
     "poplar": "leave it out: its graphs run on Graphcore's devices only",
     "popxl": "write the model with torch, or with ipu_pipeline's pipelining_ops",
     "pva": "ipu-pipeline report reads the profiles that are written here",
@@ -47,21 +48,42 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def run(script: str, arguments: Sequence[str], is_module: bool = False) -> int:
     """Runs a script as Python would, in this process. It stays the main module when it has ended."""
+    sys.excepthook = functools.partial(_show, sys.excepthook)
     try:
         return _run(script, arguments, is_module)
-    except ModuleNotFoundError as error:
+    except (ImportError, AttributeError) as error:
         _explain(error)
         raise
 
 
-def _explain(error: ModuleNotFoundError) -> None:
-    name = (error.name or "").split(".")[0]
-    if name not in _MISSING:
+def _show(
+    show: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    """Shows an error that ends the program, from the script's own lines on."""
+    script = trace
+    frame = trace
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == __file__:
+            script = frame.tb_next
+        frame = frame.tb_next
+    while script is not None and script.tb_frame.f_code.co_filename.startswith("<frozen "):  # runpy
+        script = script.tb_next
+    show(kind, error.with_traceback(script or trace), script or trace)
+
+
+def _explain(error: ImportError | AttributeError) -> None:
+    name = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", None)
+    package = str(name or "").split(".")[0]
+    if package not in _MISSING:
         return
     traced = traceback.extract_tb(error.__traceback__)
-    place = next((f for f in reversed(traced) if not f.filename.startswith("<")), None)
+    shims = str(SHIMS)
+    place = next((f for f in reversed(traced) if not f.filename.startswith(("<", shims))), None)
     line = f"Line {place.lineno} of {place.filename}" if place is not None else "The script"
-    error.add_note(f"{line} needs {name}, which is not here: {_MISSING[name]}.")
+    error.add_note(f"{line} needs {name}, which is not here: {_MISSING[package]}.")
 
 
 def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:

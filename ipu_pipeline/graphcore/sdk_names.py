@@ -367,6 +367,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         names = find_names(name)
         if names is not None:
             return importlib.machinery.ModuleSpec(fullname, _Loader(name, names))
+        # An import gets an error that explains. `importlib.util.find_spec` only asks, and gets None.
+        if sys._getframe(2).f_code is importlib.util.find_spec.__code__:  # noqa: SLF001
+            return None
         text = describe_missing(name)
         if text is None and hasattr(sys.modules.get(parent), "__getattr__"):
             near = _suggest(parent, child)

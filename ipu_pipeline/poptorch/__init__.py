@@ -213,7 +213,12 @@ _ABSENT = {
 }
 
 
+_PRIVATE = ("_args_parser", "_impl", "_poplar_executor", "_utils")  # modules that programs take names from
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PRIVATE:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{reason}")

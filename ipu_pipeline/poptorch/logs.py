@@ -41,16 +41,23 @@ def setLogLevel(level: LogLevel | int) -> None:
     logger.setLevel(_LEVELS[level])
 
 
-def warn_once(message: str) -> None:
-    """Logs a warning, unless the same one was logged before in this process."""
-    if message not in _said:
-        _said.add(message)
+def warn_once(message: str, kind: str | None = None) -> None:
+    """Logs a warning, unless the same one, or one of its kind, was logged before in this process."""
+    if (kind or message) not in _said:
+        _said.add(kind or message)
         logger.warning(message)
+
+
+def _is_unseen(record: logging.LogRecord) -> bool:
+    """Whether no handler of the program shows a record, as after `logging.basicConfig`."""
+    del record
+    return not logging.getLogger().handlers
 
 
 def _set_up() -> None:
     if not logger.handlers:
         handler = logging.StreamHandler()
+        handler.addFilter(_is_unseen)
         handler.setFormatter(
             logging.Formatter("[%(asctime)s] [poptorch::python] [%(levelname)s] %(message)s")
         )

@@ -217,3 +217,21 @@ for _name in _PLACE_NAMES:
 _PLACES = frozenset(getattr(_OPERATIONS, name).default for name in _PLACE_NAMES)
 for _place in (*_PLACES, mark_final_loss(), mark_found_loss()):
     torch.fx.node.has_side_effect(_place)
+
+
+# Operations that programs call as PopTorch's, which has no function for the last one.
+
+
+def _cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    if dtype not in _CAST_DTYPES:
+        raise ValueError(f"internal_cast: dtype must be one of {', '.join(_CAST_DTYPES)}; got {dtype!r}.")
+    return tensor.to(_CAST_DTYPES[dtype])
+
+
+_CAST_DTYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
+for _name, _function in {
+    "push_name_scope": begin_scope,
+    "pop_name_scope": end_scope,
+    "internal_cast": _cast,
+}.items():
+    setattr(torch.ops.poptorch, _name, _function)

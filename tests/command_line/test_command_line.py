@@ -13,7 +13,7 @@ PROGRAM = ("-m", "ipu_pipeline", "run")
 SCRIPT = """
 import atexit, importlib.util, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim
-import popdist, popdist.poptorch
+import popart, popdist, popdist.poptorch
 from poptorch.enums import OutputMode
 import ipu_pipeline.poptorch as ours
 import beside
@@ -28,9 +28,11 @@ def show():
 if __name__ == "__main__":
     assert poptorch is ours and poptorch.optim is ours.optim and OutputMode is ours.OutputMode
     assert poptorch.optim.__name__ == poptorch.optim.__spec__.name == "ipu_pipeline.poptorch.optim"
-    names = ("optim.optimizers", "optin", "_impl")
+    names = ("optim.optimizers", "optin", "_poplar_executor")
     found = [importlib.util.find_spec(f"poptorch.{name}") for name in names]
-    assert [spec is not None for spec in found] == [True, False, False]
+    assert [spec is not None for spec in found] == [True, False, True]
+    assert found[2].loader.load_module().PoplarExecutor is poptorch._poplar_executor.PoplarExecutor
+    assert (popart.SyntheticDataMode.RandomNormal, int(popart.PatternsLevel.All)) == (2, 3)
     assert isinstance(popdist.poptorch.Options(), ours.Options) and not popdist.isPopdistEnvSet()
     assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)
     print(sys.argv[1:], os.path.basename(__file__), beside.NAME)
@@ -74,6 +76,7 @@ def changes_nothing(monkeypatch):
     """What a script that runs in this process changes of it is as before afterwards."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
@@ -86,18 +89,30 @@ def test_what_is_not_there(changes_nothing, capsys):
 
 
 def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
-    (tmp_path / "script.py").write_text("try:\n    import popart\nfinally:\n    raise ValueError('mine')")
+    """From the script's first line on, and only what happened in it."""
+    (tmp_path / "script.py").write_text("try:\n    import horovod\nfinally:\n    raise ValueError('mine')")
     done = start(*PROGRAM, tmp_path / "script.py")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+    lines = done.stderr.splitlines()
+    assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ValueError: mine")
+    files = {line.split('"')[1] for line in lines if line.startswith('  File "')}
+    assert files == {str(tmp_path / "script.py")}
 
 
-def test_libraries_that_are_not_there(changes_nothing, tmp_path):
-    (tmp_path / "script.py").write_text("import os\nimport horovod.torch as hvd")
-    with pytest.raises(ModuleNotFoundError) as caught:
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("import horovod.torch as hvd", "horovod, which is not here: leave it out"),
+        ("from popart import Builder", "popart, which is not here: of popart, only enumerations are"),
+        ("import popart; popart.Builder()", "popart, which is not here: of popart, only enumerations are"),
+    ],
+)
+def test_libraries_that_are_not_there(changes_nothing, tmp_path, line, text):
+    (tmp_path / "script.py").write_text(f"import os\n{line}")
+    with pytest.raises((ImportError, AttributeError)) as caught:
         main.main(["run", str(tmp_path / "script.py")])
     (note,) = caught.value.__notes__
-    assert note.startswith(f"Line 2 of {tmp_path}/script.py needs horovod, which is not here: leave it out")
+    assert note.startswith(f"Line 2 of {tmp_path}/script.py needs {text}")
 
 
 def test_commands_are_listed(capsys):

@@ -30,11 +30,16 @@ def test_log_levels(level):
         poptorch.setLogLevel("wibble")
 
 
-def test_a_warning_is_given_once(caplog, monkeypatch):
+def test_a_warning_is_given_once(caplog, monkeypatch, capsys):
+    """And shown once, by the program's handlers if it has any."""
     monkeypatch.setattr(logs, "_said", set())
     for _time in range(2):
         logs.warn_once("twice")
     assert [record.message for record in caplog.records] == ["twice"]
+    (handler,) = logs.logger.handlers
+    assert not handler.filter(caplog.records[0])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert handler.filter(caplog.records[0])
 
 
 def test_spans_are_logged(caplog, level):
@@ -76,9 +81,14 @@ def test_enumerations():
         assert getattr(poptorch, name) is getattr(enums, name)
 
 
-def test_there_is_no_ipu():
+def test_there_is_no_ipu(monkeypatch):
     assert not poptorch.ipuHardwareIsAvailable()
     assert poptorch.ipuHardwareVersion() == 0
+    monkeypatch.setenv("IPU_PIPELINE_HARDWARE_VERSION", "21")
+    assert poptorch.ipuHardwareVersion() == 21
+    monkeypatch.setenv("IPU_PIPELINE_HARDWARE_VERSION", "Mk2")
+    with pytest.raises(ValueError, match="HARDWARE_VERSION must be a whole number; it is 'Mk2'"):
+        poptorch.ipuHardwareVersion()
     with pytest.raises(ValueError, match="num_ipus must be an integer from 1; got 0"):
         poptorch.ipuHardwareIsAvailable(0)
 

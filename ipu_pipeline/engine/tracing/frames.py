@@ -197,6 +197,11 @@ def find_frame() -> Frame | None:
     return _frame.get()
 
 
+def is_outside() -> bool:
+    """Whether no function is being traced."""
+    return _frame.get() is None
+
+
 def current_frame(caller: str) -> Frame:
     """The frame of the function being traced."""
     current = _frame.get()

@@ -97,6 +97,8 @@ def replica_count() -> jax.Array:
 
 
 def _check_in_stage(name: str) -> None:
+    if frames.is_outside() and _mesh.get() is not None:
+        return  # a derivative rule, which JAX calls when the stage has been traced
     frame = frames.current_frame(name)
     if not frame.is_stage:
         raise frames.OutsideOfBodyError(

@@ -58,6 +58,7 @@ from ipu_pipeline.poptorch.graphs.partitions import (
 from ipu_pipeline.poptorch.graphs.stages import ModelStages, is_gradient, make_stages, split_stages
 from ipu_pipeline.poptorch.logs import logger, warn_once
 from ipu_pipeline.poptorch.lowering.interpreter import IndexChecks
+from ipu_pipeline.poptorch.operations.custom_ops import check_collectives
 from ipu_pipeline.poptorch.options import Options
 from ipu_pipeline.poptorch.options.strategies import PhasedExecution, PipelinedExecution, ShardedExecution
 from ipu_pipeline.poptorch.replica_groups import GroupRows, ReplicaGrouping, find_groups
@@ -287,6 +288,7 @@ def _make_program(
         IndexChecks() if options.index_checks else None,
         has_scopes=is_split,
     )
+    check_collectives(captured.program.graph, num_replicas)
     _check_buffers(stages, options)
     check_written(arguments, stages.written_inputs)
     _warn_of_narrowing([*tensors, *stages.tensors.values()])

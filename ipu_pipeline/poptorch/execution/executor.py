@@ -1018,6 +1018,17 @@ class PoplarExecutor:
         """The model's options, frozen."""
         return self._wrapped.options
 
+    # Programs read these two names of PopTorch's.
+
+    @property
+    def _options(self) -> Options:
+        return self.options
+
+    @property
+    def _executable(self) -> CompiledModel | None:
+        """None until the model is compiled."""
+        return self._compiled
+
     def __getattr__(self, name: str) -> Any:
         """Looks up an attribute of the user's model."""
         if name == "_wrapped":  # while it is being made

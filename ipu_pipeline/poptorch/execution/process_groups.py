@@ -18,6 +18,7 @@ import torch
 
 from ipu_pipeline.engine.processes import current as current_peers
 from ipu_pipeline.engine.processes import digest_array
+from ipu_pipeline.ground.tables import between_bars
 from ipu_pipeline.poptorch.dtypes import to_numpy
 from ipu_pipeline.poptorch.enums import ConnectionType
 from ipu_pipeline.poptorch.errors import Error
@@ -206,11 +207,12 @@ def select_devices(num_ipus: int, options: Options) -> list[Any]:
     first = options.ipu_id if options.is_set("ipu_id") else 0
     use_model = options.is_set("use_model") and options.use_model
     number = options.Distributed.numProcesses
-    if device_selection.is_selected() and not first and not use_model:
-        devices = device_selection.devices_for(0, number * num_devices)
-    else:
-        have_cpu_devices(number * max(first + num_devices, _USUAL_NUMBER))
-        devices = device_selection.find_devices(number * (first + num_devices), use_model)
+    with between_bars():  # JAX logs backends that are not there
+        if device_selection.is_selected() and not first and not use_model:
+            devices = device_selection.devices_for(0, number * num_devices)
+        else:
+            have_cpu_devices(number * max(first + num_devices, _USUAL_NUMBER))
+            devices = device_selection.find_devices(number * (first + num_devices), use_model)
     if number == 1:
         return devices[first : first + num_devices]
     return _of_each_process(devices, number, range(first, first + num_ipus))

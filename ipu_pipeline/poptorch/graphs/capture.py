@@ -23,7 +23,7 @@ import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
@@ -245,6 +245,39 @@ class _Flat(torch.nn.Module):
         return tuple(results)
 
 
+class Substitutions:
+    """Replaces names of other libraries while models are captured, as libraries for PopTorch ask for it.
+
+    A registered class has methods `replace` and `restore`, for instance to put operations of fixed sizes in
+    the places of those whose sizes depend on values.
+    """
+
+    _classes: ClassVar[list[type]] = []
+
+    @classmethod
+    def registerSubsitutionManager(cls, type: type) -> None:  # PopTorch's names
+        """Adds a class, once. An instance is made for each capture.
+
+        Raises:
+          TypeError: it has no `replace` or no `restore`.
+        """
+        for name in ("replace", "restore"):
+            if not callable(getattr(type, name, None)):
+                raise TypeError(f"registerSubsitutionManager: {type!r} must have a method {name}.")
+        if type not in cls._classes:
+            cls._classes.append(type)
+
+    @classmethod
+    @contextlib.contextmanager
+    def applied(cls) -> Iterator[None]:
+        """Replaces in a `with` block; what an instance replaced last is restored first."""
+        with contextlib.ExitStack() as stack:
+            for manager in [each() for each in cls._classes]:
+                stack.callback(manager.restore)
+                manager.replace()
+            yield
+
+
 def capture(
     model: torch.nn.Module,
     tensors: Sequence[torch.Tensor],
@@ -262,6 +295,7 @@ def capture(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
+        stack.enter_context(Substitutions.applied())
         stack.enter_context(in_modes(modes or {}))
         stack.enter_context(keeping_own_backwards())
         stack.enter_context(refusals.with_detached_data())

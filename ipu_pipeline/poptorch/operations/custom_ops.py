@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from ipu_pipeline import engine
 from ipu_pipeline.ground.checks import is_int
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import to_numpy, to_torch
@@ -426,3 +428,93 @@ _library.impl("custom_op", _compute_on_cpu, "CPU")
 _library.impl("custom_op", _shapes, "Meta")
 torch.library.register_autograd(CUSTOM, _backward_on_cpu, setup_context=_save, lib=_library)
 _OPERATIONS = getattr(torch.ops, markers.NAMESPACE)
+
+
+# PopART's operations over the replicas of a model, of the domain "ai.graphcore". ReplicatedAllReduceTP and
+# ReplicatedAllToAll are from Graphcore's experimental addons. All are made of sums, which stages have.
+
+_COLLECTIVES = ("ReplicatedAllGather", "ReplicatedAllReduce", "ReplicatedAllReduceTP", "ReplicatedAllToAll")
+_GROUPING = "__collectiveReplicaGrouping"  # an attribute: the number of replicas, a stride, a group's size
+
+
+def _spread(x: Array, num_replicas: int) -> Array:
+    """All replicas' values, with a new first axis for the replica."""
+    is_own = jnp.arange(num_replicas).reshape(-1, *[1] * x.ndim) == engine.replica_index()
+    return engine.cross_replica_sum(jnp.where(is_own, x, jnp.zeros_like(x)))
+
+
+def _all_gather(
+    inputs: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct], attributes: Attributes
+) -> Array:
+    """All replicas' values in the shape of the example."""
+    del attributes
+    (x,), (shape,) = inputs, shapes
+    return _spread(x, shape.size // x.size).reshape(shape.shape)
+
+
+def _own_part(inputs: Any, results: Any, gradients: Any, **attributes: Any) -> tuple[Array, ...]:
+    """The part of a gradient that is of this replica's value, as PopART has it: replicas are not summed."""
+    del results, attributes
+    (x,), (gradient,) = inputs, gradients
+    return (gradient.reshape(-1, *x.shape)[engine.replica_index()],)
+
+
+def _all_reduce_either_way(x: Array, *, backwards: int = 0, op: str = "sum", **grouping: Any) -> Array:
+    """The sum, or with `backwards` the value itself."""
+    del op, grouping
+    return x if backwards else engine.cross_replica_sum(x)
+
+
+def _sum_other_way(
+    inputs: Any, results: Any, gradients: Any, *, backwards: int = 0, **others: Any
+) -> tuple[Array, ...]:
+    """Sums gradients with `backwards` only."""
+    del inputs, results, others
+    return (engine.cross_replica_sum(gradients[0]) if backwards else gradients[0],)
+
+
+def _all_to_all(x: Array, **grouping: Any) -> Array:
+    """Row r is what replica r has in the row of this replica."""
+    del grouping
+    return jnp.take(_spread(x, len(x)), engine.replica_index(), axis=1)
+
+
+def check_collectives(graph: torch.fx.Graph, num_replicas: int) -> None:
+    """Checks that operations over replicas are over all replicas of a model."""
+    for node in graph.nodes:
+        if node.target is not _OPERATIONS.custom_op.default:
+            continue
+        call = CustomCall.read(*node.args[1:])
+        name = call.operation.name
+        if call.operation.domain != "ai.graphcore" or name not in _COLLECTIVES:
+            continue
+        size, stride, group = call.attributes.get(_GROUPING, (num_replicas, 1, num_replicas))
+        if (size, group) != (num_replicas, num_replicas) or stride != 1:
+            raise Error(
+                f"custom_op: {name} is over all {num_replicas} replicas; its attribute {_GROUPING!r} is "
+                f"{[size, stride, group]}. Groups of some replicas are not there."
+            )
+        if call.attributes.get("op", "sum") != "sum":
+            raise Error(f"custom_op: {name} sums; its attribute 'op' is {call.attributes['op']!r}.")
+        shape = tuple(node.args[0][0].meta["val"].shape)
+        result = call.results[0].shape
+        if name == "ReplicatedAllGather":
+            fits = math.prod(result) == num_replicas * math.prod(shape)
+        else:
+            fits = result == shape and (name != "ReplicatedAllToAll" or shape[:1] == (num_replicas,))
+        if not fits:
+            raise Error(
+                f"custom_op: with {num_replicas} replicas, an input of shape {list(shape)} does not fit "
+                f"{name} with an example_output of shape {list(result)}."
+            )
+
+
+for _name, _function, _vjp in (
+    ("ReplicatedAllReduce", lambda x, **_attributes: engine.cross_replica_sum(x), None),
+    ("ReplicatedAllReduceTP", _all_reduce_either_way, _sum_other_way),
+    ("ReplicatedAllToAll", _all_to_all, None),
+):
+    register_custom_op("ai.graphcore", _name, 1, _function, vjp=_vjp)
+_registered["ai.graphcore", "ReplicatedAllGather", 1] = CustomOperation(
+    "ai.graphcore", "ReplicatedAllGather", 1, _all_gather, _own_part, (), is_foreign=False
+)

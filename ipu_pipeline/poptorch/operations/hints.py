@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import torch
@@ -166,6 +167,8 @@ def _overlap(name: str, tensors: Any, mode: OverlapMode) -> Any:
 
 # Where a model's forward runs.
 
+_VERSION_VARIABLE = "IPU_PIPELINE_HARDWARE_VERSION"
+
 
 def isRunningOnIpu() -> bool:
     """Whether a model's forward runs for its devices, and not on the CPU."""
@@ -182,5 +185,17 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 
 
 def ipuHardwareVersion() -> int:
-    """Returns the version of Graphcore's IPUs: 0, because there are none."""
-    return 0
+    """Returns the version of Graphcore's IPUs that programs are to suppose: 0, as there are none.
+
+    The environment variable IPU_PIPELINE_HARDWARE_VERSION sets another one, for programs that insist on it:
+    2 or 21 for an Mk2.
+
+    Raises:
+      ValueError: the variable is not a whole number.
+    """
+    text = os.environ.get(_VERSION_VARIABLE, "0")
+    if not text.isdecimal():
+        raise ValueError(
+            f"The environment variable {_VERSION_VARIABLE} must be a whole number; it is {text!r}."
+        )
+    return int(text)

@@ -427,7 +427,7 @@ class DistributedOptions(OptionGroup):
 
 
 class PopartOptions:
-    """Accepts any option of PopART. Each warns once, because XLA compiles instead."""
+    """Accepts any option of PopART. The first one warns that none has an effect, as XLA compiles."""
 
     def __init__(self) -> None:
         """Starts unfrozen."""
@@ -438,18 +438,20 @@ class PopartOptions:
         self._frozen = True
 
     def set(self, key: str, value: Any) -> Self:
-        """Has no effect, and warns."""
+        """Has no effect; the first call warns."""
         return self._tell(f"set({key!r}, {value!r})")
 
     def setPatterns(self, patterns: Mapping[str, bool], level: int = 2) -> Self:
-        """Has no effect, and warns."""
+        """Has no effect; the first call warns."""
         return self._tell(f"setPatterns({dict(patterns)!r}, {level!r})")
 
     def _tell(self, call: str) -> Self:
         if self._frozen:
             raise AttributeError("Can't modify frozen Options")
         logs.warn_once(
-            f"poptorch.Options()._Popart.{call} has no effect: models are compiled by XLA, not by PopART."
+            f"poptorch.Options()._Popart.{call} has no effect, like all settings of _Popart: models are "
+            "compiled by XLA, not by PopART.",
+            kind="_Popart",
         )
         return self
 

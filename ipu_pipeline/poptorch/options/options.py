@@ -393,6 +393,10 @@ class Options(DeviceOptions, DiagnosticOptions):
         self._Popart = PopartOptions()
         option_texts.apply_environment(self)
 
+    @property
+    def _popart(self) -> PopartOptions:
+        return self._Popart
+
     def freeze(self) -> None:
         """Forbids further changes, here and in the inner groups."""
         super().freeze()

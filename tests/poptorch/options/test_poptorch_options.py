@@ -903,5 +903,5 @@ def test_options_of_popart(caplog, monkeypatch):
         options._Popart.set("a", 1)
     assert [record.getMessage().split(" has no effect")[0] for record in caplog.records] == [
         "poptorch.Options()._Popart.set('enableOutlining', False)",
-        "poptorch.Options()._Popart.setPatterns({'TiedGather': True}, 0)",
     ]
+    assert options._popart is options._Popart

@@ -12,7 +12,7 @@ from types import ModuleType
 import ipu_pipeline.poptorch
 
 
-class Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Aliases(importlib.abc.MetaPathFinder):
     """Gives the modules of `ipu_pipeline.poptorch` as those of `poptorch`, so that each exists once."""
 
     def find_spec(  # noqa: D102  # as its base says
@@ -21,12 +21,23 @@ class Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         del path, target
         if fullname.startswith("poptorch."):
             with contextlib.suppress(ModuleNotFoundError):  # which may say what name is near
-                if importlib.util.find_spec(f"ipu_pipeline.{fullname}") is not None:
-                    return importlib.machinery.ModuleSpec(fullname, self)
+                if (spec := importlib.util.find_spec(f"ipu_pipeline.{fullname}")) is not None:
+                    return importlib.machinery.ModuleSpec(fullname, Alias(spec.name), origin=spec.origin)
         return None
 
+
+class Alias(importlib.abc.Loader):
+    """Gives a module by another name."""
+
+    def __init__(self, real_name: str) -> None:
+        self._real_name = real_name
+
     def exec_module(self, module: ModuleType) -> None:  # noqa: D102  # as its base says
-        sys.modules[module.__name__] = importlib.import_module(f"ipu_pipeline.{module.__name__}")
+        sys.modules[module.__name__] = self.load_module()
+
+    def load_module(self, fullname: str | None = None) -> ModuleType:  # noqa: D102  # programs call it
+        del fullname
+        return importlib.import_module(self._real_name)
 
 
 sys.meta_path.insert(0, Aliases())
