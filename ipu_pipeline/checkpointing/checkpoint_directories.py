@@ -434,10 +434,12 @@ def _digest_of_file(path: Path) -> str:
 
 def write_arrays(directory: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Writes the arrays of this process. Returns the positions of its data sets."""
-    arrays, process = _storable(snapshot), process_index()
+    arrays, process = _storable(snapshot.arrays()), process_index()
     if arrays and process == 0:
+        import orbax.checkpoint as ocp
+
         with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
-            _save(checkpointer, path / ARRAYS, arrays)
+            checkpointer.save(path / ARRAYS, args=ocp.args.PyTreeSave(arrays))
             metadata = checkpointer.metadata(path / ARRAYS).item_metadata
             if metadata is None or _names(metadata.tree) != _names(arrays):
                 raise OSError(
@@ -484,12 +486,6 @@ def _taken_literally(directory: Path) -> Iterator[Path]:
         yield link
 
 
-def _save(checkpointer: Any, path: Path, arrays: dict[str, Any]) -> None:
-    import orbax.checkpoint as ocp
-
-    checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
-
-
 def read_arrays(directory: Path) -> dict[str, Any]:
     """The arrays of all processes, in nested dicts."""
     import orbax.checkpoint as ocp
@@ -523,23 +519,16 @@ def _names(tree: Mapping[str, Any]) -> set[tuple[str, ...]]:
     return {path for path, _leaf in flatten(tree)}
 
 
-def _storable(snapshot: Snapshot) -> dict[str, Any]:
+def _storable(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of this process as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
-
-    def prune(tree: dict[str, Any]) -> dict[str, Any]:
-        pruned = {}
-        for key, part in tree.items():
-            if isinstance(part, dict):
-                stored: Any = prune(part)
-                is_stored = bool(stored)
-            elif is_stored := is_own(part) and part.size > 0:
-                stored = to_numpy(part)
-            if is_stored:
-                pruned[key] = stored
-        return pruned
-
-    arrays: dict[str, Any] = prune(snapshot.arrays())
-    return arrays
+    stored: dict[str, Any] = {}
+    for key, part in arrays.items():
+        if isinstance(part, dict):
+            if inner := _storable(part):
+                stored[key] = inner
+        elif is_own(part) and part.size > 0:
+            stored[key] = to_numpy(part)
+    return stored
 
 
 def with_empty_arrays(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
