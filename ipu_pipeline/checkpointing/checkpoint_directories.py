@@ -228,9 +228,13 @@ class CheckpointSeries:
         """The path of a step's checkpoint."""
         return self.directory / str(step)
 
+    def is_complete(self, step: int) -> bool:
+        """Whether a step has a complete checkpoint; its files are not verified."""
+        return (self.path(step) / DOCUMENT).exists()
+
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; its files are not verified."""
-        complete = [step for step in self.steps() if self._is_complete(step)]
+        """The newest complete checkpoint."""
+        complete = list(filter(self.is_complete, self.steps()))
         return self.path(complete[-1]) if complete else None
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, Snapshot] | None:
@@ -292,12 +296,12 @@ class CheckpointSeries:
             self._thread.join()
             self._thread = None
 
-    def save(self, step: int, snapshot: Snapshot) -> Path:
+    def save(self, step: int, snapshot: Snapshot) -> None:
         """Writes a checkpoint, and deletes the oldest ones. A complete checkpoint of this step is kept."""
         path = self.path(step)
 
         def prepare() -> bool:
-            if (path / DOCUMENT).exists():
+            if self.is_complete(step):
                 return False
             if os.path.lexists(path):
                 self._set_aside(step)
@@ -312,14 +316,13 @@ class CheckpointSeries:
             with between_bars():
                 _logger.info("The checkpoint of step %d is saved in %s.", step, path)
             do_first(lambda: self.delete_old(step))
-        return path
 
     def delete_old(self, newest: int) -> None:
         """Deletes the oldest checkpoints beyond the number that is kept, but never step `newest`'s."""
         if self._max_to_keep is None:
             return
         steps = self.steps()
-        complete = [step for step in steps if self._is_complete(step)]
+        complete = list(filter(self.is_complete, steps))
         oldest_kept = min(complete[-self._max_to_keep :], default=0)
         for old in [step for step in steps if step < oldest_kept]:
             if old == newest or not self._is_checkpoint(old):  # numbered below others; or a user's folder
@@ -329,12 +332,9 @@ class CheckpointSeries:
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
 
-    def _is_complete(self, step: int) -> bool:
-        return (self.path(step) / DOCUMENT).exists()
-
     def _is_checkpoint(self, step: int) -> bool:
         path = self.path(step)
-        return self._is_complete(step) or {entry.name for entry in path.iterdir()} <= _PARTS
+        return self.is_complete(step) or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replaces a checkpoint's `Snapshot.extra`. The checkpoint stays complete meanwhile."""
