@@ -38,7 +38,9 @@ from ipu_pipeline.processes.interrupts import written_whole
 DOCUMENT = "checkpoint.json"
 ARRAYS = "default"  # as Orbax's CheckpointManager names its only item
 # The possible contents of a checkpoint without its document.
-_PARTS = {ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_PARTS = re.compile(
+    rf"{ARRAYS}|process\d+\.npz|_CHECKPOINT_METADATA|commit_success\.txt|{re.escape(DOCUMENT)}\.being-written"
+)
 _numbers = itertools.count()  # of directories beside checkpoints
 _MAX_REPLACEMENTS = 10  # before a save gives up because other processes put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
@@ -324,17 +326,12 @@ class CheckpointSeries:
         steps = self.steps()
         complete = list(filter(self.is_complete, steps))
         oldest_kept = min(complete[-self._max_to_keep :], default=0)
-        for old in [step for step in steps if step < oldest_kept]:
-            if old == newest or not self._is_checkpoint(old):  # numbered below others; or a user's folder
-                continue
+        for old in [step for step in steps if step < oldest_kept and step != newest]:
             try:
-                _delete(self.path(old))
+                if self.is_complete(old) or _has_only_parts(self.path(old)):  # else it is a user's folder
+                    _delete(self.path(old))
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
-
-    def _is_checkpoint(self, step: int) -> bool:
-        path = self.path(step)
-        return self.is_complete(step) or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replaces a checkpoint's `Snapshot.extra`. The checkpoint stays complete meanwhile."""
@@ -358,7 +355,7 @@ class CheckpointSeries:
     def _set_aside(self, step: int) -> None:
         """Renames an unreadable checkpoint; deletes one that was being written when a process ended."""
         path = self.path(step)
-        if not path.is_symlink() and path.is_dir() and {e.name for e in path.iterdir()} <= _PARTS:
+        if not path.is_symlink() and path.is_dir() and _has_only_parts(path):
             shutil.rmtree(path)
             return
         number = 0
@@ -370,6 +367,11 @@ class CheckpointSeries:
 def _find_directory(path: str | os.PathLike[str]) -> Path:
     """The directory of a checkpoint; if the path is a symbolic link, its target."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path).absolute()
+
+
+def _has_only_parts(path: Path) -> bool:
+    """Whether a directory without a document can only be what a checkpoint's writing or deletion left."""
+    return all(_PARTS.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def _delete(path: Path) -> None:
