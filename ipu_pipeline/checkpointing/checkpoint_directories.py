@@ -160,10 +160,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Snapshot:
             raise CheckpointError(
                 f"The file {file} is damaged: its {file.stat().st_size} bytes are not what was written."
             )
-    described = document["arrays"]
     try:
-        stored = read_arrays(directory)
-        return Snapshot.of(document, with_empty_arrays(described, stored))
+        return Snapshot.of(document, with_empty_arrays(document["arrays"], read_arrays(directory)))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
 
