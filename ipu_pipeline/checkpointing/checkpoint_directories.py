@@ -280,8 +280,7 @@ class CheckpointSeries:
         An error is logged; training goes on, and what was there stays.
         """
         self.wait()
-        # Orbax's own asynchronous saving takes tens of milliseconds before it returns, until the arrays are
-        # on the host.
+        # Threads of Orbax's asynchronous saving keep the process from ending for minutes after an error.
         self._thread = threading.Thread(
             target=self._save_or_report,
             args=(step, snapshot),
@@ -311,7 +310,7 @@ class CheckpointSeries:
             return True
 
         if do_first(prepare):
-            # Orbax's CheckpointManager would delete old checkpoints before the new one has its document.
+            # Orbax's CheckpointManager would also delete users' folders that have numbers for names.
             write_checkpoint(path, snapshot)
             with between_bars():
                 _logger.info("The checkpoint of step %d is saved in %s.", step, path)
