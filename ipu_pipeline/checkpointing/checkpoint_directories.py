@@ -38,7 +38,9 @@ from ipu_pipeline.processes.interrupts import written_whole
 DOCUMENT = "checkpoint.json"
 ARRAYS = "default"  # as Orbax's CheckpointManager names its only item
 # The possible contents of a checkpoint without its document.
-_PARTS = {ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt", f"{DOCUMENT}.being-written"}
+_PARTS = re.compile(
+    rf"{ARRAYS}|process\d+\.npz|_CHECKPOINT_METADATA|commit_success\.txt|{re.escape(DOCUMENT)}\.being-written"
+)
 _numbers = itertools.count()  # of directories beside checkpoints
 _MAX_REPLACEMENTS = 10  # before a save gives up because other processes put the old checkpoint back
 _WRITTEN, _REPLACED = "being-written", "being-replaced"  # in the names of directories beside a checkpoint
@@ -158,10 +160,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> State:
             raise CheckpointError(
                 f"The file {file} is damaged: its {file.stat().st_size} bytes are not what was written."
             )
-    described = document["arrays"]
     try:
-        stored = read_arrays(directory)
-        return State.of(document, with_empty_arrays(described, stored))
+        return State.of(document, with_empty_arrays(document["arrays"], read_arrays(directory)))
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The checkpoint {directory} cannot be read: {error}") from error
 
@@ -227,9 +227,13 @@ class CheckpointSeries:
         """The path of a step's checkpoint."""
         return self.directory / str(step)
 
+    def is_complete(self, step: int) -> bool:
+        """Whether a step has a complete checkpoint; its files are not verified."""
+        return (self.path(step) / DOCUMENT).exists()
+
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; its files are not verified."""
-        complete = [step for step in self.steps() if self._is_complete(step)]
+        """The newest complete checkpoint."""
+        complete = list(filter(self.is_complete, self.steps()))
         return self.path(complete[-1]) if complete else None
 
     def read_latest(self, set_aside: bool = False) -> tuple[int, State] | None:
@@ -275,8 +279,7 @@ class CheckpointSeries:
         An error is logged; training goes on, and what was there stays.
         """
         self.wait()
-        # Orbax's own asynchronous saving takes tens of milliseconds before it returns, until the arrays are
-        # on the host.
+        # Threads of Orbax's asynchronous saving keep the process from ending for minutes after an error.
         self._thread = threading.Thread(
             target=self._save_or_report,
             args=(step, snapshot),
@@ -291,12 +294,12 @@ class CheckpointSeries:
             self._thread.join()
             self._thread = None
 
-    def save(self, step: int, snapshot: State) -> Path:
+    def save(self, step: int, snapshot: State) -> None:
         """Writes a checkpoint, and deletes the oldest ones. A complete checkpoint of this step is kept."""
         path = self.path(step)
 
         def prepare() -> bool:
-            if (path / DOCUMENT).exists():
+            if self.is_complete(step):
                 return False
             if os.path.lexists(path):
                 self._set_aside(step)
@@ -306,34 +309,25 @@ class CheckpointSeries:
             return True
 
         if do_first(prepare):
-            # Orbax's CheckpointManager would delete old checkpoints before the new one has its document.
+            # Orbax's CheckpointManager would also delete users' folders that have numbers for names.
             write_checkpoint(path, snapshot)
             with between_bars():
                 _logger.info("The checkpoint of step %d is saved in %s.", step, path)
             do_first(lambda: self.delete_old(step))
-        return path
 
     def delete_old(self, newest: int) -> None:
         """Deletes the oldest checkpoints beyond the number that is kept, but never step `newest`'s."""
         if self._max_to_keep is None:
             return
         steps = self.steps()
-        complete = [step for step in steps if self._is_complete(step)]
+        complete = list(filter(self.is_complete, steps))
         oldest_kept = min(complete[-self._max_to_keep :], default=0)
-        for old in [step for step in steps if step < oldest_kept]:
-            if old == newest or not self._is_checkpoint(old):  # numbered below others; or a user's folder
-                continue
+        for old in [step for step in steps if step < oldest_kept and step != newest]:
             try:
-                _delete(self.path(old))
+                if self.is_complete(old) or _has_only_parts(self.path(old)):  # else it is a user's folder
+                    _delete(self.path(old))
             except OSError as error:
                 _logger.error("The checkpoint %s could not be deleted: %s.", self.path(old), error)
-
-    def _is_complete(self, step: int) -> bool:
-        return (self.path(step) / DOCUMENT).exists()
-
-    def _is_checkpoint(self, step: int) -> bool:
-        path = self.path(step)
-        return self._is_complete(step) or {entry.name for entry in path.iterdir()} <= _PARTS
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replaces a checkpoint's `State.extra`. The checkpoint stays complete meanwhile."""
@@ -357,7 +351,7 @@ class CheckpointSeries:
     def _set_aside(self, step: int) -> None:
         """Renames an unreadable checkpoint; deletes one that was being written when a process ended."""
         path = self.path(step)
-        if not path.is_symlink() and path.is_dir() and {e.name for e in path.iterdir()} <= _PARTS:
+        if not path.is_symlink() and path.is_dir() and _has_only_parts(path):
             shutil.rmtree(path)
             return
         number = 0
@@ -369,6 +363,11 @@ class CheckpointSeries:
 def _find_directory(path: str | os.PathLike[str]) -> Path:
     """The directory of a checkpoint; if the path is a symbolic link, its target."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path).absolute()
+
+
+def _has_only_parts(path: Path) -> bool:
+    """Whether a directory without a document can only be what a checkpoint's writing or deletion left."""
+    return all(_PARTS.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def _delete(path: Path) -> None:
@@ -433,10 +432,12 @@ def _digest_of_file(path: Path) -> str:
 
 def write_arrays(directory: Path, snapshot: State) -> list[dict[str, Any]]:
     """Writes the arrays of this process. Returns the positions of its data sets."""
-    arrays, process = _storable(snapshot), process_index()
+    arrays, process = _storable(snapshot.arrays()), process_index()
     if arrays and process == 0:
+        import orbax.checkpoint as ocp
+
         with _quiet_orbax(), _open_orbax() as checkpointer, _taken_literally(directory) as path:
-            _save(checkpointer, path / ARRAYS, arrays)
+            checkpointer.save(path / ARRAYS, args=ocp.args.PyTreeSave(arrays))
             metadata = checkpointer.metadata(path / ARRAYS).item_metadata
             if metadata is None or _names(metadata.tree) != _names(arrays):
                 raise OSError(
@@ -483,12 +484,6 @@ def _taken_literally(directory: Path) -> Iterator[Path]:
         yield link
 
 
-def _save(checkpointer: Any, path: Path, arrays: dict[str, Any]) -> None:
-    import orbax.checkpoint as ocp
-
-    checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
-
-
 def read_arrays(directory: Path) -> dict[str, Any]:
     """The arrays of all processes, in nested dicts."""
     import orbax.checkpoint as ocp
@@ -522,23 +517,16 @@ def _names(tree: Mapping[str, Any]) -> set[tuple[str, ...]]:
     return {path for path, _leaf in flatten(tree)}
 
 
-def _storable(snapshot: State) -> dict[str, Any]:
+def _storable(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of this process as Orbax takes them: NumPy's, none of size 0, and no empty dict."""
-
-    def prune(tree: dict[str, Any]) -> dict[str, Any]:
-        pruned = {}
-        for key, part in tree.items():
-            if isinstance(part, dict):
-                stored: Any = prune(part)
-                is_stored = bool(stored)
-            elif is_stored := is_own(part) and part.size > 0:
-                stored = to_numpy(part)
-            if is_stored:
-                pruned[key] = stored
-        return pruned
-
-    arrays: dict[str, Any] = prune(snapshot.arrays())
-    return arrays
+    stored: dict[str, Any] = {}
+    for key, part in arrays.items():
+        if isinstance(part, dict):
+            if inner := _storable(part):
+                stored[key] = inner
+        elif is_own(part) and part.size > 0:
+            stored[key] = to_numpy(part)
+    return stored
 
 
 def with_empty_arrays(described: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:

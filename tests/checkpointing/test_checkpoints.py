@@ -511,6 +511,7 @@ def test_what_was_never_complete_is_no_checkpoint(tmp_path, snapshot):
     """A process that is killed while it writes its first one has lost nothing else."""
     series = make_series(tmp_path, snapshot, [10])
     (tmp_path / "10" / checkpoint_directories.DOCUMENT).unlink()
+    (tmp_path / "10" / "process1.npz").touch()  # of another process
     (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
     (tmp_path / ".13.being-written-123").mkdir()
     with pytest.warns(UserWarning, match="were skipped, and there is no other one: .*10 is not complete"):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from ipu_pipeline.checkpointing.checkpoint_directories import DOCUMENT, CheckpointSeries
+from ipu_pipeline.checkpointing.checkpoint_directories import CheckpointSeries
 from ipu_pipeline.checkpointing.collective_calls import do_first, is_any, largest
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
 from ipu_pipeline.ground.tables import between_bars, is_shown_on
@@ -156,7 +156,7 @@ class Training:
                 else:
                     self._save_finally(request, is_error=True)
                 raise
-            is_saved = (self._series.path(self._step) / DOCUMENT).exists() or self._step == 0
+            is_saved = self._series.is_complete(self._step) or self._step == 0
             if not is_saved and not request.is_made():
                 for listener in self._listeners:
                     listener.before_save(self._session, self._step)
@@ -305,7 +305,7 @@ class Training:
         if not self._listeners:
             return False
         self._series.wait()
-        if not (self._series.path(self._step) / DOCUMENT).exists():
+        if not self._series.is_complete(self._step):
             return False  # the log says why
         wishes = [listener.after_save(self._session, self._step) for listener in self._listeners]
         return any(wishes)  # all of them were told
@@ -327,7 +327,7 @@ class Training:
         if self._step == 0:
             return
         try:
-            if (self._series.path(self._step) / DOCUMENT).exists():
+            if self._series.is_complete(self._step):
                 # An earlier training's checkpoint is about its own data, unless the data are the same.
                 if self._step > self._first_step or (self._is_same_data and not is_error):
                     do_first(lambda: self._series.amend(self._step, self.describe()))

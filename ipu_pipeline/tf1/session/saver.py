@@ -219,13 +219,8 @@ def take_weights(session: Session, path: Path, snapshot: State, program: Program
 def find_warm_variables(warm_start_from: str | os.PathLike[str], program: Program) -> dict[str, Any]:
     """A program's variables from a checkpoint, or from the newest one in a `model_dir`."""
     source = Path(os.fspath(warm_start_from))
-    series = CheckpointSeries(source / CHECKPOINTS)
-    if series.steps():
-        latest = series.read_latest()
-        assert latest is not None
-        path, snapshot = series.path(latest[0]), latest[1]
-    else:
-        path, snapshot = source, checkpoint_directories.read_checkpoint(source)
+    newest = find_checkpoint(CheckpointSeries(source / CHECKPOINTS), None)
+    path, snapshot = newest or (source, checkpoint_directories.read_checkpoint(source))
     check_program(snapshot, path, program, allow_extra=True)
     _logger.info("The variables begin as in %s.", path)
     return {name: snapshot.variables[name] for name in program.variables}

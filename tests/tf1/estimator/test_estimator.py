@@ -316,6 +316,13 @@ def test_warm_start(trained, whole, tmp_path):
     wide = make_estimator(tmp_path / "wide", params={"width": 8}, warm_start_from=whole.model_dir)
     with pytest.raises(CheckpointError, match="another shape"):
         wide.train(input_fn, steps=8)
+    (tmp_path / "broken" / "checkpoints" / "8").mkdir(parents=True)
+    small = make_small(tmp_path / "small", warm_start_from=tmp_path / "broken")
+    with (
+        pytest.warns(UserWarning, match="were skipped"),
+        pytest.raises(CheckpointError, match="not complete"),
+    ):
+        small.train(input_fn, steps=8)
 
 
 def test_without_a_checkpoint(tmp_path):
