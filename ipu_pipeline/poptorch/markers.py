@@ -159,6 +159,19 @@ def keep_inputs(values: Sequence[torch.Tensor]) -> None:
     _OPERATIONS.keep_inputs(list(values))
 
 
+def expect(value: torch.Tensor, expected: str) -> None:
+    """Notes that a value must be the expected one, as JSON, when the model runs."""
+    _OPERATIONS.expect(value, expected)
+
+
+def read_expected(node: torch.fx.Node) -> tuple[torch.fx.Node, str] | None:
+    """Returns the arguments of `expect` for a node that it made; None for every other node."""
+    if node.target is not _OPERATIONS.expect.default:
+        return None
+    (value,) = node.all_input_nodes
+    return value, str(node.args[1])
+
+
 def is_keep_inputs(node: torch.fx.Node) -> bool:
     """Whether a node of a graph was made by `keep_inputs`."""
     return node.target is _OPERATIONS.keep_inputs.default
@@ -191,6 +204,7 @@ _library.define("end_scope() -> ()")
 _library.define("begin_multi_conv() -> ()")
 _library.define("end_multi_conv(str[] names, int[] counts) -> ()")
 _library.define("keep_inputs(Tensor[] values) -> ()")
+_library.define("expect(Tensor value, str expected) -> ()")
 # Autograd's key decomposes it into what it stands for, so that it has a gradient on the CPU.
 _library.define("identity_loss(Tensor value, str reduction) -> Tensor")
 _library.impl("identity_loss", _reduce, "CompositeImplicitAutograd")
@@ -211,6 +225,7 @@ _PLACE_NAMES = (
     "begin_multi_conv",
     "end_multi_conv",
     "keep_inputs",
+    "expect",
 )
 for _name in _PLACE_NAMES:
     _library.impl(_name, _do_nothing, "CompositeExplicitAutograd")

@@ -304,9 +304,9 @@ def join_outputs(
             value = np.asarray(leaf if last.size is None else leaf[last.size - 1])
         elif mode is OutputMode.Sum:
             dtype = torch.int32 if dtype is torch.bool else dtype
-            value = _stack(collected, place).sum(0, dtype=jax_dtype(dtype))
+            value = stack_outputs(collected, place).sum(0, dtype=jax_dtype(dtype))
         else:
-            value = _stack(collected, place)
+            value = stack_outputs(collected, place)
             if mode is OutputMode.EveryN:
                 value = value[period - 1 :: period]
             value = value.reshape(()) if value.shape == (1,) else _join_first_axes(value)
@@ -341,7 +341,7 @@ def write_inputs(
             tensor.copy_(written)
 
 
-def _stack(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
+def stack_outputs(collected: Sequence[Collected], place: int) -> np.ndarray[Any, Any]:
     """Stacks an output of all micro-batches along a new first axis."""
     parts = []
     for part in collected:

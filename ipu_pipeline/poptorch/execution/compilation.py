@@ -261,6 +261,7 @@ def _make_program(
                 wrapped.modes,
                 trains,
                 options.source_location_excludes,
+                options.value_branches,
             )
             captured = restored(captured)
     progress.done("capture")
@@ -312,7 +313,8 @@ def _make_program(
         "schedule": schedule,
         "offload": _find_offloaded(options, trains),
     }
-    is_summed = options.output_mode is OutputMode.Sum and not anchored and not stages.written_inputs
+    has_others = bool(anchored or stages.written_inputs or stages.expected)
+    is_summed = options.output_mode is OutputMode.Sum and not has_others
 
     # Automatic partitioning.
     table = None
@@ -334,7 +336,7 @@ def _make_program(
         execution_phases=_find_phases(stages, options, trains),
         # A number that is not finite, or an index out of range, ends a run after it has begun: the old
         # state must still be there.
-        donate=not checks and not options.index_checks,
+        donate=not (checks or options.index_checks or stages.expected),
         collect_outputs=_all_but_last if trains else True,
         sum_collected=is_summed,
         sum_dtype=_sum_dtype if is_summed else None,

@@ -27,7 +27,7 @@ from ipu_pipeline.engine.inspect import introduce
 from ipu_pipeline.engine.processes import naming_peers
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
-from ipu_pipeline.poptorch.execution.call_values import Arguments, describe_shapes, shapes_of
+from ipu_pipeline.poptorch.execution.call_values import Arguments, describe_shapes, shapes_of, stack_outputs
 from ipu_pipeline.poptorch.execution.host_weights import HostChanges, on_host, writing
 from ipu_pipeline.poptorch.execution.process_groups import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.graphs.capture import Captured
@@ -338,6 +338,9 @@ class CompiledModel:
                 after = progress.state
                 if self._checks_numbers:
                     _check_numbers(after, progress.collected)
+                first = self.program.captured.outputs.num_tensors + len(self.stages.written_inputs)
+                for place, expected in enumerate(self.stages.expected if synthetic is None else (), first):
+                    expected.check(stack_outputs(progress.collected, place))
                 if checks is not None and (wrong := checks.take()) is not None:
                     raise Error(f"{wrong} The weights and buffers are as before this step.")
                 self.state = after
@@ -433,6 +436,7 @@ class CompiledModel:
     def read_from_host(self) -> None:
         """Copies the user's parameters and buffers to the devices."""
         self.check_same_tensors()
+        self._check_fixed()
         self.replace(variables=self._host_values(self.tensors))
         self._changes.note(self.tensors)
 
@@ -452,10 +456,15 @@ class CompiledModel:
                 f"Options.updatableNamedBuffers names {unknown}, which the model does not have. Its "
                 f"buffers are {sorted(buffers)}."
             )
+        self._check_fixed()
         buffer_ids = {id(buffers[name]) for name in names}
         tensors = {name: t for name, t in self.tensors.items() if id(t) in buffer_ids}
         self.replace(variables={**self.variables, **self._host_values(tensors)})
         self._changes.note(tensors)
+
+    def _check_fixed(self) -> None:
+        for program in self.programs.values():
+            program.captured.assumptions.check_fixed(program.captured.tensors)
 
     def _host_values(self, names: Iterable[str]) -> dict[str, Any]:
         missing, values = dict.fromkeys(names), dict[str, Any]()

@@ -197,7 +197,8 @@ class PoplarExecutor:
             written = compiled.stages.written_inputs
             if written and not is_synthetic:
                 write_inputs(arguments, written, collected, first, batching_of(self.options))
-            self._anchored.keep(collected, dtypes, first + len(written), mode)
+            first += len(written) + len(compiled.stages.expected)
+            self._anchored.keep(collected, dtypes, first, mode)
             self._call_ns = time.perf_counter_ns() - begin
             return outputs.unflatten(joined)
 

@@ -53,6 +53,11 @@ def signature_of(model: torch.nn.Module) -> inspect.Signature:
 
 def to_graph(captured: Captured, arguments: Structure, model: torch.nn.Module, trains: bool) -> SavedGraph:
     """Turns a captured model into a graph for a file."""
+    if expected := captured.assumptions.expected:
+        raise Error(
+            f"{expected[0].place} asks for a value of a tensor, which a run is compared with "
+            "(Options.allowValueBranches). A file cannot hold that. Use torch.where or torch.cond there."
+        )
     constants = {
         str(spec.target): captured.tensors[str(spec.target)]
         for _node, spec in _inputs(captured.program)

@@ -22,7 +22,7 @@ import sys
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,14 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs import refusals
+from ipu_pipeline.poptorch.graphs.example_values import (
+    Answer,
+    Assumptions,
+    Replaying,
+    ValueAskedError,
+    record,
+    take_assumptions,
+)
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
 from ipu_pipeline.poptorch.graphs.refusals import Shortened
 from ipu_pipeline.poptorch.logs import warn_once
@@ -201,12 +209,14 @@ class Captured:
       outputs: the structure of what the model returned.
       tensors: the graph's parameters, buffers and constants, by the targets of the program.
       references: objects that operations of the graph refer to, which must live as long as the graph.
+      assumptions: values that forward asked for, which must be the same when it runs.
     """
 
     program: FunctionalProgram
     outputs: Structure
     tensors: Mapping[str, torch.Tensor]
     references: Sequence[Any] = ()
+    assumptions: Assumptions = field(default_factory=Assumptions)
 
 
 Modes = dict[torch.nn.Module, bool]
@@ -226,13 +236,16 @@ class _Flat(torch.nn.Module):
         arguments: Structure,
         trains: bool,
         note: Callable[[Structure], None],
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self.model = model
         self.arguments, self.trains = arguments, trains
+        self.begin = begin  # called before each run of forward
         self.note = note  # export undoes what forward assigns to attributes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.begin()
         args, kwargs = self.arguments.unflatten(tensors)
         before = refusals.Members.of(self.model)
         with _members_as_before(self.model), _attributes_copied(self.model):
@@ -285,10 +298,46 @@ def capture(
     modes: Modes | None = None,
     trains: bool = False,
     excluded_files: Sequence[str] = (),
+    allows_values: bool = False,
 ) -> Captured:
-    """Runs a model's forward once, on tensors without values, and records what it computes."""
+    """Runs a model's forward once, on tensors without values, and records what it computes.
+
+    If it asks for values, it runs twice more, see `example_values`.
+    """
+    rest = (tensors, arguments, modes or {}, trains, excluded_files, allows_values)
+    with contextlib.suppress(ValueAskedError):
+        return _capture(None, model, *rest)
+    return _capture(_record(model, tensors, arguments, modes or {}), model, *rest)
+
+
+def _record(
+    model: torch.nn.Module, tensors: Sequence[torch.Tensor], arguments: Structure, modes: Modes
+) -> list[Answer]:
+    flat = _Flat(model, arguments, False, lambda _outputs: None)
+    with (
+        changed_for_this_thread_alone(model),
+        torch.inference_mode(False),
+        markers.capturing(),
+        Substitutions.applied(),
+        in_modes(modes),
+        WithoutValues(),
+    ):
+        return record(flat, tensors)
+
+
+def _capture(
+    answers: Sequence[Answer] | None,
+    model: torch.nn.Module,
+    tensors: Sequence[torch.Tensor],
+    arguments: Structure,
+    modes: Modes,
+    trains: bool,
+    excluded_files: Sequence[str],
+    allows_values: bool,
+) -> Captured:
     noted: list[Structure] = []
-    flat = _Flat(model, arguments, trains, noted.append)
+    replaying = Replaying(answers)
+    flat = _Flat(model, arguments, trains, noted.append, replaying.begin)
     with changed_for_this_thread_alone(model), contextlib.ExitStack() as stack:
         # One thread at a time runs this, because export changes torch's global state.
         # What the caller of the model has switched off is not part of forward.
@@ -296,7 +345,7 @@ def capture(
         stack.enter_context(torch.enable_grad())
         capturing = stack.enter_context(markers.capturing())
         stack.enter_context(Substitutions.applied())
-        stack.enter_context(in_modes(modes or {}))
+        stack.enter_context(in_modes(modes))
         stack.enter_context(keeping_own_backwards())
         stack.enter_context(refusals.with_detached_data())
         if trains:
@@ -308,7 +357,7 @@ def capture(
         stack.enter_context(exportable())
         stack.enter_context(WithoutValues())
         stack.enter_context(_quiet())
-        with Shortened(model), refusals.explained(model), _marking_regions_without_gradients():
+        with Shortened(model), refusals.explained(model), _marking_regions_without_gradients(), replaying:
             program = torch.export.export(flat, tuple(tensors), strict=False)
         _exclude_files(program.graph_module, excluded_files)
         refusals.check_values(program)
@@ -330,10 +379,12 @@ def capture(
         _check_multi_convs(program.graph)
     _name_modules(program)
     tensor_of = _find_tensors(flat, program)
+    trainable = _find_trainable(program, tensor_of) if trains else set()
+    assumptions = take_assumptions(program, tensor_of, trainable, allows_values)
     if trains:
-        choose_loss(program, _find_trainable(program, tensor_of))
+        choose_loss(program, trainable)
     functional = FunctionalProgram(program.graph_module, program.graph_signature)
-    return Captured(functional, noted[-1], tensor_of, tuple(capturing.held))
+    return Captured(functional, noted[-1], tensor_of, tuple(capturing.held), assumptions)
 
 
 @contextlib.contextmanager

@@ -119,10 +119,11 @@ def _each(traceback: types.TracebackType | None) -> Iterator[types.TracebackType
 _CONSTANT = re.compile(r"ConstantVariable\(\w+: (.+)\)")  # torch's form of an exception's arguments
 _IPU = re.compile(r"for ipu devices|on device ipu")
 _OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Error)?")
-_WITHOUT_VALUES = (
+WITHOUT_VALUES = (
     "The model is compiled once for all values, so it cannot ask for one while it runs: no `if` or loop "
     "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where or "
-    "torch.cond, or multiply by a mask."
+    "torch.cond, or multiply by a mask. Or let Options.allowValueBranches(True) compile it for the values "
+    "of the first micro-batch, with which all others are compared."
 )
 
 
@@ -169,7 +170,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
         yield
     except value_errors as error:
         place = innermost_user_line(error)
-        raise Error(f"{place} asks for a value of a tensor. {_WITHOUT_VALUES}") from error
+        raise Error(f"{place} asks for a value of a tensor. {WITHOUT_VALUES}") from error
     except TorchDynamoException as error:
         raise Error(
             f"{describe_control_flow_error(error)}\nTorch's control flow could not be captured: its "
@@ -198,7 +199,7 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
             ) from error
         if ".numpy() is not supported" in str(error):
             raise Error(
-                f"{innermost_user_line(error)} asks for a value of a tensor. {_WITHOUT_VALUES}"
+                f"{innermost_user_line(error)} asks for a value of a tensor. {WITHOUT_VALUES}"
             ) from error
         raise
     except AssertionError as error:
@@ -228,7 +229,7 @@ def check_values(program: torch.export.ExportedProgram) -> None:
         assert isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes:
             if _is_symbolic(node.meta.get("val")):
-                raise Error(f"{describe_place(node)} asks for a value of a tensor. {_WITHOUT_VALUES}")
+                raise Error(f"{describe_place(node)} asks for a value of a tensor. {WITHOUT_VALUES}")
 
 
 def warn_of_generators(program: torch.export.ExportedProgram) -> None:
@@ -410,7 +411,7 @@ def check_results(structure: Structure) -> None:
         )
     for name, constant in structure.name_constants("the result"):
         if isinstance(constant, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise Error(f"{name} of the model's forward asks for a value of a tensor. {_WITHOUT_VALUES}")
+            raise Error(f"{name} of the model's forward asks for a value of a tensor. {WITHOUT_VALUES}")
     structure.unflatten([torch.empty(0)] * structure.num_tensors)
 
 

@@ -30,6 +30,7 @@ from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.dtypes import jax_dtype, to_numpy
 from ipu_pipeline.poptorch.errors import Error
 from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured
+from ipu_pipeline.poptorch.graphs.example_values import Expected
 from ipu_pipeline.poptorch.graphs.losses import find_marked_loss, ways_of_gradients
 from ipu_pipeline.poptorch.graphs.modules import (
     find_modules,
@@ -203,13 +204,14 @@ class ModelStages:
     Attributes:
       functions: the stages' functions, level by level; the stages of a level are parallel. The first level
         takes the tensors of the inputs. The last is one stage, which returns the tensors of the outputs,
-        then the inputs that forward writes to, then the anchored values, then the micro-batch's tag if
-        gradients are anchored, and then, if the model trains, the loss.
+        then the inputs that forward writes to, then the expected values, then the anchored values, then the
+        micro-batch's tag if gradients are anchored, and then, if the model trains, the loss.
       levels: the sections that the stages are made of, level by level.
       tensors: the user's parameters and buffers by the variables' full names.
       trained: the variables that the loss depends on and that require gradients.
       assigned: the variables that forward writes to: buffers, and parameters that need no gradient.
       written_inputs: the numbers of the inputs that forward writes to.
+      expected: the values that a run is compared with.
       output_dtypes: torch's dtypes of what the last stage returns before tag and loss, and of the anchored
         gradients.
       value_names: the names of all values, see `name_values`, and of their gradients.
@@ -226,6 +228,7 @@ class ModelStages:
     trained: frozenset[str]
     assigned: frozenset[str]
     written_inputs: tuple[int, ...]
+    expected: tuple[Expected, ...]
     output_dtypes: tuple[torch.dtype, ...]
     value_names: tuple[str, ...]
     has_checkpoints: bool
@@ -307,6 +310,7 @@ def make_stages(
     computed = {node for node in reaching if node.op == "call_function"}
     names |= name_gradients(names, computed | trained.keys())
     anchored = list(zip(anchors, find_values(names, anchors), strict=True))
+    parts.results.extend(expected.node for expected in captured.assumptions.expected)
     parts.results.extend(node for name, node in anchored if not is_gradient(name))
     if gradient_nodes := [node for name, node in anchored if is_gradient(name)]:
         parts = replace(parts, gradients=AnchoredGradients(gradient_nodes))
@@ -323,6 +327,7 @@ def make_stages(
         trained=frozenset(trained.values()),
         assigned=frozenset(f"{SCOPE}/{name}" for names in parts.assigned.values() for name in names),
         written_inputs=tuple(parts.written),
+        expected=captured.assumptions.expected,
         output_dtypes=(*dtypes, *(() if parts.gradients is None else parts.gradients.dtypes)),
         value_names=tuple(names),
         has_checkpoints=any(map(markers.is_checkpoint, graph.nodes)),

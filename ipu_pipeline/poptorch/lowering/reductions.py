@@ -50,7 +50,7 @@ def _any(x: Array, dim: Dims = None, keepdim: bool = False) -> Array:
     return jnp.any(x, as_axes(dim, x.ndim), keepdims=keepdim)
 
 
-@lowers("all")
+@lowers("all", "_is_all_true")
 def _all(x: Array, dim: Dims = None, keepdim: bool = False) -> Array:
     return jnp.all(x, as_axes(dim, x.ndim), keepdims=keepdim)
 

@@ -560,6 +560,17 @@ class Options(DeviceOptions, DiagnosticOptions):
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> None:
         """Sets whether unexpected attributes of optimizers are ignored without a warning."""
 
+    value_branches = Option(checks.boolean, False)
+
+    @value_branches.setter
+    def allowValueBranches(self, allow: bool) -> None:
+        """Sets whether forward may ask for values of tensors that inputs determine, as in `if mask.any()`.
+
+        PopTorch does not have this. Forward gets the values of the first micro-batch, for which the model
+        is compiled. A call in which one differs ends with an error that names the line, before the update.
+        Values that only buffers and parameters determine may be asked for without it.
+        """
+
     index_checks = Option(checks.boolean, False)
 
     @index_checks.setter

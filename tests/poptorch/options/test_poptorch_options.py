@@ -74,6 +74,7 @@ SETTERS = {
     "updatableNamedBuffers(['a', 'b'])": {"updatable_named_buffers": ["a", "b"]},
     "relaxOptimizerAttributesChecks()": {"relax_optimizer_attributes_checks": True},
     "checkIndices()": {"index_checks": True},
+    "allowValueBranches(True)": {"value_branches": True},
     "replicationFactor(8)": {"replication_factor": 8},
     "inputReplicaGrouping(1, CommGroupType.Orthogonal)": {
         "input_group_size": 1,

@@ -1,0 +1,271 @@
+"""Values of tensors that a model's forward asks for while it is captured, taken from an example.
+
+A graph has no values to branch on. If forward asks for one (`if mask.any()`, `int(length)`), it runs once
+more, on the tensors of the first micro-batch, and the answers are recorded. The capture gets the same
+answers, and puts an `expect` into the graph for each: when the model runs, the value must be the example's,
+or the call ends with an error. A value that only buffers determine is taken for a constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import unittest.mock
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
+
+from ipu_pipeline.poptorch import markers
+from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs.refusals import WITHOUT_VALUES
+from ipu_pipeline.poptorch.lowering.interpreter import describe_place
+
+_CHECKED = getattr(torch.ops.aten, "_is_all_true").default  # noqa: B009  # of torch._check_tensor_all
+
+
+class ValueAskedError(BaseException):
+    """Forward asks for a value before an example has run. No `except Exception` of a model catches it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The value of a tensor that forward asked for: a number, a boolean, or lists of these."""
+
+    shape: torch.Size
+    value: Any
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | bool:
+    return (one == other).all() if one.shape == other.shape else False
+
+
+def _all_close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.isclose(one, other, *args, **kwargs).all()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# Function of torch -> what its answer depends on, and Python's type of the answer.
+_QUESTIONS: Mapping[Any, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    torch.Tensor.__bool__: (_itself, bool),
+    torch.Tensor.__int__: (_itself, int),
+    torch.Tensor.__index__: (_itself, int),
+    torch.Tensor.__float__: (_itself, float),
+    torch.Tensor.item: (_itself, _itself),
+    torch.Tensor.tolist: (_itself, _itself),
+    torch.is_nonzero: (_itself, bool),
+    torch.Tensor.is_nonzero: (_itself, bool),
+    torch.equal: (_equal, bool),
+    torch.Tensor.equal: (_equal, bool),
+    torch.allclose: (_all_close, bool),
+    torch.Tensor.allclose: (_all_close, bool),
+}
+
+
+class _Asked(TorchFunctionMode):
+    """Answers questions for values in the `with` block."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            depends_on, convert = _QUESTIONS[func]
+            tensor = depends_on(*args, **kwargs)
+            if isinstance(tensor, torch.Tensor):
+                return convert(self.answer(tensor))
+            return tensor
+        # Sizes and slices, as in torch.nn.functional.pad(x, (0, length)), are read without a question.
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], self._with_plain_slices(args[1]), *args[2:])
+        else:
+            are_sizes = getattr(func, "__name__", "") == "pad"
+            args = tuple(self._with_numbers(part, are_sizes) for part in args)
+        return func(*args, **kwargs)
+
+    def _with_plain_slices(self, index: Any) -> Any:
+        if type(index) is tuple:
+            return tuple(map(self._with_plain_slices, index))
+        if not isinstance(index, slice):
+            return index
+        return slice(*map(self._as_number, (index.start, index.stop, index.step)))
+
+    def _as_number(self, part: Any) -> Any:
+        return int(self.answer(part)) if isinstance(part, torch.Tensor) and not part.dim() else part
+
+    def _with_numbers(self, part: Any, are_sizes: bool) -> Any:
+        if type(part) not in (list, tuple) or not (are_sizes or any(isinstance(n, int) for n in part)):
+            return part
+        return type(part)(map(self._as_number, part))
+
+    def answer(self, tensor: torch.Tensor) -> Any:
+        """The value of a tensor."""
+        raise NotImplementedError
+
+
+class Recording(_Asked):
+    """Writes down the answers that real tensors give."""
+
+    def __init__(self) -> None:
+        """Starts without answers."""
+        super().__init__()
+        self.answers: list[Answer] = []
+
+    def answer(self, tensor: torch.Tensor) -> Any:
+        """The value itself."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  # torch gives it no other name
+            value = tensor.tolist()
+        self.answers.append(Answer(tensor.shape, value))
+        return value
+
+
+class Replaying(_Asked):
+    """Gives the answers of an example, in their order, and expects them of all others."""
+
+    def __init__(self, answers: Sequence[Answer] | None) -> None:
+        """Takes the answers; None raises a `ValueAskedError` at the first question."""
+        super().__init__()
+        self._all = answers
+        self._left: Iterator[Answer] = iter(())
+
+    def begin(self) -> None:
+        """Begins with the first answer: forward runs from its start."""
+        self._left = iter(self._all or ())
+
+    def answer(self, tensor: torch.Tensor) -> Any:
+        """The next answer."""
+        if self._all is None:
+            raise ValueAskedError
+        answer = next(self._left, None)
+        if answer is None or answer.shape != tensor.shape:
+            raise Error(
+                "The model's forward asks for other values of tensors while it is captured than when it "
+                f"ran on the first micro-batch. {WITHOUT_VALUES}"
+            )
+        markers.expect(tensor, json.dumps(answer.value))
+        return answer.value
+
+
+def record(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> list[Answer]:
+    """Runs a model on copies of tensors, and returns the answers. Nothing of the model changes."""
+    recording = Recording()
+    copies = [tensor.detach().clone() for tensor in tensors]
+    own = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    own_copies = {name: tensor.detach().clone() for name, tensor in own.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _as_in_export(), recording:
+        torch.func.functional_call(model, own_copies, tuple(copies))
+    return recording.answers
+
+
+@contextlib.contextmanager
+def _as_in_export() -> Iterator[None]:
+    """Makes models that ask whether they are compiled or exported do what they do in the capture."""
+    # Export's max and min of tensors ask for no value. It takes seconds to load, but export needs it, too.
+    from torch._export.non_strict_utils import _override_builtin_ops
+
+    patch = unittest.mock.patch.object
+    with (
+        _override_builtin_ops(),
+        patch(torch.compiler, "_is_compiling_flag", True),
+        patch(torch.compiler, "_is_exporting_flag", True),
+    ):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a value must be when a model runs.
+
+    Attributes:
+      node: the value.
+      value: the number, or lists of numbers.
+      place: the line that asked for it.
+    """
+
+    node: torch.fx.Node
+    value: Any
+    place: str
+
+    def check(self, outputs: Any) -> None:
+        """Raises an error if an output of micro-batches, on a first axis, is another value."""
+        for number, output in enumerate(outputs):
+            if (output != np.asarray(self.value, output.dtype)).any():
+                raise Error(
+                    f"{self.place} asks for a value of a tensor. The model was compiled for {self.value}, "
+                    f"that of the first micro-batch; in micro-batch {number} of this update it is "
+                    f"{output.tolist()}. The weights and buffers are as before this update."
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Assumptions:
+    """What a graph takes for granted.
+
+    Attributes:
+      expected: the values that a run must have: those of inputs, or of what changes on devices.
+      fixed: the buffers and parameters that determine other values, as they were, by target.
+    """
+
+    expected: tuple[Expected, ...] = ()
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def check_fixed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises an error if a tensor is not as it was."""
+        for target, value in self.fixed.items():
+            if not torch.equal(tensors[target], value):
+                raise Error(
+                    f"{target.removeprefix('model.')} has changed since the model was compiled, whose "
+                    "forward asked for a value that it determines. Call destroy() on the model and wrap it "
+                    "again."
+                )
+
+
+def take_assumptions(
+    program: torch.export.ExportedProgram,
+    tensors: Mapping[str, torch.Tensor],
+    trainable: Collection[torch.fx.Node],
+    allows_inputs: bool,
+) -> Assumptions:
+    """Takes the expected values out of a graph.
+
+    Args:
+      program: the graph.
+      tensors: its parameters, buffers and constants, by target.
+      trainable: the placeholders of parameters that may be trained.
+      allows_inputs: whether a run may be expected to have values of its inputs.
+    """
+    signature, graph = program.graph_signature, program.graph
+    written = {spec.target for spec in signature.output_specs}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    sources: dict[torch.fx.Node, set[str]] = {}  # node -> the targets of the tensors that determine it
+    varying: set[torch.fx.Node] = set()
+    for node, spec in zip(placeholders, signature.input_specs, strict=True):
+        target = str(spec.target)
+        if target not in tensors or node in trainable or spec.target in written:
+            varying.add(node)
+        sources[node] = {target} if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) else set()
+    expected, fixed = [], dict[str, torch.Tensor]()
+    for node in list(graph.nodes):
+        operands = node.all_input_nodes
+        if any(operand in varying for operand in operands):
+            varying.add(node)
+        sources.setdefault(node, set().union(*(sources[operand] for operand in operands)))
+        if (arguments := markers.read_expected(node)) is None:
+            continue
+        value, text = arguments
+        fixed |= {target: tensors[target].detach().clone() for target in sources[value] - fixed.keys()}
+        if value in varying:
+            place = describe_place(node)
+            if not (allows_inputs or value.target is _CHECKED):
+                raise Error(f"{place} asks for a value of a tensor. {WITHOUT_VALUES}")
+            expected.append(Expected(value, json.loads(text), place))
+        graph.erase_node(node)
+    kept = {each.node for each in expected}
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node in kept)
+    return Assumptions(tuple(expected), fixed)

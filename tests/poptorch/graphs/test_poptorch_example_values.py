@@ -1,0 +1,115 @@
+"""Values that forward asks for: constants of buffers, or those of the first micro-batch."""
+
+import copy
+
+import pytest
+import torch
+
+import ipu_pipeline.poptorch as poptorch
+from tests.support.poptorch_front import assert_close, make_options
+
+
+class Sizes(torch.nn.Module):
+    """As audio models have them: a number of layers, and sizes, in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("number", torch.tensor(2))
+        self.register_buffer("length", torch.tensor(3))
+
+    def forward(self, x):
+        for _layer in range(int(self.number)):
+            x = torch.relu(self.layer(x))
+        longest = max(self.number, self.length)
+        if longest >= 5 or torch.equal(self.number, self.length):
+            x = -x
+        padded = torch.nn.functional.pad(x, (self.number - 2, longest))
+        return padded[:, : longest + 1], torch.full((x.shape[0], self.number), self.number.item())
+
+
+def test_values_of_buffers_are_constants():
+    model, x = Sizes(), torch.randn(2, 4)
+    inference = poptorch.inferenceModel(model, make_options())
+    assert_close(inference(x), model(x))
+    with torch.no_grad():
+        model.number += 1
+    with pytest.raises(poptorch.Error, match="number has changed since the model was compiled"):
+        inference.copyWeightsToDevice()
+    inference.destroy()
+    assert_close(poptorch.inferenceModel(model, make_options())(x), model(x))
+
+
+class Masked(torch.nn.Module):
+    """Branches on what its inputs are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, mask):
+        self.calls += 1
+        y = self.layer(x)
+        if mask.any():
+            y = y * mask.sum().item()
+        return y, poptorch.identity_loss(y.square().mean(), "none")
+
+
+def allowing(accumulation=1):
+    options = make_options(1, accumulation)
+    options.allowValueBranches(True)
+    return options
+
+
+def test_values_of_inputs_are_those_of_the_first_micro_batch():
+    model = Masked()
+    plain = copy.deepcopy(model)
+    x, mask = torch.randn(4, 4), torch.tensor([[True], [False]] * 2)
+    with pytest.raises(poptorch.Error, match=r"if mask.any\(\): asks .*allowValueBranches\(True\)"):
+        poptorch.trainingModel(model, make_options(1, 2))(x, mask)
+    training = poptorch.trainingModel(model, allowing(2), torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _call in range(2):
+        results, losses = training(x, mask)
+        parts = [plain(x[:2], mask[:2]), plain(x[2:], mask[2:])]
+        (sum(loss for _y, loss in parts) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_close([results], [torch.cat([y for y, _loss in parts])])
+        assert_close([losses], [torch.stack([loss for _y, loss in parts])])
+    training.copyWeightsToHost()
+    assert_close(model.state_dict().values(), plain.state_dict().values())
+    mask[3] = True
+    with pytest.raises(poptorch.Error, match=r"item\(\) .*compiled for 1, .*micro-batch 1 .* is 2"):
+        training(x, mask)
+    training.copyWeightsToHost()
+    assert_close(model.state_dict().values(), plain.state_dict().values())
+    with pytest.raises(poptorch.Error, match="A file cannot hold that"):
+        training.save("model.poptorch")
+
+
+def test_a_check_of_torch_is_checked_on_devices():
+    """torch._check_tensor_all, which models of transformers call."""
+
+    class Checked(torch.nn.Module):
+        def forward(self, x):
+            torch._check_tensor_all(x > 0, lambda: "not positive")
+            return x.sqrt()
+
+    inference = poptorch.inferenceModel(Checked(), make_options())
+    assert_close([inference(torch.ones(2))], [torch.ones(2)])
+    with pytest.raises(poptorch.Error, match=r"torch._check_tensor_all\(.*compiled for True"):
+        inference(-torch.ones(2))
+
+
+def test_forward_may_not_ask_otherwise():
+    class Otherwise(torch.nn.Module):
+        runs = 0
+
+        def forward(self, x):
+            Otherwise.runs += 1
+            return x * (x.sum().item() if Otherwise.runs % 2 else sum(x.tolist()))
+
+    with pytest.raises(poptorch.Error, match="asks for other values of tensors while it is captured"):
+        poptorch.inferenceModel(Otherwise(), allowing())(torch.ones(2))
