@@ -71,11 +71,16 @@ def _show(
         frame = frame.tb_next
     while script is not None and script.tb_frame.f_code.co_filename.startswith("<frozen "):  # runpy
         script = script.tb_next
-    show(kind, error.with_traceback(script or trace), script or trace)
+    if script is None and not isinstance(error, SyntaxError):  # of the script, which has no frame yet
+        script = trace
+    show(kind, error.with_traceback(script), script)
 
 
 def _explain(error: ImportError | AttributeError) -> None:
-    name = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", None)
+    if isinstance(error, ImportError):
+        name = error.name
+    else:  # other objects may raise when they are asked for a name
+        name = error.obj.__name__ if isinstance(error.obj, types.ModuleType) else None
     package = str(name or "").split(".")[0]
     if package not in _MISSING:
         return

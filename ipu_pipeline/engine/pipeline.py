@@ -97,6 +97,7 @@ from ipu_pipeline.engine.tracing.frames import Surroundings
 from ipu_pipeline.engine.tracing.side_outputs import Metric, UserChecks, find_failed, hands_out_checks
 from ipu_pipeline.engine.tracing.specs import VariableSpec
 from ipu_pipeline.engine.tracing.stage_lists import StageEntry, flatten_stages
+from ipu_pipeline.engine.tracing.stage_meshes import uses_replicas
 from ipu_pipeline.engine.tracing.stages import TracedPipeline
 from ipu_pipeline.engine.updates.optimizer_wrappers import is_loss_weight, without_weights
 from ipu_pipeline.engine.updates.update_programs import AccumulatorPlan, Updates, plan_accumulators
@@ -949,7 +950,7 @@ class Pipeline:
         with jax.debug_nans(False), jax.disable_jit(False):
             # jax_disable_jit: op by op, with no compiled step.
             if is_op_by_op:
-                if self.traced.uses_replicas:
+                if self.uses_replicas:
                     raise RuntimeError(
                         "jax.disable_jit: stages compute with other replicas, which only run together. "
                         "Leave it out, or debug with num_replicas=1."
@@ -984,10 +985,16 @@ class Pipeline:
                 return progress
             self._between = BetweenSteps()
             why = "stages compute with other replicas, so the operation is not looked for"
-            if not self.traced.uses_replicas:
+            if not self.uses_replicas:
                 replay(micro_batches)
                 why = "computed op by op it has none, so this is due to how XLA joins operations"
             raise FloatingPointError(f"invalid value (nan) in {place} of the step: {why}.")
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether a stage or its derivative computes with other replicas, or asks which one it is in."""
+        programs = [program for each in self.programs for program in (each.forward, *each.backwards)]
+        return self.traced.uses_replicas or any(uses_replicas(each.equations) for each in programs)
 
     @property
     def place_element(self) -> Callable[[Sequence[Any]], Element]:

@@ -34,7 +34,6 @@ def of_replica(value: Any, replica: int) -> Any:
     return value.values[replica] if isinstance(value, OfReplicas) else value
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PipelineState:
     """Everything that training changes, a pytree.
@@ -54,7 +53,7 @@ class PipelineState:
         random keys, modulo 2**32.
       key: the random key from which all others are derived.
       accumulators: sums or means of gradients since the last weight update, by key. Empty between two
-        steps, where they are zeros.
+        steps, where they are zeros; the pytree then has no part for them.
       num_accumulated: an int, the micro-batches in the accumulators; no leaf of the pytree.
     """
 
@@ -64,7 +63,29 @@ class PipelineState:
     execution_count: int
     key: Any
     accumulators: dict[str, Any] = field(default_factory=dict)
-    num_accumulated: int = field(default=0, metadata={"static": True})
+    num_accumulated: int = 0
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Also reads what version 0.1.0 pickled, which had no accumulators."""
+        vars(self).update({"accumulators": {}, "num_accumulated": 0, **attributes})
+
+
+# Not `register_dataclass`: Orbax stores empty dicts, and would refuse states that were saved without them.
+_PARTS = ("variables", "optimizer_state", "update_count", "execution_count", "key")
+
+
+def _flatten_state(state: PipelineState) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, ...], int]]:
+    names = (*_PARTS, "accumulators") if state.accumulators else _PARTS
+    children = [(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in names]
+    return children, (names, state.num_accumulated)
+
+
+def _unflatten_state(aux: tuple[tuple[str, ...], int], children: Iterable[Any]) -> PipelineState:
+    names, num_accumulated = aux
+    return PipelineState(**dict(zip(names, children, strict=True)), num_accumulated=num_accumulated)
+
+
+jax.tree_util.register_pytree_with_keys(PipelineState, _flatten_state, _unflatten_state)
 
 
 def leaves_by_path(optimizer_state: Any) -> dict[str, Any] | None:

@@ -368,7 +368,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if names is not None:
             return importlib.machinery.ModuleSpec(fullname, _Loader(name, names))
         # An import gets an error that explains. `importlib.util.find_spec` only asks, and gets None.
-        if sys._getframe(2).f_code is importlib.util.find_spec.__code__:  # noqa: SLF001
+        caller = sys._getframe(1).f_back  # noqa: SLF001
+        if caller is None or caller.f_code is importlib.util.find_spec.__code__:
             return None
         text = describe_missing(name)
         if text is None and hasattr(sys.modules.get(parent), "__getattr__"):

@@ -49,9 +49,10 @@ def warn_once(message: str, kind: str | None = None) -> None:
 
 
 def _is_unseen(record: logging.LogRecord) -> bool:
-    """Whether no handler of the program shows a record, as after `logging.basicConfig`."""
-    del record
-    return not logging.getLogger().handlers
+    """Whether no handler of the program shows a record, as one does after `logging.basicConfig`."""
+    handlers = logging.getLogger().handlers if logger.propagate else []
+    silent = logging.FileHandler, logging.NullHandler
+    return all(handler.level > record.levelno or isinstance(handler, silent) for handler in handlers)
 
 
 def _set_up() -> None:

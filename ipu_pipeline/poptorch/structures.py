@@ -30,6 +30,7 @@ class ICustomArgParser:
         )
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType)
 _parsers: dict[type, ICustomArgParser] = {}
 
 
@@ -140,12 +141,54 @@ def in_order_of(
     return ordered, dataclasses.replace(actual, children=tuple(children), rebuild=rebuild)
 
 
+def join(values: Sequence[Any], name: str) -> Any:
+    """Joins values of one structure, each called `name`, along the first dimension of their tensors.
+
+    Sequences of text and the like, one for each row, are joined too. Other constants are the first value's.
+
+    Raises:
+      Error: the values differ in structure, or in other dimensions.
+    """
+    first = values[0]
+    if other := next((type(value) for value in values if type(value) is not type(first)), None):
+        raise Error(f"Type mismatch for {name}: expected {type(first)} but got {other}")
+    is_dict, is_sequence = isinstance(first, dict), isinstance(first, (list, tuple))
+    if not (is_dict or is_sequence) or _find_parser(type(first)) is not None:
+        structure = flatten(first)[1]
+        if structure.name_hidden(name):
+            raise Error(
+                f"{name} is of {type(first)}, whose tensors cannot be found and joined. Give the class a "
+                "parser: poptorch.registerCustomArgParser(class_type, arg_parser)."
+            )
+        columns = zip(*(flatten(value)[0] for value in values), strict=True)
+        return structure.unflatten([_concatenate(column, name) for column in columns])
+    if is_sequence and all(isinstance(part, _PLAIN) for part in first):
+        return type(first)(itertools.chain.from_iterable(values))
+    keys = list(first) if is_dict else range(len(first))
+    if other := next((value for value in values if len(value) != len(keys)), None):
+        raise Error(f"Type mismatch for {name}: expected {len(keys)} elements but got {len(other)}")
+    parts = [join([value[key] for value in values], f"{name}[{key!r}]") for key in keys]
+    rebuild = flatten(first)[1].rebuild
+    assert rebuild is not None
+    return rebuild(parts)
+
+
+def _concatenate(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if () in shapes or len({shape[1:] for shape in shapes}) > 1:
+        raise Error(
+            f"{name}: the tensors of a call's micro-batches are joined along the first dimension, and must "
+            f"be alike in the others; got shapes {', '.join(map(str, shapes))}. Pad them in collate_fn."
+        )
+    return torch.cat(list(tensors))
+
+
 def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _TENSOR
     kind = type(value)
-    parser = next((_parsers[base] for base in kind.__mro__ if base in _parsers), None)
+    parser = _find_parser(kind)
     if parser is not None:
         parser_tensors = list(parser.yieldTensors(value))
         tensors += parser_tensors
@@ -180,9 +223,12 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Structure:
     return Structure(kind, (), same, 0, constant)
 
 
+def _find_parser(kind: type) -> ICustomArgParser | None:
+    return next((_parsers[base] for base in kind.__mro__ if base in _parsers), None)
+
+
 def _plain_attributes(value: Any) -> dict[str, Any]:
-    plain = (bool, int, float, complex, str, bytes, types.NoneType)
-    return {name: part for name, part in getattr(value, "__dict__", {}).items() if isinstance(part, plain)}
+    return {name: part for name, part in getattr(value, "__dict__", {}).items() if isinstance(part, _PLAIN)}
 
 
 def _with_parts(

@@ -200,7 +200,7 @@ def _loop(
         replication=make_replication(
             builder.ipu_device,
             loop.num_devices,
-            loop.traced.uses_replicas,
+            loop.uses_replicas,
             [infeed_queue, *(entry.target for entry, _places in traced.enqueued)],
             trains=training is not None,
             averages=training is not None and training.averages_replicas,

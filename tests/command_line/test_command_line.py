@@ -100,6 +100,27 @@ def test_an_error_of_the_script_is_shown_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "last"),
+    [
+        ("def f(:", "SyntaxError: invalid syntax"),
+        (
+            "class Strict:\n"
+            "    def __getattribute__(self, name):\n"
+            "        if name == '__name__': raise RuntimeError('no names')\n"
+            "        raise AttributeError(name, name=name, obj=self)\n"
+            "Strict().missing",
+            "AttributeError: missing",
+        ),
+    ],
+)
+def test_an_error_stays_what_it_is(tmp_path, line, last):
+    (tmp_path / "script.py").write_text(line)
+    lines = start(*PROGRAM, tmp_path / "script.py").stderr.splitlines()
+    assert lines[-1] == last
+    assert {text.split('"')[1] for text in lines if 'File "' in text} == {str(tmp_path / "script.py")}
+
+
+@pytest.mark.parametrize(
     ("line", "text"),
     [
         ("import horovod.torch as hvd", "horovod, which is not here: leave it out"),

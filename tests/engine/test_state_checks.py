@@ -154,3 +154,16 @@ def test_numpy_arrays_in_a_state():
         step(np.ma.masked_array(own, mask=[[1, 0, 0], [0] * 3, [0] * 3]))
     with pytest.raises(ValueError, match="Variable stage0/w must be an array; the state has list."):
         step(own.tolist())
+
+
+def test_trees_and_pickles_of_version_0_1_0_are_read():
+    """Orbax compares trees, with their empty dicts; a pickle has attributes by name."""
+    state = init(make())
+    names = ["variables", "optimizer_state", "update_count", "execution_count", "key"]
+    is_child = {"is_leaf": lambda value: value is not state}
+    assert [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state, **is_child)] == names
+    old = object.__new__(engine.PipelineState)
+    old.__setstate__({name: getattr(state, name) for name in names})
+    assert jax.tree.structure(old) == jax.tree.structure(state)
+    between = dataclasses.replace(old, accumulators={"w": 1.0}, num_accumulated=2)
+    assert jax.tree.map(lambda leaf: leaf, between).accumulators == {"w": 1.0}

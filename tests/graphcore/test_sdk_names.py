@@ -162,6 +162,8 @@ def use(_number):
 spec = importlib.util.find_spec("ipu_pipeline.serving")
 assert spec.origin.endswith("tf1/serving.py") and spec.loader.get_source("x").startswith('"')
 assert importlib.util.find_spec("ipu_pipeline.ops.experimental") is None
+finder = next(each for each in sys.meta_path if type(each).__name__ == "_Finder")
+assert finder.find_spec("ipu_pipeline.ops.experimental", None) is None  # nothing calls the script
 with ThreadPoolExecutor(8) as pool:
     assert len(set(pool.map(use, range(8)))) == 1
 import ipu_pipeline.serving as serving

@@ -30,7 +30,7 @@ def test_log_levels(level):
         poptorch.setLogLevel("wibble")
 
 
-def test_a_warning_is_given_once(caplog, monkeypatch, capsys):
+def test_a_warning_is_given_once(caplog, monkeypatch, tmp_path):
     """And shown once, by the program's handlers if it has any."""
     monkeypatch.setattr(logs, "_said", set())
     for _time in range(2):
@@ -38,8 +38,11 @@ def test_a_warning_is_given_once(caplog, monkeypatch, capsys):
     assert [record.message for record in caplog.records] == ["twice"]
     (handler,) = logs.logger.handlers
     assert not handler.filter(caplog.records[0])
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    assert handler.filter(caplog.records[0])
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    for silent in ([], [errors, logging.NullHandler(), logging.FileHandler(tmp_path / "log", delay=True)]):
+        monkeypatch.setattr(logging.getLogger(), "handlers", silent)
+        assert handler.filter(caplog.records[0])
 
 
 def test_spans_are_logged(caplog, level):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ipu_pipeline.poptorch as poptorch
-from ipu_pipeline.poptorch.structures import compare, flatten
+from ipu_pipeline.poptorch.structures import compare, flatten, join
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -143,6 +143,30 @@ def test_classes_with_a_parser():
     assert flatten(Box(t(1), "a"))[0] == []
     with pytest.raises(poptorch.Error, match="arg_parser must inherit from ICustomArgParser; got object"):
         poptorch.registerCustomArgParser(Box, object())
+
+
+def test_values_are_joined():
+    rows, others = torch.arange(2.0), torch.arange(3.0)
+    first = {"rows": Pair(rows, [rows.bool(), ("a", "b")]), "size": 3}
+    joined = join([first, {**first, "rows": Pair(others, [others.bool(), ("c",)])}], "x")
+    assert joined["rows"].left.tolist() == [0, 1, 0, 1, 2]
+    assert joined["rows"].right[1] == ("a", "b", "c")
+    assert joined["size"] == 3
+    poptorch.registerCustomArgParser(Box, BoxParser())
+    try:
+        box = join([Box(rows, "a"), Box(others, "b")], "x")
+        assert (box.tensor.tolist(), box.name) == ([0, 1, 0, 1, 2], "a")
+    finally:
+        poptorch.registerCustomArgParser(Box, None)
+    for values, message in [
+        ([[rows], rows], r"Type mismatch for x: expected <class 'list'> but got <class 'torch.Tensor'>"),
+        ([[rows], [rows, rows]], "Type mismatch for x: expected 1 elements but got 2"),
+        ([[rows], [rows[:, None]]], r"x\[0\]: .* got shapes \(2,\), \(2, 1\). Pad them in collate_fn"),
+        ([[t(1)], [t(1)]], r"got shapes \(\), \(\)"),
+        ([[Box(rows, "a")], [Box(rows, "a")]], r"x\[0\] is of <class '.*Box'>, .*registerCustomArgParser"),
+    ]:
+        with pytest.raises(poptorch.Error, match=message):
+            join(values, "x")
 
 
 class Cache:

@@ -10,6 +10,7 @@ import pytest
 import ipu_pipeline as ipu
 from ipu_pipeline.config import IPUConfig, StochasticRoundingBehaviour
 from ipu_pipeline.tf1 import config
+from ipu_pipeline.tf1.session.store import Store
 from tests.support import front
 
 pytestmark = pytest.mark.usefixtures("nothing_warned")
@@ -193,6 +194,24 @@ def test_the_seed():
             ipu.utils.reset_ipu_seed(wrong)
     with pytest.raises(ValueError, match="must fit 64 bits"):
         ipu.utils.reset_ipu_seed(2**63)
+
+
+@pytest.mark.usefixtures("seed_afterwards")
+def test_a_load_that_fails_keeps_a_seed_that_was_set_meanwhile(monkeypatch):
+    compiled = front.compile_program(lambda: ipu.get_variable("w", (3,)))
+    check = Store.check_loaded
+
+    def check_later(store, programs):
+        ipu.utils.reset_ipu_seed(7)
+        check(store, programs)
+
+    with ipu.Session() as session:
+        session.run(compiled)
+        monkeypatch.setattr(Store, "check_loaded", check_later)
+        with pytest.raises(ValueError, match="no compiled program has a variable 'wibble'"):
+            session.load({"wibble": np.zeros(3)})
+        assert session.seed == 7
+        assert list(session.variables) == ["w"]
 
 
 def test_kinds_of_values():

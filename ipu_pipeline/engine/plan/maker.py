@@ -199,9 +199,11 @@ class Maker:
         """The programs that compute with other replicas' values, for the devices of all replicas."""
         placement, programs = self.layout.whole, dict[Key, Program]()
         bindings = Bindings(placement.traced, placement.accumulator_plan.keys)
-        for key, source in list_programs(chunked) if self.layout.num_replicas > 1 else ():
+        listed = list_programs(chunked) if self.layout.num_replicas > 1 else []
+        joint = {key[1] for key, source in listed if uses_replicas(source.equations)}
+        for key, source in listed:
             stage = placement.traced.stages[key[1]]
-            if not uses_replicas(stage.flat):
+            if key[1] not in joint and not uses_replicas(stage.flat.equations):
                 continue
             reason = (
                 f"{stage.place} computes with other replicas (cross_replica_sum, replica_index or "

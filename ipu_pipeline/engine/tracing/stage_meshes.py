@@ -107,8 +107,11 @@ def _check_in_stage(name: str) -> None:
         )
 
 
-def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
-    """Whether a stage computes with the other replicas, or with its number among them."""
+def uses_replicas(equations: Sequence[Any]) -> bool:
+    """Whether equations compute with the other replicas, or with the replica's number.
+
+    Those of a stage do not show what its derivative rules compute; those of its programs do.
+    """
 
     def find(equations: Any) -> Iterator[bool]:
         for equation in equations:
@@ -116,7 +119,7 @@ def uses_replicas(flat: jaxprs.FlatJaxpr) -> bool:
             for inner in jax_core.jaxprs_in_params(equation.params):
                 yield from find(inner.eqns)
 
-    return any(find(flat.equations))
+    return any(find(equations))
 
 
 def _sum(x: jax.Array) -> jax.Array:

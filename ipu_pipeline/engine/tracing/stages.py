@@ -112,8 +112,8 @@ class TracedPipeline:
 
     @property
     def uses_replicas(self) -> bool:
-        """Whether a stage computes with other replicas, or asks which one it is in."""
-        return any(uses_replicas(stage.flat) for stage in self.stages)
+        """Whether a stage, without its derivative, computes with other replicas, or asks which it is."""
+        return any(uses_replicas(stage.flat.equations) for stage in self.stages)
 
     @property
     def places_with_marks(self) -> list[str]:

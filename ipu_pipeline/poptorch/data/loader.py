@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
@@ -14,6 +15,7 @@ from ipu_pipeline.poptorch import logs
 from ipu_pipeline.poptorch.data.loading_process import AsynchronousDataAccessor
 from ipu_pipeline.poptorch.enums import DataLoaderMode
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.structures import join
 
 if TYPE_CHECKING:
     from ipu_pipeline.poptorch.options import Options
@@ -77,7 +79,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
           rebatched_worker_size: rows of the workers' batches in mode AsyncRebatched; None: as many as in
             the yielded batches.
           batch_sampler: a torch batch sampler, in place of `batch_size`. It yields the indices of each
-            micro-batch's rows.
+            micro-batch's rows. `collate_fn` makes each micro-batch by itself.
           **kwargs: torch's other arguments.
 
         Raises:
@@ -111,14 +113,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if batch_sampler is not None:
             size = getattr(batch_sampler, "batch_size", None)
             combined = None if size is None else size * number
-            sampler = _CombiningSampler(batch_sampler, number, drop_last)
-            arguments.update(batch_size=1, drop_last=False, batch_sampler=sampler)
+            arguments.update(batch_size=1, drop_last=False, batch_sampler=batch_sampler)
         if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
             arguments.update(_partition(options, dataset, arguments))
         _warn(dataset, num_workers, kwargs, mode, async_options, rebatched_worker_size)
         self._options: Options | None = options
         self._combined_batch_size = combined
         self._accessor: AsynchronousDataAccessor | None = None
+        self._joining = _Joining(1 if batch_sampler is None else number, drop_last)
         self.mode = mode
         super().__init__(dataset, **arguments)
         _warn_if_empty(dataset, combined, arguments)
@@ -130,7 +132,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 worker_size = _check_worker_size(rebatched_worker_size, size)
                 source_arguments = {**arguments, "batch_size": worker_size, "drop_last": False}
                 rebatched_size = combined if combined != 1 else None
-            source = torch.utils.data.DataLoader(dataset, **source_arguments)
+            source: Any = torch.utils.data.DataLoader(dataset, **source_arguments)
+            if batch_sampler is not None:
+                source = _Joined(source, self._joining)
             source.rebatched_drop_last = drop_last  # the accessor reads it
             self._accessor = AsynchronousDataAccessor(
                 source, rebatched_size=rebatched_size, **_check_async_options(async_options)
@@ -143,7 +147,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         with warnings.catch_warnings():
             # Workers are forked by torch, and do not use JAX, which warns of every fork.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            return super().__iter__()
+            return self._joining.join(super().__iter__())
+
+    def __len__(self) -> int:
+        return self._joining.count(super().__len__())
 
     def __getstate__(self) -> dict[str, Any]:
         if self._accessor is not None:
@@ -262,23 +269,40 @@ def _warn(
         )
 
 
-class _CombiningSampler(torch.utils.data.Sampler[list[int]]):
-    """Joins a sampler's batches, which are micro-batches, to the batches of calls."""
+@dataclass(frozen=True)
+class _Joining:
+    """Joins the micro-batches that a batch sampler chose to the batches of calls."""
 
-    def __init__(self, batches: Iterable[list[int]], number: int, drop_last: bool) -> None:
-        """Takes the sampler."""
-        self._batches, self._number, self._drop_last = batches, number, drop_last
+    number: int  # of micro-batches in a call
+    drop_last: bool
+
+    def join(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches of calls."""
+        return batches if self.number == 1 else self._join(batches)
+
+    def _join(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while micro_batches := list(itertools.islice(batches, self.number)):
+            if len(micro_batches) == self.number or not self.drop_last:
+                yield join(micro_batches, "a batch of DataLoader")
+
+    def count(self, num_micro_batches: int) -> int:
+        """Returns the number of batches."""
+        num_full, num_left_over = divmod(num_micro_batches, self.number)
+        return num_full + (num_left_over > 0 and not self.drop_last)
+
+
+class _Joined:
+    """A loader of micro-batches, as one of the batches of calls."""
+
+    def __init__(self, loader: torch.utils.data.DataLoader[Any], joining: _Joining) -> None:
+        """Takes the loader."""
+        self._loader, self._joining = loader, joining
 
     def __len__(self) -> int:
-        batches: Any = self._batches
-        num_full, num_left_over = divmod(len(batches), self._number)
-        return num_full + (num_left_over > 0 and not self._drop_last)
+        return self._joining.count(len(self._loader))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        micro_batches = iter(self._batches)
-        while batches := list(itertools.islice(micro_batches, self._number)):
-            if len(batches) == self._number or not self._drop_last:
-                yield list(itertools.chain.from_iterable(batches))
+    def __iter__(self) -> Iterator[Any]:
+        return self._joining.join(iter(self._loader))
 
 
 class _PartSampler(torch.utils.data.Sampler[int]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -374,8 +376,18 @@ class CustomCall:
         )
 
 
-def _on_cpu() -> Any:
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
+_is_outside: contextvars.ContextVar[bool] = contextvars.ContextVar("is_outside", default=False)
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Computes in plain torch, outside of models."""
+    token = _is_outside.set(True)
+    try:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield
+    finally:
+        _is_outside.reset(token)
 
 
 def _compute_on_cpu(
@@ -431,16 +443,26 @@ _OPERATIONS = getattr(torch.ops, markers.NAMESPACE)
 
 
 # PopART's operations over the replicas of a model, of the domain "ai.graphcore". ReplicatedAllReduceTP and
-# ReplicatedAllToAll are from Graphcore's experimental addons. All are made of sums, which stages have.
+# ReplicatedAllToAll are from Graphcore's experimental addons. All are made of sums, which stages have. In
+# plain torch there is one replica, and the values of others are zeros.
 
 _COLLECTIVES = ("ReplicatedAllGather", "ReplicatedAllReduce", "ReplicatedAllReduceTP", "ReplicatedAllToAll")
 _GROUPING = "__collectiveReplicaGrouping"  # an attribute: the number of replicas, a stride, a group's size
 
 
+def _sum(x: Array) -> Array:
+    return x if _is_outside.get() else engine.cross_replica_sum(x)
+
+
+def _index() -> Array:
+    return jnp.int32(0) if _is_outside.get() else engine.replica_index()
+
+
 def _spread(x: Array, num_replicas: int) -> Array:
     """All replicas' values, with a new first axis for the replica."""
-    is_own = jnp.arange(num_replicas).reshape(-1, *[1] * x.ndim) == engine.replica_index()
-    return engine.cross_replica_sum(jnp.where(is_own, x, jnp.zeros_like(x)))
+    is_own = jnp.arange(num_replicas).reshape(-1, *[1] * x.ndim) == _index()
+    numbers = x.astype(jnp.uint8) if x.dtype == bool else x  # booleans have no sum
+    return _sum(jnp.where(is_own, numbers, jnp.zeros_like(numbers))).astype(x.dtype)
 
 
 def _all_gather(
@@ -456,13 +478,13 @@ def _own_part(inputs: Any, results: Any, gradients: Any, **attributes: Any) -> t
     """The part of a gradient that is of this replica's value, as PopART has it: replicas are not summed."""
     del results, attributes
     (x,), (gradient,) = inputs, gradients
-    return (gradient.reshape(-1, *x.shape)[engine.replica_index()],)
+    return (gradient.reshape(-1, *x.shape)[_index()],)
 
 
 def _all_reduce_either_way(x: Array, *, backwards: int = 0, op: str = "sum", **grouping: Any) -> Array:
     """The sum, or with `backwards` the value itself."""
     del op, grouping
-    return x if backwards else engine.cross_replica_sum(x)
+    return x if backwards else _sum(x)
 
 
 def _sum_other_way(
@@ -470,13 +492,13 @@ def _sum_other_way(
 ) -> tuple[Array, ...]:
     """Sums gradients with `backwards` only."""
     del inputs, results, others
-    return (engine.cross_replica_sum(gradients[0]) if backwards else gradients[0],)
+    return (_sum(gradients[0]) if backwards else gradients[0],)
 
 
 def _all_to_all(x: Array, **grouping: Any) -> Array:
     """Row r is what replica r has in the row of this replica."""
     del grouping
-    return jnp.take(_spread(x, len(x)), engine.replica_index(), axis=1)
+    return jnp.take(_spread(x, len(x)), _index(), axis=1)
 
 
 def check_collectives(graph: torch.fx.Graph, num_replicas: int) -> None:
@@ -496,8 +518,10 @@ def check_collectives(graph: torch.fx.Graph, num_replicas: int) -> None:
             )
         if call.attributes.get("op", "sum") != "sum":
             raise Error(f"custom_op: {name} sums; its attribute 'op' is {call.attributes['op']!r}.")
-        shape = tuple(node.args[0][0].meta["val"].shape)
-        result = call.results[0].shape
+        value = node.args[0][0].meta["val"]
+        if value.dtype == torch.bool and name.startswith("ReplicatedAllReduce"):
+            raise Error(f"custom_op: {name} sums numbers; its input has booleans.")
+        shape, result = tuple(value.shape), call.results[0].shape
         if name == "ReplicatedAllGather":
             fits = math.prod(result) == num_replicas * math.prod(shape)
         else:
@@ -510,7 +534,7 @@ def check_collectives(graph: torch.fx.Graph, num_replicas: int) -> None:
 
 
 for _name, _function, _vjp in (
-    ("ReplicatedAllReduce", lambda x, **_attributes: engine.cross_replica_sum(x), None),
+    ("ReplicatedAllReduce", lambda x, **_attributes: _sum(x), None),
     ("ReplicatedAllReduceTP", _all_reduce_either_way, _sum_other_way),
     ("ReplicatedAllToAll", _all_to_all, None),
 ):

@@ -395,7 +395,7 @@ def pipeline(
     replication = make_replication(
         builder.ipu_device,
         num_devices,
-        engine_pipeline.traced.uses_replicas,
+        engine_pipeline.uses_replicas,
         [infeed_queue, outfeed_queue, *(entry.target for entry in engine_pipeline.traced.enqueued)],
         trains=not is_inference,
         averages=averages,

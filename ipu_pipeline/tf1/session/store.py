@@ -366,14 +366,14 @@ class Store:
 
     def load(self, mapping: Mapping[str, Any], programs: Sequence[Program]) -> None:
         """Sets variables; see `Session.load`."""
-        before = self.state
+        before = self.state.variables
         self._set_loaded(mapping)
-        names = {*mapping, *before.variables}
+        names = {*mapping, *before}
         if any(not names.isdisjoint(program.variables) for program in programs):
             try:
                 self.check_loaded(programs)
             except ValueError:
-                self.state = before
+                self._replace(variables=before)
                 raise
 
     def _set_loaded(self, mapping: Mapping[str, Any]) -> None:
@@ -578,4 +578,4 @@ class Store:
             self.metrics = MetricLog()
             self.row_gradients.clear()
             self.is_initialized = True
-            self.state = State(self.seed, self.state.key_implementation, values)
+            self._replace(variables=values, optimizers={}, accumulators={}, counts={})

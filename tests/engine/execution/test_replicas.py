@@ -180,6 +180,30 @@ def test_replicas_that_compute_together(num_replicas):
     models.assert_trees_close(state.variables, after)
 
 
+@jax.custom_vjp
+def summing_gradients(x):
+    return x
+
+
+summing_gradients.defvjp(
+    lambda x: (x, None), lambda _residual, gradient: (engine.cross_replica_sum(gradient),)
+)
+
+
+@pytest.mark.parametrize("mapping", [(0, 0), (0, 1)])
+def test_a_derivative_alone_computes_with_other_replicas(mapping):
+    stages = [lambda w, x: (summing_gradients(w * x), x), lambda _, y, x: jnp.sum(y) * jnp.sum(x)]
+    options = {"num_micro_batches": 1, "optimizer": optax.sgd(1.0), "device_mapping": mapping}
+    pipeline = make(stages, 2, parameters=[np.float32([1, 2]), ()], **options)
+    batches = np.float32([[1, 2], [3, 5]])
+    state = pipeline.init(jax.random.key(0), batches[0])
+    (after,) = pipeline.step(state, list(batches))[0].variables.values()
+    gradient = batches.sum() * batches.mean(axis=0)  # of y, from both replicas, and of w
+    np.testing.assert_allclose(after, [1, 2] - gradient)
+    with jax.disable_jit(), pytest.raises(RuntimeError, match="stages compute with other replicas"):
+        pipeline.step(state, list(batches))
+
+
 def test_replicas_are_known_in_stages_only():
     def stage(x, labels):
         return models.cross_entropy(models.dense("only", 10, x), labels)

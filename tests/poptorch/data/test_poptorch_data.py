@@ -225,6 +225,27 @@ def test_batch_sampler():
         assert len(loader) == len(expected)
 
 
+def fill_up(rows):
+    """The first elements of one to three rows, with zeros up to three."""
+    assert len(rows) <= 3
+    first = [float(row[0]) for row in rows]
+    return {"x": torch.tensor(first + [0.0] * (3 - len(first))), "names": [f"{x:.0f}" for x in first]}
+
+
+def test_own_collate_fn_makes_each_micro_batch_of_a_batch_sampler():
+    """It was given the rows of all micro-batches of a call at once."""
+    packs = [[0, 1], [2], [3, 4, 5], [6, 7], [8]]
+    for mode, drop_last in [(SYNC, True), (ASYNC, False)]:
+        options = {"mode": mode, "async_options": FORK if mode else None, "drop_last": drop_last}
+        given = {"batch_sampler": packs, "collate_fn": fill_up, **options}
+        loader = DataLoader(make_options(1, 2), make_rows(9), **given)
+        batches = list(loader)
+        expected = [[0.0, 1, 0, 2, 0, 0], [3, 4, 5, 6, 7, 0], [8, 0, 0]][: 2 if drop_last else 3]
+        assert [batch["x"].tolist() for batch in batches] == expected
+        assert [batch["names"] for batch in batches][:2] == [["0", "1", "2"], ["3", "4", "5", "6", "7"]]
+        assert len(loader) == len(expected)
+
+
 def test_workers_are_forked_without_a_warning():
     import jax
 

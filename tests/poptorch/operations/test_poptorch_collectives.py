@@ -65,9 +65,32 @@ def test_operations_over_replicas(kind):
     assert_close([model.weight.detach()], [plain.detach() - plain.grad])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_torch_has_one_replica(kind):
+    """The values of others are zeros."""
+    weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    result = KINDS[kind][0](weight)
+    own = weight.detach()
+    expected = own if kind == "sum" else torch.stack([own, torch.zeros(3)])
+    (result * torch.arange(1.0, result.numel() + 1).reshape(result.shape)).sum().backward()
+    assert_close([result.detach(), weight.grad], [expected, torch.tensor([1.0, 2.0, 3.0])])
+
+
+def test_booleans_are_gathered():
+    def operation(x):
+        return call("ReplicatedAllGather", x > 0, torch.zeros(NUM_REPLICAS, *x.shape, dtype=torch.bool))
+
+    options = make_options().replicationFactor(NUM_REPLICAS)
+    model = torch.nn.Module()
+    model.forward = operation
+    x = torch.tensor([[1.0, -2.0], [-0.3, 1.0]])
+    assert poptorch.inferenceModel(model, options)(x).tolist() == (x > 0).unsqueeze(1).tolist() * 2
+
+
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
+        (lambda x: call("ReplicatedAllReduce", x > 0, x > 0), "sums numbers; its input has booleans"),
         (
             lambda x: call("ReplicatedAllGather", x, torch.zeros(3, 3)),
             r"with 2 replicas, an input of shape",
