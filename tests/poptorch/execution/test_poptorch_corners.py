@@ -45,6 +45,28 @@ def test_data_is_a_detached_view():
     trained.compare(1e-6)
 
 
+def test_buffers_get_what_has_another_dtype_or_shape_and_one_value_twice():
+    """Export of torch 2.13 puts the copied value in a buffer's place, and fails if two have the same."""
+    dtypes = (torch.int32, torch.int32, torch.float16, torch.bool, torch.float32, torch.int64)
+    buffers = {f"buffer{number}": torch.zeros(4, 3, dtype=dtype) for number, dtype in enumerate(dtypes)}
+
+    def forward(self, x):
+        for name in buffers:
+            getattr(self, name).copy_(x[0])
+        self.buffer_filled.fill_(x[1, 2])
+        self.buffer_set[:] = x
+        return [buffer * 3 for buffer in self.buffers()]
+
+    integers = torch.zeros(4, 3, dtype=torch.int32)
+    model = model_of(forward, **buffers, buffer_filled=integers, buffer_set=integers)
+    plain, executor = copy.deepcopy(model), poptorch.inferenceModel(model, make_options())
+    for _repetition in range(2):
+        given = 5 * torch.rand(4, 3)
+        assert_close(executor(given), plain(given))
+    executor.copyWeightsToHost()
+    assert_close(model.buffers(), plain.buffers())
+
+
 def test_a_float64_input_is_rounded_only_where_forward_writes():
     def forward(self, x):
         x[:, 0] += 0.5
