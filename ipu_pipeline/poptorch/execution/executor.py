@@ -590,7 +590,7 @@ class PoplarExecutor:
             if self._detached is None:
                 raise Error("Device is already attached")
             self._host.refresh()
-            self._compiled.check_same_tensors()
+            self._compiled.check_same_tensors(takes_values=True)
             with interrupts.deferred():
                 self._compiled.attach(self._detached)
                 self._detached = None
