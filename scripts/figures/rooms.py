@@ -98,7 +98,8 @@ FLOORS = (
         "poptorch: ground",
         "poptorch.errors poptorch.enums poptorch.logs poptorch.dtypes poptorch.markers poptorch.structures "
         "poptorch.annotations poptorch.operations poptorch.profiling poptorch.ops poptorch.autocasting "
-        "poptorch.replica_groups poptorch.thread_views",
+        "poptorch.replica_groups poptorch.thread_views poptorch._args_parser poptorch._impl "
+        "poptorch._utils",
         "PopTorch's names; torch's dtypes; markers of blocks",
     ),
     _folder("poptorch/lowering"),
@@ -108,7 +109,9 @@ FLOORS = (
     _folder("poptorch/data"),
     _folder("poptorch/files"),
     _folder("poptorch/execution"),
-    _beside("poptorch: roof", "poptorch", "import ipu_pipeline.poptorch as poptorch"),
+    _beside(
+        "poptorch: roof", "poptorch._poplar_executor poptorch", "import ipu_pipeline.poptorch as poptorch"
+    ),
     _folder("launching"),
     _beside("ray", "ray", "ray.train: jobs on a Ray cluster"),
     _folder("command_line"),

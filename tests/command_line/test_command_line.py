@@ -11,7 +11,7 @@ from tests.support.programs import environment, start
 
 PROGRAM = ("-m", "ipu_pipeline", "run")
 SCRIPT = """
-import atexit, importlib.util, multiprocessing, os, pickle, sys
+import atexit, importlib.metadata, importlib.util, multiprocessing, os, pickle, sys
 import poptorch, poptorch.optim
 import popart, popdist, popdist.poptorch
 from poptorch.enums import OutputMode
@@ -32,6 +32,7 @@ if __name__ == "__main__":
     found = [importlib.util.find_spec(f"poptorch.{name}") for name in names]
     assert [spec is not None for spec in found] == [True, False, True]
     assert found[2].loader.load_module().PoplarExecutor is poptorch._poplar_executor.PoplarExecutor
+    assert importlib.metadata.version("poptorch") == "3.3.0"
     assert (popart.SyntheticDataMode.RandomNormal, int(popart.PatternsLevel.All)) == (2, 3)
     assert isinstance(popdist.poptorch.Options(), ours.Options) and not popdist.isPopdistEnvSet()
     assert (popdist.getInstanceIndex(), popdist.getNumTotalReplicas()) == (0, 1)

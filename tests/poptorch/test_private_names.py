@@ -87,12 +87,16 @@ def test_operations_of_poptorch_and_names_of_the_executor():
     model = Named()
     executor = poptorch.inferenceModel(model, make_options())
     assert isinstance(executor, PoplarExecutor)
-    assert (executor._executable, executor._options) == (None, executor.options)
-    assert executor(torch.ones(2)).dtype == torch.float16
+    assert (executor._executable, executor._executable_inputs) == (None, None)
+    assert (executor._options, executor._user_model) == (executor.options, model)
+    assert executor(x=torch.ones(2)).dtype == torch.float16
     assert executor._executable is not None
+    assert [(tensor.shape, tensor.dtype) for tensor in executor._executable_inputs.args] == [
+        ((2,), torch.float32)
+    ]
     assert any(name.startswith("mine/") for name in executor.getTensorNames())
     unwrapModelIfNecessary(model)
     rewrapModelIfNecessary(model)
-    assert_close([executor(torch.ones(2))], [model(torch.ones(2))])
+    assert_close([executor(x=torch.ones(2))], [model(torch.ones(2))])
     with pytest.raises(ValueError, match="dtype must be one of FLOAT, FLOAT16; got 'INT'"):
         torch.ops.poptorch.internal_cast(torch.ones(1), "INT")

@@ -28,7 +28,13 @@ from ipu_pipeline.engine.processes import naming_peers
 from ipu_pipeline.poptorch.dtypes import to_torch
 from ipu_pipeline.poptorch.errors import Error, RecoverableError, UnrecoverableError
 from ipu_pipeline.poptorch.execution.call_values import Arguments, describe_shapes, shapes_of, stack_outputs
-from ipu_pipeline.poptorch.execution.host_weights import HostChanges, on_host, writing
+from ipu_pipeline.poptorch.execution.host_weights import (
+    HostChanges,
+    host_weights_of,
+    on_host,
+    plain_values,
+    writing,
+)
 from ipu_pipeline.poptorch.execution.process_groups import ALONE, Processes, compare_arrays
 from ipu_pipeline.poptorch.graphs.capture import Captured
 from ipu_pipeline.poptorch.graphs.stages import ModelStages
@@ -132,28 +138,68 @@ class OriginalMembers:
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes what the model holds."""
+        self._model, self._tensors = model, dict(tensors)
         self._names = {id(tensor): full for full, tensor in tensors.items()}
         self._places = _find_members(model, tensors.values())
-        member_ids = {id(value) for _where, _name, value in self._places}
-        for full, tensor in tensors.items():
-            if id(tensor) not in member_ids:
-                raise Error(
-                    f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
-                    "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
-                    "call again."
-                )
+        self._modules = {
+            path: (module, type(module), plain_values(module)) for path, module in _named_modules(model)
+        }
+        self._paths = {
+            path: self._names[id(tensor)]
+            for path, tensor in _named_tensors(model).items()
+            if id(tensor) in self._names
+        }
+        for full in tensors.keys() - set(self._paths.values()):
+            raise Error(
+                f"{full.partition('/')[2]} of the model was replaced in another thread while the model "
+                "was compiled. Change tensors in place (copy_, load_state_dict without assign), or "
+                "call again."
+            )
 
-    def check(self) -> None:
-        """Checks that nothing has been replaced since then."""
-        for holder, name, value in self._places:
-            if holder.get(name) is not value:
-                kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
-                full = self._names.get(id(value), f"model/{name}").partition("/")[2]
-                raise Error(
-                    f"{full} of the model is another {kind} than when the model was compiled. Change "
-                    "tensors in place (copy_, load_state_dict without assign), or call destroy() on the "
-                    "model and wrap it again."
-                )
+    def find_replaced(self, takes_values: bool) -> dict[str, torch.Tensor] | None:
+        """Returns tensors in the places of others, by the variables' names. None: everything is as it was.
+
+        They are like what they replace, and so are modules: of the same classes, with the same plain
+        attributes. Where the devices do not take the new values, these are those of the others, too.
+        """
+        place = next((place for place in self._places if place[0].get(place[1]) is not place[2]), None)
+        if place is None:
+            return None
+        modules, tensors = dict(_named_modules(self._model)), _named_tensors(self._model)
+        is_like = modules.keys() == self._modules.keys() and all(
+            modules[path] is module or (type(modules[path]), plain_values(modules[path])) == (kind, values)
+            for path, (module, kind, values) in self._modules.items()
+        )
+        found = {full: tensors[path] for path, full in self._paths.items() if path in tensors}
+        is_like &= all(path in tensors and tensors[path] is found[f] for path, f in self._paths.items())
+        with on_host():
+            replaced = {full: new for full, new in found.items() if new is not self._tensors[full]}
+            if is_like and all(
+                _is_like(new, self._tensors[full], takes_values) for full, new in replaced.items()
+            ):
+                return replaced
+        _holder, name, value = place
+        kind = "module" if isinstance(value, torch.nn.Module) else "tensor"
+        full = self._names.get(id(value), f"model/{name}").partition("/")[2]
+        raise Error(
+            f"{full} of the model is another {kind} than when the model was compiled. Change tensors in "
+            "place (copy_, load_state_dict without assign), or call destroy() on the model and wrap it "
+            "again."
+        )
+
+
+def _is_like(new: torch.Tensor, old: torch.Tensor, takes_values: bool) -> bool:
+    facts = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (new, old)]
+    return facts[0] == facts[1] and (takes_values or torch.equal(new, old))
+
+
+def _named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    return model.named_modules(remove_duplicate=False)
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = dict[str, torch.Tensor](model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _find_members(
@@ -435,14 +481,29 @@ class CompiledModel:
 
     def read_from_host(self) -> None:
         """Copies the user's parameters and buffers to the devices."""
-        self.check_same_tensors()
+        self.check_same_tensors(takes_values=True)
         self._check_fixed()
         self.replace(variables=self._host_values(self.tensors))
         self._changes.note(self.tensors)
 
-    def check_same_tensors(self) -> None:
-        """Checks that nothing in the user's model has been replaced since it was compiled."""
-        self._members.check()
+    def check_same_tensors(self, takes_values: bool = False) -> None:
+        """Checks that the user's model has what it had when it was compiled, or the like.
+
+        Copies of modules and tensors in their places are used from now on. `takes_values`: the devices get
+        the host's values after this, so that tensors may have others.
+        """
+        replaced = self._members.find_replaced(takes_values)
+        if replaced is None:
+            return
+        self._shared_ids |= {id(n) for f, n in replaced.items() if id(self.tensors[f]) in self._shared_ids}
+        self.tensors |= replaced
+        for program in self.programs.values():
+            tensors = {full: self.tensors[full] for full in program.stages.tensors}
+            program.stages = dataclasses.replace(program.stages, tensors=tensors)
+        self._members = OriginalMembers(self._model, self.tensors)
+        self._changes.read_attributes(self._model)
+        self._changes.note(replaced)
+        host_weights_of(self._model).watch_tensors(self._model)
 
     def warn_of_changes(self) -> None:
         """Warns of changes on the host that are not on the devices."""

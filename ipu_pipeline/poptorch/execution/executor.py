@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ipu_pipeline.engine import PipelineState
 from ipu_pipeline.engine.inspect import summarize
+from ipu_pipeline.poptorch._args_parser import ArgsParser
 from ipu_pipeline.poptorch.annotations import module_repr
 from ipu_pipeline.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
 from ipu_pipeline.poptorch.errors import Error
@@ -591,7 +592,7 @@ class PoplarExecutor:
             if self._detached is None:
                 raise Error("Device is already attached")
             self._host.refresh()
-            self._compiled.check_same_tensors()
+            self._compiled.check_same_tensors(takes_values=True)
             with interrupts.deferred():
                 self._compiled.attach(self._detached)
                 self._detached = None
@@ -1019,11 +1020,25 @@ class PoplarExecutor:
         """The model's options, frozen."""
         return self._wrapped.options
 
-    # Programs read these two names of PopTorch's.
+    # Programs read these names of PopTorch's.
+
+    @property
+    def _user_model(self) -> torch.nn.Module:
+        return self.model
 
     @property
     def _options(self) -> Options:
         return self.options
+
+    @property
+    def _executable_inputs(self) -> ArgsParser.Args | None:
+        """Tensors without values, like the arguments that the model was compiled for."""
+        if self._compiled is None:
+            return None
+        program = self._compiled.program
+        given = zip(program.shapes, program.arguments.tensors, strict=True)
+        tensors = [torch.empty(shape, dtype=tensor.dtype, device="meta") for shape, tensor in given]
+        return ArgsParser(self.model)(*program.arguments.structure.unflatten(tensors))
 
     @property
     def _executable(self) -> CompiledModel | None:

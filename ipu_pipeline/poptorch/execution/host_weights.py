@@ -116,12 +116,16 @@ class HostChanges:
     def __init__(self, model: torch.nn.Module) -> None:
         """Notes the attributes of a user's model that are compiled in."""
         self._weights: dict[str, tuple[int, int]] = {}
+        self._warned_kinds: set[str] = set()
+        self.read_attributes(model)
+
+    def read_attributes(self, model: torch.nn.Module) -> None:
+        """Notes the attributes of a user's model."""
         self._attributes = [
             attributes
             for path, module in model.named_modules()
             if (attributes := _read_attributes(path, module)) is not None
         ]
-        self._warned_kinds: set[str] = set()
 
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Notes that the devices have the current values of these tensors, by names of variables."""
@@ -223,6 +227,15 @@ def _read_attributes(path: str, module: torch.nn.Module) -> _ModuleAttributes | 
     tensors = [attributes[name] for name in names if isinstance(attributes[name], torch.Tensor)]
     versions = tuple((tensor, _version(tensor)) for tensor in tensors)
     return _ModuleAttributes(f"{path}." if path else "", attributes, names, reader, values, versions)
+
+
+def plain_values(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that are plain values, without its mode."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name != "training" and not isinstance(value, torch.Tensor) and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -466,6 +479,10 @@ class HostWeights:
     def watch(self, executor: Any, model: torch.nn.Module) -> None:
         """Watches for reads of the tensors, for as long as an executor needs it."""
         self._watchers.add(executor)
+        self.watch_tensors(model)
+
+    def watch_tensors(self, model: torch.nn.Module) -> None:
+        """Watches for reads of the tensors that a model has now."""
         for tensor in _tensors_of(model):
             if hasattr(type(tensor), "plain"):
                 continue

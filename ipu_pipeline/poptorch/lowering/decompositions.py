@@ -20,11 +20,12 @@ from ipu_pipeline.poptorch.lowering.registry import find_lowering, kept_operatio
 
 # What divides operations into those that C++ decomposes and the others; torch does not document it.
 _DIVIDE = "_split_decomp_table_to_cia_and_python_decomp"
+_REMOVE = "_remove_unnecessary_copy_op_pass"  # nor this
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Decomposes the operations of a captured model."""
-    with _few_composites():
+    with _few_composites(), _copies_kept():
         return program.run_decompositions(_decompositions())
 
 
@@ -52,6 +53,21 @@ def _few_composites() -> Iterator[None]:
         unittest.mock.patch.object(utils, "_materialize_cpp_cia_ops", functools.cache(find)),
         unittest.mock.patch.object(exported_program, _DIVIDE, divide_few),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _copies_kept() -> Iterator[None]:
+    """Keeps copies to buffers, whose dtype and shape may differ from those of what is copied.
+
+    Export replaces them by what is copied. It then fails if two buffers get the same value.
+    """
+    from torch.export import exported_program
+
+    if not hasattr(exported_program, _REMOVE):
+        yield
+        return
+    with unittest.mock.patch.object(exported_program, _REMOVE, lambda *program: program):
         yield
 
 

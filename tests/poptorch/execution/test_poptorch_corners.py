@@ -45,6 +45,28 @@ def test_data_is_a_detached_view():
     trained.compare(1e-6)
 
 
+def test_buffers_get_what_has_another_dtype_or_shape_and_one_value_twice():
+    """Export of torch 2.13 puts the copied value in a buffer's place, and fails if two have the same."""
+    dtypes = (torch.int32, torch.int32, torch.float16, torch.bool, torch.float32, torch.int64)
+    buffers = {f"buffer{number}": torch.zeros(4, 3, dtype=dtype) for number, dtype in enumerate(dtypes)}
+
+    def forward(self, x):
+        for name in buffers:
+            getattr(self, name).copy_(x[0])
+        self.buffer_filled.fill_(x[1, 2])
+        self.buffer_set[:] = x
+        return [buffer * 3 for buffer in self.buffers()]
+
+    integers = torch.zeros(4, 3, dtype=torch.int32)
+    model = model_of(forward, **buffers, buffer_filled=integers, buffer_set=integers)
+    plain, executor = copy.deepcopy(model), poptorch.inferenceModel(model, make_options())
+    for _repetition in range(2):
+        given = 5 * torch.rand(4, 3)
+        assert_close(executor(given), plain(given))
+    executor.copyWeightsToHost()
+    assert_close(model.buffers(), plain.buffers())
+
+
 def test_a_float64_input_is_rounded_only_where_forward_writes():
     def forward(self, x):
         x[:, 0] += 0.5
@@ -78,23 +100,54 @@ def test_what_was_replaced_since_it_was_compiled():
     model = model_of(lambda self, x: poptorch.identity_loss(self.linear(self.sequence(x)), "sum"))
     model.sequence = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     executor = poptorch.trainingModel(model, make_options())
-    calls = [lambda: executor(x), executor.copyWeightsToHost, executor.copyWeightsToDevice]
-    calls += [lambda: executor.load_state_dict(model.state_dict())]
-    ones = nn.Parameter(torch.ones(3, 3))
-    for owner, name, value, message in [
-        (model.sequence, "1", nn.GELU(), "1 of the model is another module"),
-        (model.linear, "weight", ones, "linear.weight of the model is another tensor than when"),
+    from_device = [lambda: executor(x), executor.copyWeightsToHost]
+    to_device = [executor.copyWeightsToDevice, lambda: executor.load_state_dict(model.state_dict())]
+    ones, bytes_ = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3, 3).double())
+    linear = "linear.weight of the model is another tensor than when"
+    for owner, name, value, message, refused in [
+        (model.sequence, "1", nn.GELU(), "1 of the model is another module", from_device + to_device),
+        (model.linear, "weight", bytes_, linear, from_device + to_device),
+        (model.linear, "weight", ones, linear, from_device),
     ]:
         executor(x)
+        before = getattr(owner, name)
         setattr(owner, name, value)
-        for call in calls:
+        for call in refused:
             with pytest.raises(poptorch.Error, match=message):
                 call()
-        executor.detachFromDevice()
-        with pytest.raises(poptorch.Error, match=message):
-            executor.attachToDevice()
-        executor.destroy()
+        if refused != from_device:
+            executor.detachFromDevice()
+            with pytest.raises(poptorch.Error, match=message):
+                executor.attachToDevice()
+            executor.destroy()
+            setattr(owner, name, before if name == "weight" else value)
+    for call in (*to_device, *from_device):
+        call()
     torch.testing.assert_close(infer(model, x), model(x).detach())
+
+
+def test_copies_of_modules_take_their_places():
+    """As libraries for PopTorch make them around evaluations and saved checkpoints."""
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.linear(torch.tanh(self.inner(x))) ** 2, "mean")
+
+    trained = TrainedAlike(
+        model_of(forward, inner=nn.Sequential(nn.Linear(3, 3))), None, lambda p: torch.optim.Adam(p, 0.1)
+    )
+    model, executor = trained.model, trained.executor
+    trained.call(x, tolerance=1e-6)
+    model.inner = copy.deepcopy(model.inner)
+    trained.call(x, tolerance=1e-6)
+    trained.compare(1e-6)
+    executor.detachFromDevice()
+    model.inner = copy.deepcopy(model.inner)
+    with torch.no_grad():
+        for changed in (model, trained.plain.model):
+            changed.inner[0].weight += 0.5
+    executor.attachToDevice()
+    trained.call(x, tolerance=1e-6)
+    trained.compare(1e-6)
 
 
 def test_weights_that_change_between_compiling_and_the_first_call():

@@ -4,15 +4,21 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 
 import ipu_pipeline.poptorch
 
+METADATA = "Metadata-Version: 2.1\nName: poptorch\nVersion: 3.3.0\n"  # the SDK whose names are here
+_ANY = importlib.metadata.DistributionFinder.Context()
 
-class Aliases(importlib.abc.MetaPathFinder):
+
+class Aliases(importlib.metadata.DistributionFinder):
     """Gives the modules of `ipu_pipeline.poptorch` as those of `poptorch`, so that each exists once."""
 
     def find_spec(  # noqa: D102  # as its base says
@@ -24,6 +30,21 @@ class Aliases(importlib.abc.MetaPathFinder):
                 if (spec := importlib.util.find_spec(f"ipu_pipeline.{fullname}")) is not None:
                     return importlib.machinery.ModuleSpec(fullname, Alias(spec.name), origin=spec.origin)
         return None
+
+    def find_distributions(  # noqa: D102  # as its base says
+        self, context: importlib.metadata.DistributionFinder.Context = _ANY
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [Installed()] if context.name in (None, "poptorch") else []
+
+
+class Installed(importlib.metadata.Distribution):
+    """PopTorch as a package that pip installed, for programs that ask for its version."""
+
+    def read_text(self, filename: str) -> str | None:  # noqa: D102  # as its base says
+        return METADATA if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:  # noqa: D102  # as its base says
+        return Path(__file__).parents[1] / path
 
 
 class Alias(importlib.abc.Loader):
