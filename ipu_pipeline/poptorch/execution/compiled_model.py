@@ -524,8 +524,13 @@ class CompiledModel:
         self._changes.note(tensors)
 
     def _check_fixed(self) -> None:
-        for program in self.programs.values():
-            program.captured.assumptions.check_fixed(program.captured.tensors)
+        assumptions = [program.captured.assumptions for program in self.programs.values()]
+        if any(each.fixed for each in assumptions):
+            model = self._model
+            tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+            tensors |= dict(model.named_buffers(remove_duplicate=False))
+            for each in assumptions:
+                each.check_fixed(tensors)
 
     def _host_values(self, names: Iterable[str]) -> dict[str, Any]:
         missing, values = dict.fromkeys(names), dict[str, Any]()

@@ -209,18 +209,18 @@ class Assumptions:
 
     Attributes:
       expected: the values that a run must have: those of inputs, or of what changes on devices.
-      fixed: the buffers and parameters that determine other values, as they were, by target.
+      fixed: the buffers and parameters that determine other values, as they were, by name.
     """
 
     expected: tuple[Expected, ...] = ()
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def check_fixed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises an error if a tensor is not as it was."""
-        for target, value in self.fixed.items():
-            if not torch.equal(tensors[target], value):
+        """Raises an error if a tensor of a model, by name, is not as it was."""
+        for name, value in self.fixed.items():
+            if name not in tensors or not torch.equal(tensors[name], value):
                 raise Error(
-                    f"{target.removeprefix('model.')} has changed since the model was compiled, whose "
+                    f"{name} has changed since the model was compiled, whose "
                     "forward asked for a value that it determines. Call destroy() on the model and wrap it "
                     "again."
                 )
@@ -259,7 +259,9 @@ def take_assumptions(
         if (arguments := markers.read_expected(node)) is None:
             continue
         value, text = arguments
-        fixed |= {target: tensors[target].detach().clone() for target in sources[value] - fixed.keys()}
+        fixed |= {
+            target.removeprefix("model."): tensors[target].detach().clone() for target in sources[value]
+        }
         if value in varying:
             place = describe_place(node)
             if not (allows_inputs or value.target is _CHECKED):
