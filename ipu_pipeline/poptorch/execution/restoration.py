@@ -31,6 +31,7 @@ from ipu_pipeline.poptorch.execution.host_weights import on_host, writing
 from ipu_pipeline.poptorch.execution.model_optimizer import ModelOptimizer
 from ipu_pipeline.poptorch.files.model_files import SavedGraph, SavedModel
 from ipu_pipeline.poptorch.graphs.capture import WRITES, Captured, FunctionalProgram
+from ipu_pipeline.poptorch.graphs.example_values import Assumptions
 from ipu_pipeline.poptorch.structures import Structure
 from ipu_pipeline.saved_states import first_rows, place_state, take_parts
 
@@ -38,6 +39,7 @@ from ipu_pipeline.saved_states import first_rows, place_state, take_parts
 
 _PREFIX = "model."  # of the targets: the captured program is a module that calls the model
 _TENSORS = (InputKind.PARAMETER, InputKind.BUFFER)
+_FIXED = "fixed "  # before the names of tensors among a file's constants that must be as they were
 
 Specs: TypeAlias = "list[tuple[torch.fx.Node, Any]]"
 
@@ -63,6 +65,7 @@ def to_graph(captured: Captured, arguments: Structure, model: torch.nn.Module, t
         for _node, spec in _inputs(captured.program)
         if spec.kind not in (*_TENSORS, InputKind.USER_INPUT)
     }
+    constants |= {f"{_FIXED}{name}": value for name, value in captured.assumptions.fixed.items()}
     outputs, signature = captured.outputs, signature_of(model)
     return SavedGraph(trains, captured.program, constants, arguments, outputs, signature)
 
@@ -99,7 +102,10 @@ def bind(graph: SavedGraph, model: torch.nn.Module, trains: bool) -> Captured:
                 f"this model's is {tensor.dtype} of shape {tuple(tensor.shape)}."
             )
         tensors[target] = tensor
-    return Captured(graph.program, graph.outputs, tensors)
+    fixed = {n.removeprefix(_FIXED): t for n, t in graph.constants.items() if n.startswith(_FIXED)}
+    assumptions = Assumptions(fixed=fixed)
+    assumptions.check_fixed(model_tensors)
+    return Captured(graph.program, graph.outputs, tensors, assumptions=assumptions)
 
 
 def make_arguments(graph: SavedGraph, signature: Signature, batching: Batching) -> Arguments:

@@ -34,7 +34,7 @@ def test_values_of_buffers_are_constants():
     assert_close(inference(x), model(x))
     inference.copyWeightsToDevice()
     model.number = torch.tensor(3)
-    with pytest.raises(poptorch.Error, match="number has changed since the model was compiled"):
+    with pytest.raises(poptorch.Error, match="number is not as it was when the model was compiled"):
         inference.copyWeightsToDevice()
     inference.destroy()
     assert_close(poptorch.inferenceModel(model, make_options())(x), model(x))
@@ -113,3 +113,28 @@ def test_forward_may_not_ask_otherwise():
 
     with pytest.raises(poptorch.Error, match="asks for other values of tensors while it is captured"):
         poptorch.inferenceModel(Otherwise(), allowing())(torch.ones(2))
+
+
+def test_random_numbers_are_no_constants():
+    class Dropping(torch.nn.Module):
+        def forward(self, x):
+            return x if torch.rand([]) < 0.5 else 2 * x
+
+    with pytest.raises(poptorch.Error, match=r"torch.rand.* asks for a random number.*layerdrop=0"):
+        poptorch.inferenceModel(Dropping(), allowing())(torch.ones(2))
+
+
+def test_files_keep_what_must_be_as_it_was(tmp_path):
+    model, x = Sizes(), torch.randn(2, 4)
+    poptorch.inferenceModel(model, make_options()).compileAndExport(
+        tmp_path / "graph", x, export_model=False
+    )
+    inference = poptorch.inferenceModel(model, make_options())
+    inference.loadExecutable(tmp_path / "graph")
+    assert_close(inference(x), model(x))
+    inference.destroy()
+    model.number += 1
+    other = poptorch.inferenceModel(model, make_options())
+    with pytest.raises(poptorch.Error, match="number is not as it was"):
+        other.loadExecutable(tmp_path / "graph")
+        other(x)
