@@ -170,10 +170,10 @@ class OriginalMembers:
             modules[path] is module or (type(modules[path]), plain_values(modules[path])) == (kind, values)
             for path, (module, kind, values) in self._modules.items()
         )
-        found = {full: tensors[path] for path, full in self._paths.items() if path in tensors}
-        is_like &= all(path in tensors and tensors[path] is found[f] for path, f in self._paths.items())
+        current = {full: tensors[path] for path, full in self._paths.items() if path in tensors}
+        is_like &= all(path in tensors and tensors[path] is current[f] for path, f in self._paths.items())
         with on_host():
-            replaced = {full: new for full, new in found.items() if new is not self._tensors[full]}
+            replaced = {full: new for full, new in current.items() if new is not self._tensors[full]}
             if is_like and all(
                 _is_like(new, self._tensors[full], takes_values) for full, new in replaced.items()
             ):
