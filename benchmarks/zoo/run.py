@@ -399,6 +399,7 @@ def main() -> None:
     if args.only != "equal":
         for kind in args.types or (names.FIRST_CALLS[:1] if args.short else names.FIRST_CALLS):
             rows.append(measure_first(kind, 1 if args.short else args.rounds))
+            print(f"{kind}: {rows[-1].value:.2f}", file=sys.stderr, flush=True)
     harness.report(rows, args.json)
 
 
