@@ -310,7 +310,8 @@ def make_rows(results: Mapping[str, Mapping[str, str]]) -> list[Row]:
             ("that torch.export takes", set(taken) & set(trainable)),
         ):
             number = len(set(equal) & set(among))
-            ours = f"{number} types, {len(with_values)} with values of inputs"
+            num_with = len(set(with_values) & set(among))
+            ours = f"{number} types, {num_with} with values of inputs"
             rows.append(
                 Row(
                     QUESTION,
