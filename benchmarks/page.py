@@ -20,6 +20,7 @@ QUESTIONS = {
     "single_program": "The same with all stages on one device.",
     "against_torch_pipelining": "How many times faster a step is than torch.distributed.pipelining's.",
     "against_torch_models": "Models written in torch, in multiples of plain torch's time.",
+    "zoo": "The share of transformers' types of models that equal plain torch; first calls.",
     "poptorch": "A torch module, in multiples of the same model's time in `ipu.layers`.",
     "tutorial": "How many times faster a step of the tutorial is.",
     "dispatch": "Microseconds of the host per forward or backward; seconds to make a schedule.",

@@ -88,7 +88,7 @@ def capture_own_backwards(model: torch.nn.Module, capturing: markers.Capturing) 
         0
     }
     for backward in [item for item in capturing.held if isinstance(item, own_backwards.OwnBackward)]:
-        with refusals.explained(model), torch.no_grad():
+        with refusals.explained(model), refusals.refusing_backward(backward.name), torch.no_grad():
             program = torch.export.export(backward, tuple(backward.examples), strict=False)
             program = decompose(program)
         constants = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]

@@ -339,6 +339,21 @@ def refusing_gradient_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def refusing_backward(name: str) -> Iterator[None]:
+    """Refuses `.backward()` in the own backward of a function, which would end in a crash of torch's."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise Error(
+            f"The backward of {name} calls .backward() of a tensor, as reversible layers do. "
+            "What it adds to gradients of parameters would be lost. Let the model compute the same without "
+            "torch.autograd.Function; poptorch.recomputationCheckpoint saves memory."
+        )
+
+    with unittest.mock.patch.object(torch.autograd, "backward", refuse):
+        yield
+
+
+@contextlib.contextmanager
 def with_detached_data() -> Iterator[None]:
     """Makes `.data` in forward a `.detach()`, which export can follow, and refuses to assign it."""
     original: Any = torch._C.TensorBase.data  # noqa: SLF001  # torch.Tensor inherits it from here

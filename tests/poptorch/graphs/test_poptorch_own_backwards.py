@@ -165,6 +165,13 @@ def applied(backward, *forward):
     return lambda self, x: function.apply(self.linear(x), None)
 
 
+def reversible(ctx, gradient):
+    kept = torch.ones(4, 3, requires_grad=True)
+    with torch.enable_grad():
+        (kept * 2).backward(gradient)
+    return kept.grad, None
+
+
 SHAPE = r"backward of Wrong returns a gradient of shape \(3,\) for argument 0, whose shape is \(4, 3\)"
 
 
@@ -174,6 +181,7 @@ def test_what_cannot_be_used():
         (applied(lambda ctx, g: (g, None, g)), "backward of Wrong returns 3 gradients"),
         (applied(lambda ctx, g: (g[0], None)), SHAPE),
         (applied(lambda ctx, g: (g * float(g.sum()), None)), "asks for a value of a tensor"),
+        (applied(reversible), r"backward of Wrong calls .backward\(\) of a tensor"),
         (applied(lambda ctx, g: (g, None), dirty), "Wrong is a torch.autograd.Function that changes"),
         (applied(lambda ctx, g: (g, None), lambda ctx, v, o: 3), "forward of Wrong, .* no tensor"),
         (gradients_in_forward, "Sign is a torch.autograd.Function, and forward itself"),
