@@ -320,7 +320,9 @@ def _record(
         markers.capturing(),
         Substitutions.applied(),
         in_modes(modes),
+        exportable(),
         WithoutValues(),
+        _quiet(),
     ):
         return record(flat, tensors)
 

@@ -233,8 +233,8 @@ _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<text>\S.*))?'
 )
 _NOT_THE_USERS = (
-    os.path.dirname(torch.__file__),
-    os.path.dirname(os.path.dirname(__file__)),
+    os.path.dirname(torch.__file__) + os.sep,  # not torch_geometric beside it
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
     "<",  # code without a file, such as what torch makes of a branch
 )
 

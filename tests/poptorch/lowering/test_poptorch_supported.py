@@ -126,7 +126,7 @@ def test_snippets_compute_as_torch_does():
 
 @pytest.mark.thorough
 def test_random_numbers_have_the_moments_that_they_should():
-    """Also from distributions, whose parameters torch looks at. A model that insists on that is refused."""
+    """Also from distributions, whose parameters torch looks at, and checks if a model insists on that."""
 
     draw_all = lowered.Call(lambda half: [draw(half) for draw, _mean, _spread in DRAWN.values()])
     drawn = poptorch.inferenceModel(draw_all, make_options().randomSeed(3))(torch.full((NUM,), 0.5))
@@ -141,5 +141,9 @@ def test_random_numbers_have_the_moments_that_they_should():
     assert 1 <= by_name["uniform"].min() < by_name["uniform"].max() < 3
     assert by_name["exponential"].min() > 0
     insisting = lowered.Call(lambda x: D.Normal(x, x, validate_args=True).sample())
-    with pytest.raises(poptorch.Error, match="asks for a value of a tensor"):
+    with pytest.raises(ValueError, match="of distribution Normal.* found invalid values"):
         poptorch.inferenceModel(insisting, make_options())(X)
+    checked = poptorch.inferenceModel(insisting, make_options())
+    assert checked(X.abs() + 1).shape == X.shape
+    with pytest.raises(poptorch.Error, match="D.Normal.* asks for a value .*compiled for True"):
+        checked(X)
