@@ -69,7 +69,11 @@ if TYPE_CHECKING:
     )
     from ipu_pipeline.engine.updates.optimizer_wrappers import with_metrics
     from ipu_pipeline.ground.errors import OutOfRangeError, ProcessError
-    from ipu_pipeline.saved_states import InMemoryCheckpoints, restore, save
+    from ipu_pipeline.saved_states import (  # above; for type checkers only
+        InMemoryCheckpoints,
+        restore,
+        save,
+    )
 
 __all__ = [
     "AUTO_REUSE",

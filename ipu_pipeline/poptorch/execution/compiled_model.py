@@ -159,8 +159,8 @@ class OriginalMembers:
     def find_replaced(self, takes_values: bool) -> dict[str, torch.Tensor] | None:
         """Returns tensors in the places of others, by the variables' names. None: everything is as it was.
 
-        They are like what they replace, and so are modules: of the same classes, with the same plain
-        attributes. Where the devices do not take the new values, these are those of the others, too.
+        A replacement must be like the original: modules of the same class with the same plain attributes,
+        tensors of the same shape and dtype. Unless `takes_values`, tensors must also have the same values.
         """
         place = next((place for place in self._places if place[0].get(place[1]) is not place[2]), None)
         if place is None:

@@ -58,9 +58,9 @@ def _few_composites() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _copies_kept() -> Iterator[None]:
-    """Keeps copies to buffers, whose dtype and shape may differ from those of what is copied.
+    """Keeps copies to buffers in the graph. A copy may convert the value to the buffer's dtype and shape.
 
-    Export replaces them by what is copied. It then fails if two buffers get the same value.
+    Export replaces each copy by its source, and then fails if two buffers have one source.
     """
     from torch.export import exported_program
 

@@ -17,101 +17,61 @@ def _imported():
     from tests.support import poptorch_hugging_face  # noqa: F401  # which sets transformers up
 
 
-NARROW = {
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-    "dropout": 0.0,
+TOKENS = torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+# Attributes of configurations; each type takes those that it has.
+SMALL = {
+    **dict.fromkeys(["hidden_size", "d_model", "intermediate_size", "image_size", "codebook_size"], 16),
+    **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 16),
+    **dict.fromkeys(["num_attention_heads", "num_key_value_heads"], 2),
+    **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 2),
+    **dict.fromkeys(["num_hidden_layers", "encoder_layers", "decoder_layers", "num_lstm_layers"], 1),
+    **dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"], 0.0),
+    **dict.fromkeys(["max_position_embeddings", "max_encoder_position_embeddings"], 64),
+    **dict.fromkeys(["patch_size", "head_dim", "vector_quantization_hidden_dimension"], 8),
+    "num_filters": 4,
+    "vocab_size": 60,
+    "attention_window": [8],
+    "upsample_groups": 16,
 }
 
 
-def tokens():
-    return torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+def make_config(name, **values):
+    kind = getattr(transformers, f"{name}Config")
+    default = kind()
+    return kind(**{**{n: value for n, value in SMALL.items() if hasattr(default, n)}, **values})
 
 
 def make_longformer():
     """Asks whether a token attends to all others."""
-    config = transformers.LongformerConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        attention_window=[8],
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.LongformerModel(config), {"input_ids": tokens()}
+    return transformers.LongformerModel(make_config("Longformer")), {"input_ids": TOKENS}
 
 
 def make_led():
     """Asks how many windows there are."""
-    config = transformers.LEDConfig(
-        vocab_size=50,
-        attention_window=[8],
-        max_encoder_position_embeddings=64,
-        max_decoder_position_embeddings=64,
-        **NARROW,
-    )
-    return transformers.LEDModel(config), {"input_ids": tokens(), "decoder_input_ids": tokens()}
+    return transformers.LEDModel(make_config("LED")), {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
 
 
 def make_llava():
     """Checks that there are as many places for images as images have patches."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
+    vision = make_config("CLIPVision", num_hidden_layers=2)
+    config = make_config(
+        "Llava", vision_config=vision, text_config=make_config("Llama"), image_token_index=59
     )
-    text = transformers.LlamaConfig(
-        vocab_size=60,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=59)
-    ids = tokens()
+    ids = TOKENS.clone()
     ids[:, 2:6] = 59
-    return transformers.LlavaForConditionalGeneration(config), {
-        "input_ids": ids,
-        "pixel_values": torch.rand(2, 3, 16, 16),
-    }
+    model = transformers.LlavaForConditionalGeneration(config)
+    return model, {"input_ids": ids, "pixel_values": torch.rand(2, 3, 16, 16)}
 
 
 def make_mimi():
     """Computes paddings from buffers."""
-    config = transformers.MimiConfig(
-        hidden_size=16,
-        num_filters=4,
-        num_hidden_layers=1,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        codebook_size=16,
-        codebook_dim=8,
-        vector_quantization_hidden_dimension=8,
-        num_quantizers=4,
-        upsample_groups=16,
-    )
-    return transformers.MimiModel(config), {"input_values": torch.rand(1, 1, 2400)}
+    model = transformers.MimiModel(make_config("Mimi", codebook_dim=8, num_quantizers=4))
+    return model, {"input_values": torch.rand(1, 1, 2400)}
 
 
 def make_encodec():
-    config = transformers.EncodecConfig(
-        hidden_size=16, num_filters=4, codebook_size=16, codebook_dim=16, num_lstm_layers=1
-    )
-    return transformers.EncodecModel(config), {"input_values": torch.rand(1, 1, 1200)}
+    model = transformers.EncodecModel(make_config("Encodec", codebook_dim=16))
+    return model, {"input_values": torch.rand(1, 1, 1200)}
 
 
 class Reduced(torch.nn.Module):
