@@ -21,7 +21,7 @@ import numpy as np
 
 from ipu_pipeline.ground import pytrees
 from ipu_pipeline.ground.errors import CheckpointError, OutOfRangeError
-from ipu_pipeline.ground.pytrees import as_plain, check_like, trees_equal
+from ipu_pipeline.ground.pytrees import as_plain, check_like, leaves_if_like
 
 # Passes over a data set.
 #
@@ -205,10 +205,10 @@ class Feeder:
     def __init__(self, data: DataPass, element: Any) -> None:
         self._data = data
         self._element = element
-        self._expected, self._expected_tree = jax.tree.flatten(element)
-        self._shapes = [leaf.shape for leaf in self._expected]
+        expected_leaves, self._expected_tree = jax.tree.flatten(element)
+        self._shapes = [leaf.shape for leaf in expected_leaves]
         self._number = self._num_used = data.start
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._expected)
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in expected_leaves)
         self._max_kept = _MAX_KEPT_BYTES // max(num_bytes, 1)
         self._has_raised_end = False
         self._condition = threading.Condition()
@@ -407,8 +407,8 @@ class Feeder:
             check_like(element, self._element, _name(number))
 
     def _check(self, element: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(element)
-        if trees_equal(tree, self._expected_tree) and all(map(_is_expected, leaves, self._expected)):
+        leaves = leaves_if_like(element, self._element, may_vary=self._may_vary)
+        if leaves is not None:
             return leaves  # the check below takes longer than copying a small element
         name = _name(self._number)
         element = jax.tree.map(lambda leaf: as_array(leaf, name), element)
@@ -422,10 +422,6 @@ def _name(number: int) -> str:
 def is_feeding() -> bool:
     """Whether the caller runs in the thread of an infeed, as data sets do."""
     return threading.current_thread().name == _THREAD_NAME
-
-
-def _is_expected(leaf: Any, expected: jax.ShapeDtypeStruct) -> bool:
-    return type(leaf) is np.ndarray and leaf.dtype == expected.dtype and leaf.shape == expected.shape
 
 
 def as_array(leaf: Any, name: str) -> Any:

@@ -221,11 +221,13 @@ class Dealer:
         feeds, placement = self._feeds, self._placement
         processes = placement.groups[0].processes
         takes = [take] if len(feeds) == 1 else self._deal(take)
+        if len(processes) < 2:
+            return takes
         groups = [group for feed in feeds for group in feed.fed_groups]
         readers = {device.process_index for group in groups for device in group.devices}
         joined = peers.current()
         hearers = range(joined.count) if joined is not None and tells_outsiders else processes
-        if len(processes) < 2 or not readers or jax.process_index() not in hearers:
+        if not readers or jax.process_index() not in hearers:
             return takes
         error: Exception | None = None
         elements_by_feed: list[list[Any]] = []

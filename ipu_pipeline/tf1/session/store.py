@@ -301,6 +301,8 @@ class Store:
         self._host_arrays: dict[str, np.ndarray[Any, Any]] = {}  # the arrays that updates write into
         self._lent: str | None = None  # the entry whose values the weights are; see `lending`
         self._key: Any = None
+        # The last pipeline that ran, what it left, and the state since then.
+        self._left: tuple[PipelineCall, PipelineState, State] | None = None
         self._agreed: int | None = None  # the seed that all processes have agreed on
         self._is_own = True  # whether this process has set values that it has not compared with others
         self._unclaimed: set[str] = set()  # full names that were loaded, and that no known program has
@@ -460,8 +462,11 @@ class Store:
     def make_pipeline_state(self, call: Call) -> PipelineState:
         """Makes the state of a pipeline or loop; the optimizer's is None if it is still to be made.
 
-        For a loop, it has the gradients that an earlier run accumulated.
+        For a loop, it has the gradients that an earlier run accumulated. What a pipeline left is given to
+        it again as it is, if nothing has changed since: it is known to be on its devices.
         """
+        if self._left is not None and self._left[0] is call and self._left[2] is self.state:
+            return self._left[1]
         counts, leaves = self.counts(call.name), self.state.optimizers.get(call.name)
         optimizer_state = None
         if call.trains and leaves is not None:
@@ -528,7 +533,7 @@ class Store:
 
     def _replace(self, **changes: Any) -> None:
         with self.lock:  # the seed may be set while another thread runs programs
-            self.state = dataclasses.replace(self.state, **changes)
+            self.state, self._left = dataclasses.replace(self.state, **changes), None
 
     def has_row_gradients(self) -> bool:
         """Whether a loop is within a weight update of a table in host memory, which checkpoints lack."""
@@ -560,7 +565,10 @@ class Store:
             counts = dataclasses.replace(
                 counts, num_accumulated=state.num_accumulated, accumulation=call.settings
             )
-        self._replace(**changes, counts={**self.state.counts, call.name: counts})
+        with self.lock:
+            self._replace(**changes, counts={**self.state.counts, call.name: counts})
+            if isinstance(call, PipelineCall):
+                self._left = call, state, self.state
 
     def initialize(self, specs: Iterable[VariableSpec]) -> None:
         """Starts over with the initial values of variables."""
