@@ -421,7 +421,7 @@ def reduce(
 
 def replica_parts(layout: Layout, code: Iterable[Instruction]) -> list[Instruction]:
     """Makes what comes first: each replica's part of the variables, and copies of shared ones."""
-    splits: list[Instruction] = []
+    splits = list[Instruction]()
     replica_variables: dict[tuple[str, bool], None] = {}  # names, and whether in host memory
     sends, renames = list[Instruction](), list[Instruction]()
     for value in dict.fromkeys(value for instruction in code for value in instruction.reads):
@@ -439,13 +439,17 @@ def replica_parts(layout: Layout, code: Iterable[Instruction]) -> list[Instructi
             home_value = variable._replace(group=home)
             place = variable.group, None, variable.replica
             sends.append(Instruction(Op.SEND, (home_value,), (variable,), *place))
-    for name, is_away in replica_variables:
-        source = _whole_variable(layout, name)._replace(is_away=is_away)
+    op = Op.SPLIT if layout.num_replicas > 1 else Op.SAME
+    sources = [
+        _whole_variable(layout, name)._replace(is_away=is_away) for name, is_away in replica_variables
+    ]
+    for group, wholes in _by_group(sources).items():
         parts = tuple(
-            Value(source.what, layout.home(name, replica), replica, is_away=is_away)
+            whole._replace(group=layout.home(whole.what.key, replica), replica=replica)
+            for whole in wholes
             for replica in range(layout.num_replicas)
         )
-        splits.append(Instruction(Op.SPLIT if len(parts) > 1 else Op.SAME, (source,), parts, source.group))
+        splits.append(Instruction(op, tuple(wholes), parts, group))
     return [*splits, *sends, *renames]
 
 

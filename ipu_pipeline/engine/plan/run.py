@@ -251,13 +251,13 @@ class Linker:
 
     def _sending(self, instruction: Instruction, edge: str) -> Callable[..., Sequence[Any]]:
         group, partitions = instruction.group, self._partitions(instruction)
-        if instruction.micro_batch != ALL:
-            if self._has_peers:
-                return lambda *values: copy_to(values, group, self._tag(edge))
-            if group.copy is not None:
-                copy = group.copy
-                return lambda *values: copy(values)
-            return lambda *values: copy_to(values, group)
+        is_of_micro_batch = instruction.micro_batch != ALL
+        if is_of_micro_batch and self._has_peers:
+            return lambda *values: copy_to(values, group, self._tag(edge))
+        is_whole = not (group.is_divided or any(value.is_away for value in instruction.reads))
+        if not self._has_peers and (is_of_micro_batch or is_whole):
+            copy = functools.partial(copy_to, group=group) if group.copy is None else group.copy
+            return lambda *values: copy(values)
         if self._has_peers:
             return lambda *values: put(values, group, tag=self._tag(edge), partitions=partitions)
         return lambda *values: put(values, group, partitions=partitions)
