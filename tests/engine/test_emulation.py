@@ -110,8 +110,9 @@ class Interrupting:
         pass
 emulation._ends = Interrupting()
 sleep = jax.jit(lambda x: engine.emulate(x, 1.0))
+ones = jax.block_until_ready(jax.device_put(np.ones(3, "float32")))  # else another thread may run it
 try:
-    x = sleep(np.ones(3, "float32"))
+    x = sleep(ones)
     while True:
         time.sleep(60)
 except KeyboardInterrupt:

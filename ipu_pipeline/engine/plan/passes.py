@@ -457,14 +457,23 @@ def replica_parts(layout: Layout, code: Iterable[Instruction]) -> list[Instructi
 
 
 def place_update(layout: Layout, code: Sequence[Instruction]) -> list[Instruction]:
-    """Brings what the programs of a weight update read to their groups, once for all programs there."""
+    """Brings what the programs of a weight update read to their groups, once for all programs there.
+
+    Adam's count of steps and the like, which are there before the update, are sent before its first
+    program: a device copies only once it has done what was started there.
+    """
     placement, home, new_code = layout.whole, at_home(layout), list[Instruction]()
-    arrived: set[Value] = set()
+    ahead, arrived = list[Instruction](), set[Value]()
 
     def is_apart(value: Value) -> bool:
         of_state = isinstance(value.what, UpdateValue) and value.what.kind == UpdateKind.STATE
         of_variable = kind_of(value) is BindingKind.VARIABLE and value.what.key in placement.sharded
         return (of_state and placement.shards_state) or of_variable
+
+    def is_count(value: Value) -> bool:
+        of_state = isinstance(value.what, UpdateValue) and value.what.kind == UpdateKind.STATE
+        assert placement.updates is not None
+        return of_state and placement.updates.state_leaves[value.what.key].variable is None
 
     for instruction in code:
         if instruction.op is not Op.RUN:
@@ -485,6 +494,8 @@ def place_update(layout: Layout, code: Sequence[Instruction]) -> list[Instructio
                 new_code.append(Instruction(Op.GATHER, (value,), (sources[number],), value.group))
         if sent:
             copies = tuple(reads[place] for place in sent)
-            new_code.append(Instruction(Op.SEND, tuple(sources), copies, instruction.group))
+            send = Instruction(Op.SEND, tuple(sources), copies, instruction.group)
+            are_there = not placement.shards_state and all(map(is_count, sources))
+            (ahead if are_there else new_code).append(send)
         new_code.append(instruction._replace(reads=tuple(reads)))
-    return new_code
+    return [*ahead, *new_code]
