@@ -10,6 +10,7 @@ import pytest
 
 import ipu_pipeline as ipu
 from ipu_pipeline.engine import reference
+from ipu_pipeline.engine.devices.state_placement import StatePlacement
 from ipu_pipeline.engine.state import PipelineState
 from ipu_pipeline.errors import OutOfRangeError
 from ipu_pipeline.ground import checks
@@ -313,6 +314,29 @@ def test_repeats_and_runs_compile_nothing_new():
             for _run in range(3):
                 model.run(session)
     assert compiled == []
+
+
+def test_a_run_places_what_has_changed_since_the_last(monkeypatch):
+    """It looked at where every variable was, in every run."""
+    placed = []
+    place = StatePlacement.place_variables
+    monkeypatch.setattr(
+        StatePlacement, "place_variables", lambda self, new: placed.append(len(new)) or place(self, new)
+    )
+    model, other = front.Model(), front.Model(name="other")
+    with front.session_of(model) as session:
+        model.run(session)
+        placed.clear()
+        model.run(session)
+        assert not placed
+        session.load({"first/dense/bias": np.full(16, 3)})
+        model.run(session, rate=1e-9)
+        np.testing.assert_allclose(session.variables["first/dense/bias"], 3, rtol=1e-6)
+        session.run(other.initializer)
+        other.run(session)
+        placed.clear()
+        model.run(session)
+        assert len(placed) == 1
 
 
 def test_integers_that_do_not_fit():
