@@ -89,6 +89,80 @@ def test_values_of_inputs_are_those_of_the_first_micro_batch():
         training.save("model.poptorch")
 
 
+def put(x, y, mask):
+    """No number of true elements is needed. Where the mask is false, log has no finite gradient."""
+    x[mask] = y[mask].log()
+    x[mask] += 2 * y[mask]
+    x[y > 0] = -x[y > 0]
+    x[:, mask[0]] = y[:, mask[0]].double().exp().float()
+    x[mask[:, 0]] = y[mask[:, 0]]
+    x[torch.where(mask)] = x[mask.nonzero(as_tuple=True)].sigmoid()
+    x[..., mask[1]] = 0.5
+    return (x,)
+
+
+def take(x, y, mask):
+    x[mask[:, 0], 0] = y[mask[:, 0], 1]
+    x[mask] = torch.linspace(0, 1, int(mask.sum()))
+    rows = x[mask[:, 0]]
+    masks = mask.nonzero(), torch.argwhere(mask), *torch.where(mask), mask.any().nonzero()
+    selected = (
+        torch.masked_select(x, mask[0]),
+        y.masked_select(mask),
+        x[tuple((3 * mask).nonzero().T)],
+        rows[:, mask[0]],
+    )
+    return y[mask].sum(), rows.softmax(0), *masks, *selected
+
+
+class Indexed(torch.nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.layer, self.use = torch.nn.Linear(4, 4), use
+        self.register_buffer("mask", MASK)
+
+    def forward(self, x, mask=None):
+        x, mask = self.layer(x), self.mask if mask is None else mask
+        results = self.use(x.clone(), x.square() * mask, mask)
+        loss = sum(each.square().sum() for each in results if each.is_floating_point())
+        return *results, poptorch.identity_loss(loss, "none")
+
+
+MASK = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 1]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "masks"),
+    [
+        (put, make_options(), [[MASK], [~MASK]]),
+        (take, make_options(), [[], []]),
+        (take, None, [[MASK]] * 2),
+    ],
+    ids=["put", "of a buffer", "of an input"],
+)
+def test_masks_as_indices(use, options, masks):
+    torch.manual_seed(0)
+    model, x = Indexed(use), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(
+        model, options or allowing(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for mask in masks:
+        *expected, loss = plain(x, *mask)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        *results, actual = training(x, *mask)
+        assert_close(results, [each.detach() for each in expected])
+        assert_close([actual], [loss.detach()])
+    training.copyWeightsToHost()
+    assert_close(model.state_dict().values(), plain.state_dict().values())
+    if options is None:
+        with pytest.raises(poptorch.Error, match=r"compiled for \d, that of the first .* it is \d"):
+            training(x, ~MASK)
+
+
 def test_a_check_of_torch_is_checked_on_devices():
     """torch._check_tensor_all, which models of transformers call."""
 
