@@ -7,9 +7,10 @@ import functools
 import inspect
 import itertools
 import math
+import sys
 import traceback
 import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -413,6 +414,42 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
     return is_causal is True
 
 
+# Questions whether a model is compiled or exported.
+
+# Libraries that compute the same either way: otherwise they ask for values, or call kernels of their own.
+_INDEPENDENT = ("torch", "functorch", "torch_geometric", "transformers")
+
+
+def is_asked_by_model() -> bool:
+    """Whether who asks is a captured model, which computes here what it computes in plain torch."""
+    frame: Any = sys._getframe(2)  # noqa: SLF001  # torch uses it itself
+    while frame.f_back is not None and frame.f_code.co_name.startswith("is_"):
+        frame = frame.f_back
+    library = frame.f_globals.get("__name__", "").partition(".")[0]
+    return markers.is_captured() and library not in _INDEPENDENT
+
+
+# torch's functions have their code while a model is captured, and stay the same objects: models may have
+# imported them, and code that torch.cond traces may call them. The code runs in the module torch.compiler.
+
+
+def _is_compiling() -> bool:
+    from ipu_pipeline.poptorch.lowering import substitutes
+
+    return torch.compiler._is_compiling_flag and not substitutes.is_asked_by_model()  # noqa: SLF001
+
+
+def _is_exporting() -> bool:
+    from ipu_pipeline.poptorch.lowering import substitutes
+
+    return torch.compiler._is_exporting_flag and not substitutes.is_asked_by_model()  # noqa: SLF001
+
+
+_CODES: Mapping[Any, Any] = {
+    torch.compiler.is_compiling: _is_compiling,
+    torch.compiler.is_exporting: _is_exporting,
+}
+
 # Patches.
 
 _AUTOGRAD = torch._C.DispatchKey.Autograd  # noqa: SLF001  # torch gives it no other name
@@ -518,4 +555,7 @@ def exportable() -> Iterator[None]:
         stack.enter_context(_replaced(distribution, "__init__", _make_unvalidated))
         stack.enter_context(_replaced(distribution, "_validate_sample", _validate_nothing))
         stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _is_causal))
+        for function, substitute in _CODES.items():
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = substitute.__code__
         yield

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.compiler import is_compiling
 
 import ipu_pipeline.poptorch as poptorch
 from tests.support.poptorch_front import assert_close, make_options
@@ -91,13 +92,13 @@ def test_values_of_inputs_are_those_of_the_first_micro_batch():
 
 def put(x, y, mask):
     """No number of true elements is needed. Where the mask is false, log has no finite gradient."""
+    x[..., mask[2]] = 0.5
+    x[mask[:, 0]] = y[mask[:, 0]]
+    x[:, mask[0]] = y[:, mask[0]].double().exp().float()
     x[mask] = y[mask].log()
     x[mask] += 2 * y[mask]
     x[y > 0] = -x[y > 0]
-    x[:, mask[0]] = y[:, mask[0]].double().exp().float()
-    x[mask[:, 0]] = y[mask[:, 0]]
     x[torch.where(mask)] = x[mask.nonzero(as_tuple=True)].sigmoid()
-    x[..., mask[1]] = 0.5
     return (x,)
 
 
@@ -187,6 +188,43 @@ def test_forward_may_not_ask_otherwise():
 
     with pytest.raises(poptorch.Error, match="asks for other values of tensors while it is captured"):
         poptorch.inferenceModel(Otherwise(), allowing())(torch.ones(2))
+
+
+def is_captured():
+    return torch.compiler.is_compiling()
+
+
+class Asking(torch.nn.Module):
+    """Asks whether it is compiled, and, so that it also runs on an example, for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(3))
+
+    def forward(self, x):
+        x = self.layer(x)
+        for asks in (
+            is_compiling,
+            torch.compiler.is_exporting,
+            torch.compiler.is_dynamo_compiling,
+            is_captured,
+        ):
+            x = x.sin() if asks() else x.cos()
+        return x, poptorch.identity_loss(x.square().sum() * int(self.scale), "none")
+
+
+def test_a_model_that_asks_whether_it_is_compiled_computes_as_in_plain_torch():
+    model, x = Asking(), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    result, loss = plain(x)
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_close(training(x), [result.detach(), loss.detach()])
+    training.copyWeightsToHost()
+    assert_close(model.state_dict().values(), plain.state_dict().values())
+    assert not torch.compiler.is_compiling()
 
 
 def test_random_numbers_are_no_constants():
