@@ -107,7 +107,7 @@ class _Asked(TorchFunctionMode, abc.ABC):
         return func(*args, **kwargs)
 
     def _with_plain_parts(self, x: torch.Tensor, index: Any, value: Any = None) -> Any:
-        """Returns an index without tensors in slices, and with places instead of masks.
+        """Returns an index with numbers instead of tensors of one, and with places instead of masks.
 
         A mask stays where the same value is assigned to all of its elements.
         """
@@ -122,7 +122,8 @@ class _Asked(TorchFunctionMode, abc.ABC):
             elif has_places and masks.is_mask(item):
                 parts.extend(self.find_places(item))
             else:
-                parts.append(item)
+                is_mask = isinstance(item, torch.Tensor) and item.dtype is torch.bool
+                parts.append(item if is_mask else self._as_number(item))
         return tuple(parts)
 
     def find_places(self, mask: torch.Tensor) -> list[torch.Tensor]:

@@ -416,17 +416,17 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
 
 # Questions whether a model is compiled or exported.
 
-# Libraries that compute the same either way: otherwise they ask for values, or call kernels of their own.
+# What computes the same either way, but otherwise asks for values, or calls kernels of its own.
 _INDEPENDENT = ("torch", "functorch", "torch_geometric", "transformers")
+_MASKS = "transformers.masking_utils"  # makes masks that Informer cannot use, if it is exported
 
 
-def is_asked_by_model() -> bool:
-    """Whether who asks is a captured model, which computes here what it computes in plain torch."""
+def find_asker() -> str:
+    """The module whose function asks; torch's if no model is captured in this thread."""
     frame: Any = sys._getframe(2)  # noqa: SLF001  # torch uses it itself
-    while frame.f_back is not None and frame.f_code.co_name.startswith("is_"):
+    while frame.f_code.co_name.startswith("is_") and frame.f_back is not None:
         frame = frame.f_back
-    library = frame.f_globals.get("__name__", "").partition(".")[0]
-    return markers.is_captured() and library not in _INDEPENDENT
+    return str(frame.f_globals.get("__name__", "")) if markers.is_captured() else "torch"
 
 
 # torch's functions have their code while a model is captured, and stay the same objects: models may have
@@ -436,13 +436,16 @@ def is_asked_by_model() -> bool:
 def _is_compiling() -> bool:
     from ipu_pipeline.poptorch.lowering import substitutes
 
-    return torch.compiler._is_compiling_flag and not substitutes.is_asked_by_model()  # noqa: SLF001
+    library = substitutes.find_asker().partition(".")[0]
+    return torch.compiler._is_compiling_flag and library in substitutes._INDEPENDENT  # noqa: SLF001
 
 
 def _is_exporting() -> bool:
     from ipu_pipeline.poptorch.lowering import substitutes
 
-    return torch.compiler._is_exporting_flag and not substitutes.is_asked_by_model()  # noqa: SLF001
+    asker = substitutes.find_asker()
+    is_told = asker.partition(".")[0] in substitutes._INDEPENDENT and asker != substitutes._MASKS  # noqa: SLF001
+    return torch.compiler._is_exporting_flag and is_told  # noqa: SLF001
 
 
 _CODES: Mapping[Any, Any] = {

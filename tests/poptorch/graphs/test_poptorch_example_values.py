@@ -103,7 +103,8 @@ def put(x, y, mask):
 
 
 def take(x, y, mask):
-    x[mask[:, 0], 0] = y[mask[:, 0], 1]
+    x[mask[:, 0], 0] = y[mask[:, 0], 1 + mask[0, 0]]
+    x[:, mask.sum() - 3] += x[:, mask.sum() - 2]
     x[mask] = torch.linspace(0, 1, int(mask.sum()))
     rows = x[mask[:, 0]]
     masks = mask.nonzero(), torch.argwhere(mask), *torch.where(mask), mask.any().nonzero()
