@@ -215,7 +215,7 @@ def record(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> list[Answ
 
 @contextlib.contextmanager
 def _as_in_export() -> Iterator[None]:
-    """Makes models that ask whether they are compiled or exported do what they do in the capture."""
+    """Makes libraries that ask whether they are compiled or exported do what they do in the capture."""
     # Export's max and min of tensors ask for no value. It takes seconds to load, but export needs it, too.
     from torch._export import non_strict_utils
 

@@ -84,8 +84,10 @@ def put_where(graph: torch.fx.Graph) -> None:
             if key is not None and node.target is _aten.index.Tensor:
                 ones = _add(node, _aten.ones_like.default, node.args[0])
                 whole[node] = key, _add(node, _aten.where.self, mask, node.args[0], ones)
-            elif key is not None and key in keys and True not in node.args[3:]:
-                node.target, node.args = _aten.where.self, (mask, whole[node.args[2]][1], node.args[0])
+            elif key is not None and True not in node.args[3:]:
+                value_key, value = whole.get(node.args[2], (None, None))
+                if value_key == key:
+                    node.target, node.args = _aten.where.self, (mask, value, node.args[0])
             elif _is_of_elements(node) and len(keys) == 1 and None not in keys:
                 operands = torch.fx.map_arg(node.args, lambda operand: whole[operand][1])
                 whole[node] = *keys, _add(node, node.target, *operands, **node.kwargs)
