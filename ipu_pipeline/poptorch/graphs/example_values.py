@@ -4,6 +4,8 @@ A graph has no values to branch on. If forward asks for one (`if mask.any()`, `i
 more, on the tensors of the first micro-batch, and the answers are recorded. The capture gets the same
 answers, and puts an `expect` into the graph for each: when the model runs, the value must be the example's,
 or the call ends with an error. A value that only buffers determine is taken for a constant.
+
+Boolean masks as indices, and functions like `nonzero`, ask for the number of true elements (see `masks`).
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from ipu_pipeline.poptorch import markers
 from ipu_pipeline.poptorch.errors import Error
+from ipu_pipeline.poptorch.graphs import masks
 from ipu_pipeline.poptorch.graphs.refusals import WITHOUT_VALUES
 from ipu_pipeline.poptorch.lowering.interpreter import describe_place
 
@@ -70,6 +74,16 @@ _QUESTIONS: Mapping[Any, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     torch.Tensor.allclose: (_all_close, bool),
 }
 
+_SELECTIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.nonzero: masks.find_nonzero,
+    torch.Tensor.nonzero: masks.find_nonzero,
+    torch.argwhere: masks.find_nonzero,
+    torch.Tensor.argwhere: masks.find_nonzero,
+    torch.where: masks.find_true,
+    torch.masked_select: masks.select,
+    torch.Tensor.masked_select: masks.select,
+}
+
 
 class _Asked(TorchFunctionMode, abc.ABC):
     """Answers questions for values in the `with` block."""
@@ -82,20 +96,42 @@ class _Asked(TorchFunctionMode, abc.ABC):
             if isinstance(tensor, torch.Tensor):
                 return convert(self.answer(tensor))
             return tensor
+        if func in _SELECTIONS and (func is not torch.where or len(args) + len(kwargs) == 1):
+            return _SELECTIONS[func](self.find_places, *args, **kwargs)
         # Sizes and slices, as in torch.nn.functional.pad(x, (0, length)), are read without a question.
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            args = (args[0], self._with_plain_slices(args[1]), *args[2:])
+            args = (args[0], self._with_plain_parts(*args), *args[2:])
         else:
             are_sizes = getattr(func, "__name__", "") == "pad"
             args = tuple(self._with_numbers(part, are_sizes) for part in args)
         return func(*args, **kwargs)
 
-    def _with_plain_slices(self, index: Any) -> Any:
-        if type(index) is tuple:
-            return tuple(map(self._with_plain_slices, index))
-        if not isinstance(index, slice):
+    def _with_plain_parts(self, x: torch.Tensor, index: Any, value: Any = None) -> Any:
+        """Returns an index with numbers instead of tensors of one, and with places instead of masks.
+
+        A mask stays where the same value is assigned to all of its elements.
+        """
+        if type(index) is not tuple and not isinstance(index, (slice, torch.Tensor)):
             return index
-        return slice(*map(self._as_number, (index.start, index.stop, index.step)))
+        items = index if type(index) is tuple else (index,)
+        has_places = value is None or masks.takes_rows(x, items, value)
+        parts: list[Any] = []
+        for item in items:
+            if isinstance(item, slice):
+                parts.append(slice(*map(self._as_number, (item.start, item.stop, item.step))))
+            elif has_places and masks.is_mask(item):
+                parts.extend(self.find_places(item))
+            else:
+                is_mask = isinstance(item, torch.Tensor) and item.dtype is torch.bool
+                parts.append(item if is_mask else self._as_number(item))
+        return tuple(parts)
+
+    def find_places(self, mask: torch.Tensor) -> list[torch.Tensor]:
+        """The places of a mask's true elements, as `torch.where` returns them."""
+        mask = mask if mask.dtype is torch.bool else mask != 0
+        mask = mask if mask.dim() else mask.reshape(1)
+        count = mask.sum()
+        return markers.find_places(mask, count, self.answer(count))
 
     def _as_number(self, part: Any) -> Any:
         return int(self.answer(part)) if isinstance(part, torch.Tensor) and not part.dim() else part
@@ -135,6 +171,19 @@ class Replaying(_Asked):
         self._all = answers
         self._left: Iterator[Answer] = iter(())
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        is_control_flow = isinstance(func, torch._ops.HigherOrderOperator)  # noqa: SLF001
+        if is_control_flow or torch.compiler.is_dynamo_compiling():  # or within it
+            return result
+        # It takes seconds to load, but export needs it, too.
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+        parts = result if isinstance(result, (list, tuple)) else (result,)
+        if free_unbacked_symbols([part for part in parts if isinstance(part, torch.Tensor)]):
+            raise DynamicOutputShapeException(func)
+        return result
+
     def begin(self) -> None:
         """Begins with the first answer: forward runs from its start."""
         self._left = iter(self._all or ())
@@ -166,7 +215,7 @@ def record(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> list[Answ
 
 @contextlib.contextmanager
 def _as_in_export() -> Iterator[None]:
-    """Makes models that ask whether they are compiled or exported do what they do in the capture."""
+    """Makes libraries that ask whether they are compiled or exported do what they do in the capture."""
     # Export's max and min of tensors ask for no value. It takes seconds to load, but export needs it, too.
     from torch._export import non_strict_utils
 

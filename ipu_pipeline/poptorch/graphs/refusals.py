@@ -162,12 +162,18 @@ def explained(model: torch.nn.Module) -> Iterator[None]:
 
     value_errors = (
         DataDependentOutputException,
-        DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
         PendingUnbackedSymbolNotFound,
     )
     try:
         yield
+    except DynamicOutputShapeException as error:
+        raise Error(
+            f"{innermost_user_line(error)} asks for a value of a tensor: the size of what "
+            f"{getattr(error.func, '__name__', error.func)} returns depends on values, and the model is "
+            "compiled once. Let the model return what it computes before, such as all boxes of a detection "
+            "model, and compute the rest on the host."
+        ) from error
     except value_errors as error:
         place = innermost_user_line(error)
         raise Error(f"{place} asks for a value of a tensor. {WITHOUT_VALUES}") from error

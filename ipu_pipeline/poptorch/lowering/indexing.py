@@ -82,17 +82,13 @@ def _put_by_mask(x: Array, indices: Sequence[Array | None], values: Array, accum
     mask = indices[axis]
     assert mask is not None
     after = x.ndim - axis - mask.ndim
-    is_alone = sum(index is not None for index in indices) == 1
-    if (
-        not is_alone
-        or values.ndim > after + (1 if axis == 0 else 0)
-        or (values.ndim > after and values.shape[0] != 1)
-    ):
+    while values.ndim > after and values.shape[0] == 1:
+        values = values[0]
+    if sum(index is not None for index in indices) != 1 or values.ndim > after:
         raise NotImplementedError(
             "index_put with a boolean mask takes one mask, and the same values wherever it is true: "
             "otherwise their number depends on values. Use torch.where."
         )
-    values = values.reshape(values.shape[1:]) if values.ndim > after else values
     mask = mask.reshape(mask.shape + (1,) * after)
     values = values.astype(x.dtype)
     return jnp.where(mask, x + values if accumulate else values, x)

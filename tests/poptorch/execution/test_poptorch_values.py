@@ -74,6 +74,20 @@ def make_encodec():
     return model, {"input_values": torch.rand(1, 1, 1200)}
 
 
+def make_informer():
+    """Has masks only if it is exported, and of sizes that it cannot use."""
+    dropouts = dict.fromkeys(["attention_dropout", "activation_dropout", "encoder_layerdrop"], 0.0)
+    sizes = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 2}
+    config = make_config("Informer", **dropouts, **sizes, decoder_layerdrop=0.0, encoder_layers=2)
+    return transformers.InformerModel(config), {
+        "past_values": torch.randn(2, 10),
+        "past_time_features": torch.randn(2, 10, 2),
+        "past_observed_mask": torch.ones(2, 10),
+        "future_values": torch.randn(2, 4),
+        "future_time_features": torch.randn(2, 4, 2),
+    }
+
+
 class Reduced(torch.nn.Module):
     """A model with a loss."""
 
@@ -94,7 +108,9 @@ def options_of(make):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [make_longformer, make_led, make_llava, make_mimi, make_encodec])
+@pytest.mark.parametrize(
+    "make", [make_longformer, make_led, make_llava, make_mimi, make_encodec, make_informer]
+)
 def test_inference_equals_plain_torch(make):
     torch.manual_seed(0)
     model, batch = make()
@@ -109,7 +125,7 @@ def test_inference_equals_plain_torch(make):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [make_longformer, make_llava])
+@pytest.mark.parametrize("make", [make_longformer, make_llava, make_informer])
 def test_a_training_step_equals_plain_torch(make):
     torch.manual_seed(0)
     model, batch = make()

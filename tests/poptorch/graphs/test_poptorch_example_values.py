@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.compiler import is_compiling
 
 import ipu_pipeline.poptorch as poptorch
 from tests.support.poptorch_front import assert_close, make_options
@@ -89,6 +90,81 @@ def test_values_of_inputs_are_those_of_the_first_micro_batch():
         training.save("model.poptorch")
 
 
+def put(x, y, mask):
+    """No number of true elements is needed. Where the mask is false, log has no finite gradient."""
+    x[..., mask[2]] = 0.5
+    x[mask[:, 0]] = y[mask[:, 0]]
+    x[:, mask[0]] = y[:, mask[0]].double().exp().float()
+    x[mask] = y[mask].log()
+    x[mask] += 2 * y[mask]
+    x[y > 0] = -x[y > 0]
+    x[torch.where(mask)] = x[mask.nonzero(as_tuple=True)].sigmoid()
+    return (x,)
+
+
+def take(x, y, mask):
+    x[mask[:, 0], 0] = y[mask[:, 0], 1 + mask[0, 0]]
+    x[:, mask.sum() - 3] += x[:, mask.sum() - 2]
+    x[mask] = torch.linspace(0, 1, int(mask.sum()))
+    rows = x[mask[:, 0]]
+    masks = mask.nonzero(), torch.argwhere(mask), *torch.where(mask), mask.any().nonzero()
+    selected = (
+        torch.masked_select(x, mask[0]),
+        y.masked_select(mask),
+        x[tuple((3 * mask).nonzero().T)],
+        rows[:, mask[0]],
+    )
+    return y[mask].sum(), rows.softmax(0), *masks, *selected
+
+
+class Indexed(torch.nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.layer, self.use = torch.nn.Linear(4, 4), use
+        self.register_buffer("mask", MASK)
+
+    def forward(self, x, mask=None):
+        x, mask = self.layer(x), self.mask if mask is None else mask
+        results = self.use(x.clone(), x.square() * mask, mask)
+        loss = sum(each.square().sum() for each in results if each.is_floating_point())
+        return *results, poptorch.identity_loss(loss, "none")
+
+
+MASK = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 1]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "masks"),
+    [
+        (put, make_options(), [[MASK], [~MASK]]),
+        (take, make_options(), [[], []]),
+        (take, None, [[MASK]] * 2),
+    ],
+    ids=["put", "of a buffer", "of an input"],
+)
+def test_masks_as_indices(use, options, masks):
+    torch.manual_seed(0)
+    model, x = Indexed(use), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(
+        model, options or allowing(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for mask in masks:
+        *expected, loss = plain(x, *mask)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        *results, actual = training(x, *mask)
+        assert_close(results, [each.detach() for each in expected])
+        assert_close([actual], [loss.detach()])
+    training.copyWeightsToHost()
+    assert_close(model.state_dict().values(), plain.state_dict().values())
+    if options is None:
+        with pytest.raises(poptorch.Error, match=r"compiled for \d, that of the first .* it is \d"):
+            training(x, ~MASK)
+
+
 def test_a_check_of_torch_is_checked_on_devices():
     """torch._check_tensor_all, which models of transformers call."""
 
@@ -113,6 +189,43 @@ def test_forward_may_not_ask_otherwise():
 
     with pytest.raises(poptorch.Error, match="asks for other values of tensors while it is captured"):
         poptorch.inferenceModel(Otherwise(), allowing())(torch.ones(2))
+
+
+def is_captured():
+    return torch.compiler.is_compiling()
+
+
+class Asking(torch.nn.Module):
+    """Asks whether it is compiled, and, so that it also runs on an example, for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(3))
+
+    def forward(self, x):
+        x = self.layer(x)
+        for asks in (
+            is_compiling,
+            torch.compiler.is_exporting,
+            torch.compiler.is_dynamo_compiling,
+            is_captured,
+        ):
+            x = x.sin() if asks() else x.cos()
+        return x, poptorch.identity_loss(x.square().sum() * int(self.scale), "none")
+
+
+def test_a_model_that_asks_whether_it_is_compiled_computes_as_in_plain_torch():
+    model, x = Asking(), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    training = poptorch.trainingModel(model, make_options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    result, loss = plain(x)
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_close(training(x), [result.detach(), loss.detach()])
+    training.copyWeightsToHost()
+    assert_close(model.state_dict().values(), plain.state_dict().values())
+    assert not torch.compiler.is_compiling()
 
 
 def test_random_numbers_are_no_constants():
