@@ -573,6 +573,7 @@ class Pipeline:
             placement,
             self.programs,
             self.built.collecting,
+            self.built.accumulator_dtypes,
             donate=self.options.donate,
             block_bytes=self.options.block_bytes,
             num_serialized=self.options.num_serialized,

@@ -337,16 +337,19 @@ class StatePlacement:
         self, dtypes: Mapping[str, Any], values: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Makes the accumulators of the variables' gradients, placed, by key; zeros where none is known."""
-        variables = self.traced.variables
-        keys = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
+        avals = self.find_accumulators(dtypes)
         arrays: dict[str, Any] = {}
         for old_key, value in (values or {}).items():
-            key = old_key if old_key in keys else variable_of(old_key)
+            key = old_key if old_key in avals else variable_of(old_key)
             arrays[key] = np.asarray(arrays[key]) + np.asarray(value) if key in arrays else value
-        for key, name in keys.items():
-            if key not in arrays:
-                arrays[key] = np.zeros(variables[name].shape, dtypes[name])
+        arrays = {key: np.zeros(aval.shape, aval.dtype) for key, aval in avals.items()} | arrays
         return self.place_accumulators(arrays)
+
+    def find_accumulators(self, dtypes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of the accumulators, by key."""
+        names = {key: self._accumulator(key).variable for key in (*dtypes, *self.accumulator_plan.extra)}
+        shapes = {key: self.traced.variables[name].shape for key, name in names.items()}
+        return {key: jax.ShapeDtypeStruct(shapes[key], dtypes[name]) for key, name in names.items()}
 
     def _accumulator(self, key: str) -> Accumulator:
         return self.accumulator_plan.extra.get(key) or Accumulator(key, self.traced.owners[key])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,8 @@ class BlockProgram:
     carried: Sequence[Source] | None = None
     # in a loop that ends by itself, whether it goes on, from the inputs' leaves and the carried values
     condition: Callable[[list[Any], list[Any]], Any] | None = None
+    # the accumulators, by key, if blocks of whole updates begin each update with zeros and return none
+    accumulators: Mapping[str, jax.ShapeDtypeStruct] | None = None
 
     @property
     def placement(self) -> StatePlacement:
@@ -187,6 +189,10 @@ class BlockProgram:
         # A fixed number of turns: a GPU asks the host before each turn of a loop that may end, which made a
         # step of 16 micro-batches up to half as long again.
         def whole_update(carry: Carry) -> Carry:
+            given = carry.totals
+            if self.accumulators is not None:
+                zeros = {key: jnp.zeros(aval.shape, aval.dtype) for key, aval in self.accumulators.items()}
+                carry = dataclasses.replace(carry, totals=Totals(zeros, self.make_sums()))
             scale = self._find_loss_scale(kind, carry, constants)
             turns = kind.every // self.num_serialized
             run = functools.partial(self._run_micro_batches, constants, position, scale)
@@ -195,6 +201,8 @@ class BlockProgram:
                 carry = self._update(position, carry)
             if kind.num_updates:
                 carry = _end_update(carry)
+            if self.accumulators is not None:
+                carry = dataclasses.replace(carry, totals=given)
             return dataclasses.replace(carry, accumulated=zero)
 
         # Where a block may begin or end within an update, the update stands in a loop of one turn or none,

@@ -102,6 +102,7 @@ class BlockRunner(Runner[PendingBlock]):
         placement: StatePlacement,
         programs: Sequence[StagePrograms],
         collecting: Collecting,
+        accumulator_dtypes: Mapping[str, Any],
         *,
         donate: bool,
         block_bytes: int,
@@ -125,12 +126,15 @@ class BlockRunner(Runner[PendingBlock]):
         self._block_bytes = block_bytes
         self._has_fixed_room = has_fixed_room
         self._options = dict(options or {})
+        self._accumulator_dtypes = accumulator_dtypes
+        self._begins_with_zeros = iterated is None and not placement.offloads_accumulators
         self.program = BlockProgram(
             TracedCode(placement, self.programs),
             collecting,
             num_serialized,
             None if iterated is None else iterated.carried,
             None if iterated is None else iterated.condition,
+            placement.find_accumulators(accumulator_dtypes) if self._begins_with_zeros else None,
         )
         traced = placement.traced
         num_carried = 0 if iterated is None else len(iterated.carried)
@@ -168,6 +172,12 @@ class BlockRunner(Runner[PendingBlock]):
         sizes = self.sizes(len(elements), len(elements))
         return self._feed.place_ahead(elements, sizes.capacity, sizes.room)
 
+    def make_accumulators(
+        self, dtypes: Mapping[str, Any], initial: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Makes none for a pipeline: only updates that do not fit a block need them, see `_compile`."""
+        return {} if self._begins_with_zeros else super().make_accumulators(dtypes, initial)
+
     def num_fetched(self, total: int, every: int) -> int:
         """The size of a block."""
         return self.sizes(total, every).capacity
@@ -182,7 +192,13 @@ class BlockRunner(Runner[PendingBlock]):
     ) -> tuple[IpuMemory, ...]:
         """Plans the device's memory. What stages hold counts among the program's temporaries."""
         del stages
-        return super().plan_memory(accumulator_dtypes, (), every)
+        (plan,) = super().plan_memory(accumulator_dtypes, (), every)
+        is_whole = self._find_sizes(every, every).unit == every and not self._has_fixed_room
+        if self._begins_with_zeros and is_whole and plan.num_temporary_bytes is not None:
+            # The program's temporaries have the accumulators.
+            others = max(0, plan.num_temporary_bytes - plan.num_accumulator_bytes)
+            plan = dataclasses.replace(plan, num_temporary_bytes=others)
+        return (plan,)
 
     def sizes(self, total: int, every: int) -> BlockSizes:
         """The sizes of blocks into which `total` micro-batches are cut; the feed then fills such blocks."""
@@ -407,8 +423,13 @@ class BlockRunner(Runner[PendingBlock]):
         unchanged = {name: value for name, value in variables.items() if name not in changed}
         # With updates, the scale is in the optimizer's state, and changes with it.
         loss_scale = NO_LOSS_SCALE if updates else self.placement.loss_scale(state.optimizer_state)
+        totals = block.earlier.totals
+        if self._begins_with_zeros and kind.every:
+            totals = Totals({}, [])
+        elif self._begins_with_zeros and not totals.accumulators:
+            totals = Totals(super().make_accumulators(self._accumulator_dtypes), totals.sums)
         arguments = (
-            block.earlier.totals,
+            totals,
             {name: variables[name] for name in changed},
             state_leaves,
             self._place_carried(block.request),

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -326,7 +327,7 @@ def test_one_device_has_what_is_in_flight_among_its_temporaries():
     assert plan.num_variable_bytes == bytes_by_device(state.variables)[0]
     assert plan.num_activation_bytes == 0
     held = sum(stage.num_live_bytes for stage in plan_memory(pipeline))
-    assert plan.num_temporary_bytes == pytest.approx(held, rel=0.5)  # XLA keeps what suits it
+    assert plan.num_temporary_bytes == pytest.approx(held, rel=0.6)  # XLA keeps what suits it
     assert plan.num_feed_bytes % sum(leaf.nbytes for leaf in make_step(1)[0]) == 0
     assert plan.num_feed_bytes > 0
     grouped = {
@@ -336,6 +337,29 @@ def test_one_device_has_what_is_in_flight_among_its_temporaries():
     }
     (in_groups,) = plan_ipu_memory(make(3, "sequential", None, **grouped))
     assert in_groups.num_feed_bytes == plan.num_feed_bytes
+
+
+def test_one_device_keeps_no_gradients_between_steps():
+    """Its program took the accumulators of the step before, and copied them before it added to them."""
+    shape = (37, 41)  # of no other test's arrays
+    pipeline = engine.Pipeline(
+        [lambda w, x: x @ w],
+        parameters=[np.zeros(shape, "float32")],
+        num_micro_batches=2,
+        loss=jnp.sum,
+        optimizer=optax.adam(0.1),
+        donate=True,
+    )
+    micro_batches = [np.ones((1, 37), "float32")] * 2
+    state = pipeline.init(jax.random.key(0), micro_batches[0])
+    for _step in range(2):
+        state, _outputs = pipeline.step(state, micro_batches)
+    jax.block_until_ready(state)
+    gc.collect()
+    assert sum(array.shape == shape for array in jax.live_arrays()) == 3  # the weight and Adam's moments
+    (plan,) = plan_ipu_memory(pipeline)
+    assert plan.num_accumulator_bytes == 37 * 41 * 4
+    assert plan.num_temporary_bytes < plan.num_accumulator_bytes
 
 
 def test_the_count_must_be_known():
