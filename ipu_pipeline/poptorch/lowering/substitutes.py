@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import math
-import sys
 import traceback
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -415,37 +414,21 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
 
 
 # Questions whether a model is compiled or exported.
-
-# What computes the same either way, but otherwise asks for values, or calls kernels of its own.
-_INDEPENDENT = ("torch", "functorch", "torch_geometric", "transformers")
-_MASKS = "transformers.masking_utils"  # makes masks that Informer cannot use, if it is exported
-
-
-def find_asker() -> str:
-    """The module whose function asks; torch's if no model is captured in this thread."""
-    frame: Any = sys._getframe(2)  # noqa: SLF001  # torch uses it itself
-    while frame.f_code.co_name.startswith("is_") and frame.f_back is not None:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")) if markers.is_captured() else "torch"
-
-
+#
 # torch's functions have their code while a model is captured, and stay the same objects: models may have
 # imported them, and code that torch.cond traces may call them. The code runs in the module torch.compiler.
 
 
 def _is_compiling() -> bool:
-    from ipu_pipeline.poptorch.lowering import substitutes
+    from ipu_pipeline.poptorch.lowering import askers
 
-    library = substitutes.find_asker().partition(".")[0]
-    return torch.compiler._is_compiling_flag and library in substitutes._INDEPENDENT  # noqa: SLF001
+    return torch.compiler._is_compiling_flag and askers.is_told_of_compiling()  # noqa: SLF001
 
 
 def _is_exporting() -> bool:
-    from ipu_pipeline.poptorch.lowering import substitutes
+    from ipu_pipeline.poptorch.lowering import askers
 
-    asker = substitutes.find_asker()
-    is_told = asker.partition(".")[0] in substitutes._INDEPENDENT and asker != substitutes._MASKS  # noqa: SLF001
-    return torch.compiler._is_exporting_flag and is_told  # noqa: SLF001
+    return torch.compiler._is_exporting_flag and askers.is_told_of_exporting()  # noqa: SLF001
 
 
 _CODES: Mapping[Any, Any] = {
