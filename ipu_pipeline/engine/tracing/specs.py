@@ -71,11 +71,13 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
     """
     if not spec.is_on_host:
         initial = _make_initial(spec, key)
-        # A copy, since updates take its memory. Neither compiles anything, as `jnp.array` does.
-        if isinstance(initial, np.ndarray):
-            value = jax.device_put(initial.copy())
+        # A copy, since updates take its memory. Copying arrays compiles nothing.
+        if isinstance(initial, jax.Array):
+            value = jax.device_put(initial, initial.sharding, may_alias=False)
         else:
-            value = jax.device_put(initial, getattr(initial, "sharding", None), may_alias=False)
+            value = (
+                jax.device_put(initial.copy()) if isinstance(initial, np.ndarray) else jnp.array(initial)
+            )
     else:
         with jax.default_device(_find_cpu()):
             value = np.array(_make_initial(spec, key))

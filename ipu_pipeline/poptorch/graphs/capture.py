@@ -41,7 +41,6 @@ from ipu_pipeline.poptorch.graphs.example_values import (
     take_assumptions,
 )
 from ipu_pipeline.poptorch.graphs.losses import choose_loss, mark_losses
-from ipu_pipeline.poptorch.graphs.masks import put_where
 from ipu_pipeline.poptorch.graphs.refusals import Shortened
 from ipu_pipeline.poptorch.logs import warn_once
 from ipu_pipeline.poptorch.lowering.decompositions import decompose
@@ -383,7 +382,6 @@ def _capture(
     _name_modules(program)
     tensor_of = _find_tensors(flat, program)
     trainable = _find_trainable(program, tensor_of) if trains else set()
-    put_where(program.graph)
     assumptions = take_assumptions(program, tensor_of, trainable, allows_values)
     if trains:
         choose_loss(program, trainable)

@@ -122,7 +122,7 @@ class _Asked(TorchFunctionMode, abc.ABC):
             elif has_places and masks.is_mask(item):
                 parts.extend(self.find_places(item))
             else:
-                is_mask = isinstance(item, torch.Tensor) and item.dtype is torch.bool
+                is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
                 parts.append(item if is_mask else self._as_number(item))
         return tuple(parts)
 

@@ -465,8 +465,9 @@ class Store:
         For a loop, it has the gradients that an earlier run accumulated. What a pipeline left is given to
         it again as it is, if nothing has changed since: it is known to be on its devices.
         """
-        if self._left is not None and self._left[0] is call and self._left[2] is self.state:
-            return self._left[1]
+        left = self._left  # another thread may set the seed
+        if left is not None and left[0] is call and left[2] is self.state:
+            return left[1]
         counts, leaves = self.counts(call.name), self.state.optimizers.get(call.name)
         optimizer_state = None
         if call.trains and leaves is not None:
@@ -567,7 +568,7 @@ class Store:
             )
         with self.lock:
             self._replace(**changes, counts={**self.state.counts, call.name: counts})
-            if isinstance(call, PipelineCall):
+            if isinstance(call, PipelineCall) and state.key is self._key:  # else a seed was set meanwhile
                 self._left = call, state, self.state
 
     def initialize(self, specs: Iterable[VariableSpec]) -> None:
