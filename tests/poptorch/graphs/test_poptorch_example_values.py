@@ -90,18 +90,6 @@ def test_values_of_inputs_are_those_of_the_first_micro_batch():
         training.save("model.poptorch")
 
 
-def put(x, y, mask):
-    """No number of true elements is needed. Where the mask is false, log has no finite gradient."""
-    x[..., mask[2]] = 0.5
-    x[mask[:, 0]] = y[mask[:, 0]]
-    x[:, mask[0]] = y[:, mask[0]].double().exp().float()
-    x[mask] = y[mask].log()
-    x[mask] += 2 * y[mask]
-    x[y > 0] = -x[y > 0]
-    x[torch.where(mask)] = x[mask.nonzero(as_tuple=True)].sigmoid()
-    return (x,)
-
-
 def take(x, y, mask):
     x[mask[:, 0], 0] = y[mask[:, 0], 1 + mask[0, 0]]
     x[:, mask.sum() - 3] += x[:, mask.sum() - 2]
@@ -136,11 +124,10 @@ MASK = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 1]]).bool()
 @pytest.mark.parametrize(
     ("use", "options", "masks"),
     [
-        (put, make_options(), [[MASK], [~MASK]]),
         (take, make_options(), [[], []]),
         (take, None, [[MASK]] * 2),
     ],
-    ids=["put", "of a buffer", "of an input"],
+    ids=["of a buffer", "of an input"],
 )
 def test_masks_as_indices(use, options, masks):
     torch.manual_seed(0)
