@@ -172,18 +172,6 @@ def read_expected(node: torch.fx.Node) -> tuple[torch.fx.Node, str] | None:
     return value, str(node.args[1])
 
 
-def find_places(mask: torch.Tensor, count: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Returns the places of a mask's true elements, for each dimension a tensor of this size."""
-    places: list[torch.Tensor] = _OPERATIONS.places(mask, count, size)
-    return places
-
-
-def places_operation() -> torch._ops.OpOverload:
-    """Returns the operation of `find_places`."""
-    operation: torch._ops.OpOverload = _OPERATIONS.places.default
-    return operation
-
-
 def is_keep_inputs(node: torch.fx.Node) -> bool:
     """Whether a node of a graph was made by `keep_inputs`."""
     return node.target is _OPERATIONS.keep_inputs.default
@@ -199,11 +187,6 @@ def mark_found_loss() -> torch._ops.OpOverload:
     """Returns the operation that marks a loss, with the name of its operation, and returns it."""
     operation: torch._ops.OpOverload = _OPERATIONS.found_loss.default
     return operation
-
-
-def _find_places(mask: torch.Tensor, count: torch.Tensor, size: int) -> list[torch.Tensor]:
-    del count  # it is a part of the graph
-    return [*torch.nonzero_static(mask, size=size).unbind(1)]
 
 
 def _do_nothing(*values: Any) -> None:
@@ -222,8 +205,6 @@ _library.define("begin_multi_conv() -> ()")
 _library.define("end_multi_conv(str[] names, int[] counts) -> ()")
 _library.define("keep_inputs(Tensor[] values) -> ()")
 _library.define("expect(Tensor value, str expected) -> ()")
-_library.define("places(Tensor mask, Tensor count, int size) -> Tensor[]")
-_library.impl("places", _find_places, "CompositeExplicitAutograd")
 # Autograd's key decomposes it into what it stands for, so that it has a gradient on the CPU.
 _library.define("identity_loss(Tensor value, str reduction) -> Tensor")
 _library.impl("identity_loss", _reduce, "CompositeImplicitAutograd")

@@ -74,10 +74,10 @@ def initial_value(spec: VariableSpec, key: jax.Array) -> Any:
         # A copy, since updates take its memory. Copying arrays compiles nothing.
         if isinstance(initial, jax.Array):
             value = jax.device_put(initial, initial.sharding, may_alias=False)
+        elif isinstance(initial, np.ndarray):
+            value = jax.device_put(initial.copy())
         else:
-            value = (
-                jax.device_put(initial.copy()) if isinstance(initial, np.ndarray) else jnp.array(initial)
-            )
+            value = jnp.array(initial)
     else:
         with jax.default_device(_find_cpu()):
             value = np.array(_make_initial(spec, key))

@@ -119,19 +119,23 @@ class _Asked(TorchFunctionMode, abc.ABC):
         for item in items:
             if isinstance(item, slice):
                 parts.append(slice(*map(self._as_number, (item.start, item.stop, item.step))))
-            elif has_places and masks.is_mask(item):
+            elif not masks.is_mask(item):
+                parts.append(self._as_number(item))
+            elif not item.dim() and item.dtype is torch.uint8:  # export takes it for a number
+                raise Error("A tensor of uint8 is an index as a mask. Use index.bool() or index.long().")
+            elif not item.dim():
+                parts.append(bool(self.answer(item)))
+            elif has_places:
                 parts.extend(self.find_places(item))
             else:
-                is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
-                parts.append(item if is_mask else self._as_number(item))
+                parts.append(item)
         return tuple(parts)
 
     def find_places(self, mask: torch.Tensor) -> list[torch.Tensor]:
         """The places of a mask's true elements, as `torch.where` returns them."""
         mask = mask if mask.dtype is torch.bool else mask != 0
         mask = mask if mask.dim() else mask.reshape(1)
-        count = mask.sum()
-        return markers.find_places(mask, count, self.answer(count))
+        return list(torch.nonzero_static(mask, size=self.answer(mask.sum())).unbind(1))
 
     def _as_number(self, part: Any) -> Any:
         return int(self.answer(part)) if isinstance(part, torch.Tensor) and not part.dim() else part
@@ -160,6 +164,10 @@ class Recording(_Asked):
             value = tensor.tolist()
         self.answers.append(Answer(tensor.shape, value))
         return value
+
+    def _with_plain_parts(self, x: torch.Tensor, index: Any, value: Any = None) -> Any:
+        super()._with_plain_parts(x, index, value)
+        return index  # as it is, torch checks the shapes of masks
 
 
 class Replaying(_Asked):

@@ -15,12 +15,16 @@ FindPlaces = Callable[[torch.Tensor], list[torch.Tensor]]
 
 def is_mask(item: Any) -> bool:
     """Whether a part of an index is a mask."""
-    return isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) and bool(item.dim())
+    return isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def takes_rows(x: torch.Tensor, items: tuple[Any, ...], value: Any) -> bool:
     """Whether `x[items] = value` puts different values where masks are true, or has other indices, too."""
-    numbers = [number for number, item in enumerate(items) if isinstance(item, (torch.Tensor, list))]
+    numbers = [
+        number
+        for number, item in enumerate(items)
+        if isinstance(item, list) or is_mask(item) or (isinstance(item, torch.Tensor) and item.dim())
+    ]
     if len(numbers) != 1:
         return True
     (number,) = numbers

@@ -121,9 +121,9 @@ _IPU = re.compile(r"for ipu devices|on device ipu")
 _OBSERVED = re.compile(r"Observed(?P<name>\w*(?:Error|Exception|Iteration))(?:Error)?")
 WITHOUT_VALUES = (
     "The model is compiled once for all values, so it cannot ask for one while it runs: no `if` or loop "
-    "over a tensor's values, no .item(), no .numpy(), no boolean mask as an index. Use torch.where or "
-    "torch.cond, or multiply by a mask. Or let Options.allowValueBranches(True) compile it for the values "
-    "of the first micro-batch, with which all others are compared."
+    "over a tensor's values, no .item(), no .numpy(), no boolean mask of inputs as an index. Use "
+    "torch.where or torch.cond, or multiply by a mask. Or let Options.allowValueBranches(True) compile it "
+    "for the values of the first micro-batch, with which all others are compared."
 )
 
 

@@ -211,12 +211,6 @@ def _nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), -1)
 
 
-@lowers("ipu_poptorch::places")
-def _places(mask: Array, count: Array, size: int) -> tuple[Array, ...]:
-    del count
-    return jnp.nonzero(mask, size=size, fill_value=-1)
-
-
 @lowers("histogram.bin_ct", "histogram.bins_tensor")
 def _histogram(
     x: Array, bins: Any = 100, *, range: Any = None, weight: Array | None = None, density: bool = False

@@ -135,6 +135,11 @@ def test_wrong_variables(arguments, options, message):
         value_of(*arguments, **options)
 
 
+def test_an_initializer_may_return_a_list():
+    value, _spec = value_of("v", (2,), initializer=lambda *_arguments: [0.5, 1])
+    assert value.tolist() == [0.5, 1]
+
+
 def test_an_initializer_with_another_result():
     with pytest.raises(ValueError, match=r"variable v must return float32\[3\]; it returned float32\[1\]"):
         value_of("v", (3,), initializer=lambda key, shape, dtype: jnp.zeros(1))

@@ -94,11 +94,14 @@ def take(x, y, mask):
     x[mask[:, 0], 0] = y[mask[:, 0], 1 + mask[0, 0]]
     x[:, mask.sum() - 3] += x[:, mask.sum() - 2]
     x[mask] = torch.linspace(0, 1, int(mask.sum()))
+    x[mask[:, 1], torch.tensor(2)] = 3.0
+    x[mask[:, 1]] = y[mask[:, 1]] / len(y[mask[:, 1]])
     rows = x[mask[:, 0]]
     masks = mask.nonzero(), torch.argwhere(mask), *torch.where(mask), mask.any().nonzero()
     selected = (
         torch.masked_select(x, mask[0]),
         y.masked_select(mask),
+        y[mask.any()],
         x[tuple((3 * mask).nonzero().T)],
         rows[:, mask[0]],
     )
@@ -150,6 +153,21 @@ def test_masks_as_indices(use, options, masks):
     if options is None:
         with pytest.raises(poptorch.Error, match=r"compiled for \d, that of the first .* it is \d"):
             training(x, ~MASK)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (torch.ones(1, 4), (IndexError, r"shape of the mask \[1, 4\] at index 0 does not match")),
+        (torch.ones(3, 1), (IndexError, r"shape of the mask \[3, 1\] at index 1 does not match")),
+        (torch.tensor(1, dtype=torch.uint8), (poptorch.Error, r"index as a mask. Use index.bool\(\)")),
+    ],
+)
+def test_what_is_no_mask_of_a_tensor(mask, error):
+    model = Indexed(lambda x, y, mask: [y[mask]])
+    model.mask = mask if mask.dtype == torch.uint8 else mask.bool()
+    with pytest.raises(error[0], match=error[1]):
+        poptorch.inferenceModel(model, make_options())(torch.ones(3, 4))
 
 
 def test_a_check_of_torch_is_checked_on_devices():

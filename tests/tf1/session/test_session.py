@@ -339,6 +339,25 @@ def test_a_run_places_what_has_changed_since_the_last(monkeypatch):
         assert len(placed) == 1
 
 
+def test_a_seed_that_is_set_during_a_run_holds_from_the_next_one():
+    """What the run left had the old key, and was given to all later runs."""
+    sessions = []
+
+    def data():
+        for number, element in enumerate(front.data()()):
+            if number == 1 and sessions:
+                sessions[0].reset_seed(99)
+            yield element
+
+    model = front.Model(dataset=data)
+    with ipu.Session() as session:
+        session.run(model.initializer)
+        sessions.append(session)
+        model.run(session)
+        call, store = model.program.calls[0], session._store
+        assert jax.random.key_data(store.make_pipeline_state(call).key).tolist() == [0, 99]
+
+
 def test_integers_that_do_not_fit():
     for dtype, good, bad in [("uint8", 3, 300), ("int32", -7, 2**40), ("int32", 2.0, 2.5)]:
         placeholder = ipu.placeholder(dtype, name="number")
