@@ -339,23 +339,15 @@ def test_a_run_places_what_has_changed_since_the_last(monkeypatch):
         assert len(placed) == 1
 
 
-def test_a_seed_that_is_set_during_a_run_holds_from_the_next_one():
+def test_a_seed_that_is_set_during_a_run_holds_from_the_next_one(monkeypatch):
     """What the run left had the old key, and was given to all later runs."""
-    sessions = []
-
-    def data():
-        for number, element in enumerate(front.data()()):
-            if number == 1 and sessions:
-                sessions[0].reset_seed(99)
-            yield element
-
-    model = front.Model(dataset=data)
-    with ipu.Session() as session:
-        session.run(model.initializer)
-        sessions.append(session)
-        model.run(session)
-        call, store = model.program.calls[0], session._store
-        assert jax.random.key_data(store.make_pipeline_state(call).key).tolist() == [0, 99]
+    model, keep = front.Model(), Store.keep
+    with front.session_of(model) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "keep", lambda store, *left: store.reset_seed(99) or keep(store, *left))
+            model.run(session)
+        state = session._store.make_pipeline_state(model.program.calls[0])
+        assert jax.random.key_data(state.key).tolist() == [0, 99]
 
 
 def test_integers_that_do_not_fit():
