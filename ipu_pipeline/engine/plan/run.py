@@ -256,7 +256,7 @@ class Linker:
             return lambda *values: copy_to(values, group, self._tag(edge))
         is_whole = not (group.is_divided or any(value.is_away for value in instruction.reads))
         if not self._has_peers and (is_of_micro_batch or is_whole):
-            copy = functools.partial(copy_to, group=group) if group.copy is None else group.copy
+            copy = group.copy or functools.partial(copy_to, group=group)
             return lambda *values: copy(values)
         if self._has_peers:
             return lambda *values: put(values, group, tag=self._tag(edge), partitions=partitions)

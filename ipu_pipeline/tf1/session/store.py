@@ -338,8 +338,9 @@ class Store:
 
     def reset_seed(self, seed: int) -> None:
         """Takes another seed, for random numbers and for variables that do not exist yet."""
-        self._replace(seed=seed)
-        self._key = None
+        with self.lock:  # what a run leaves meanwhile is of the old seed or of the new one
+            self._replace(seed=seed)
+            self._key = None
 
     @property
     def key(self) -> Any:
