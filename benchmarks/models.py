@@ -182,11 +182,11 @@ def _mlp(width: int, batch_size: int, num_layers: int, num_stages: int, target: 
 
 
 WORKLOADS = {
-    "mlp64": _mlp(64, 32, 4, 2, 2.0),
+    "mlp64": _mlp(64, 32, 4, 2, 1.4),
     "mlp256": _mlp(256, 32, 4, 2, 1.1),
-    "mlp512": _mlp(512, 64, 4, 2, 1.08),
-    "mlp512-4": _mlp(512, 64, 8, 4, 1.15),
-    "mlp1024": _mlp(1024, 128, 4, 2, 1.08),
+    "mlp512": _mlp(512, 64, 4, 2, 1.0),
+    "mlp512-4": _mlp(512, 64, 8, 4, 1.0),
+    "mlp1024": _mlp(1024, 128, 4, 2, 1.0),
     "convolutional": Workload(
         "convolutional net, 8 x 16, 4 stages", make_convolutional_net, 4, 16, 1.15, 16
     ),

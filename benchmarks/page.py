@@ -18,6 +18,7 @@ __all__ = ["QUESTIONS", "newest", "write"]
 QUESTIONS = {
     "against_plain_jax": "A training step over several virtual devices, in multiples of plain JAX's time.",
     "single_program": "The same with all stages on one device.",
+    "step_parts": "A step with what is around its programs, in multiples of plain JAX's time.",
     "against_torch_pipelining": "How many times faster a step is than torch.distributed.pipelining's.",
     "against_torch_models": "Models written in torch, in multiples of plain torch's time.",
     "zoo": "The share of transformers' types of models that equal plain torch; first calls.",
