@@ -27,7 +27,7 @@ _COLUMNS = (
 )
 HEAD = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
 NUM_BLOCKS = (24, 96)
-NUM_DEVICES = (8, 64, 512, 4096)
+NUM_DEVICES = (8, 512, 4096)
 
 
 def make_row(model: Gpt, num_devices: int) -> str:
