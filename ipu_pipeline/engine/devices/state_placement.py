@@ -196,18 +196,16 @@ class StatePlacement:
         placed: dict[str, Any] = {}
         if self.has_peers:
             self.begin_step()
-        for index, group in enumerate(self.groups):
-            for is_offloaded in (False, True):
-                names = [
-                    name
-                    for name, home in self.traced.owners.items()
-                    if home == index and name in variables and (name in self.offloaded) is is_offloaded
-                ]
-                arrays = [variables[name] for name in names]
-                tag = self.tag(f"variables of stage {index} ({is_offloaded})")
-                shardings = [self.sharding_of_variable(name) for name in names]
-                arrays = self._place_as(arrays, group, shardings, is_offloaded, tag)
-                placed.update(zip(names, arrays, strict=True))
+        by_place: dict[tuple[int, bool], list[str]] = {}
+        for name, home in self.traced.owners.items():
+            if name in variables:
+                by_place.setdefault((home, name in self.offloaded), []).append(name)
+        for (index, is_offloaded), names in sorted(by_place.items()):
+            arrays = [variables[name] for name in names]
+            tag = self.tag(f"variables of stage {index} ({is_offloaded})")
+            shardings = [self.sharding_of_variable(name) for name in names]
+            arrays = self._place_as(arrays, self.groups[index], shardings, is_offloaded, tag)
+            placed.update(zip(names, arrays, strict=True))
         return placed
 
     def _place_as(

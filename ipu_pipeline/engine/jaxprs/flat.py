@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -41,6 +42,11 @@ class FlatJaxpr:
     equations: list[Equation]  # in an order in which they can be evaluated
     outputs: list[Atom]  # variables or literals
     constants: dict[Var, Any]  # the variables that stand for constant arrays, with their values
+
+    @functools.cached_property
+    def makers(self) -> dict[Var, int]:
+        """The place of the equation that makes each variable."""
+        return {var: place for place, equation in enumerate(self.equations) for var in equation.outvars}
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,13 +297,13 @@ def extract(
     stored = set(stored)
     required = set(variables_in(outputs))
     equations: list[Equation] = []
-    computed: list[Var] = []
-    for equation in reversed(flat.equations):
-        results = [var for var in equation.outvars if var not in stored]
-        is_kept = any(var in required for var in results) or (
-            equation.effects and keep_effects_of is not None and keep_effects_of(equation)
-        )
-        computed += reversed(equation.outvars)
+    effects: set[int] = set()
+    if keep_effects_of is not None:
+        pairs = enumerate(flat.equations)
+        effects = {place for place, equation in pairs if equation.effects and keep_effects_of(equation)}
+    for place in sorted(_find_behind(flat, required, effects, stored), reverse=True):
+        equation = flat.equations[place]
+        is_kept = place in effects or any(v in required and v not in stored for v in equation.outvars)
         is_more = any(v not in required or v in stored for v in equation.outvars)
         if is_kept and equation.primitive.name == "scan" and is_more:
             places = {
@@ -315,9 +321,25 @@ def extract(
         for equation in equations
     ]
     inputs = [var for var in flat.inputs if var in required]
-    inputs += [var for var in reversed(computed) if var in stored and var in required]
+    read = stored & required
+    inputs += [var for var in flat.makers if var in read]
     constants = {var: value for var, value in flat.constants.items() if var in required}
     return make_extracted(constants, inputs, renamed, outputs)
+
+
+def _find_behind(
+    flat: FlatJaxpr, variables: Iterable[Var], places: Iterable[int], stored: Collection[Var]
+) -> set[int]:
+    """The places of some equations, and of all that make what they or some variables need."""
+    behind = set(places)
+    pending = [*variables, *(var for place in behind for var in variables_in(flat.equations[place].invars))]
+    while pending:
+        var = pending.pop()
+        place = None if var in stored else flat.makers.get(var)
+        if place is not None and place not in behind:
+            behind.add(place)
+            pending += variables_in(flat.equations[place].invars)
+    return behind
 
 
 def rewriting(function: Callable[..., Any], rewrite: Callable[[Any], Any]) -> Callable[..., list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -140,7 +141,7 @@ class TracedPipeline:
         """Shapes and dtypes of the leaves that are enqueued."""
         return tuple(aval for entry in self.enqueued for aval in entry.avals)
 
-    @property
+    @functools.cached_property
     def variables(self) -> dict[str, VariableSpec]:
         """The variables of all stages, by full name."""
         return {spec.name: spec for stage in self.stages for spec in stage.variables}
