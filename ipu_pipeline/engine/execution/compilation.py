@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.xla_settings import Options
+from ipu_pipeline.engine.jaxprs.equality import identify as identify_jaxpr
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.memory import find_shapes, trace
 from ipu_pipeline.engine.plan.plan import Plan, Program, Value
@@ -77,7 +78,7 @@ def text_of(lowered: Any) -> str:
 
 
 def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) -> Key | None:
-    """The key of a program: equal programs have equal keys."""
+    """The key of a program to keep it by: equal programs on the same devices have equal keys."""
     if "callback" in text:
         return None
     numbers = jax_compat.kept_arguments(lowered)
@@ -86,13 +87,13 @@ def identify(lowered: Any, text: str, devices: Sequence[Any], options: Options) 
         numbers = tuple(range(text.count("%arg", begin, text.find("\n", begin))))  # its first line's
         if len(numbers) != len(jax.tree.leaves(lowered.in_avals)):
             return None
-    place = tuple((device.platform, device.id) for device in devices)
+    digest = hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
     trees = lowered.in_tree, lowered.out_tree
-    return _digest(text), numbers, place, tuple(sorted(options.items())), *trees
+    return digest, numbers, tuple(sorted(options.items())), *trees, _name_places(devices)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()  # texts hold constants, which may be large
+def _name_places(devices: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((device.platform, device.id) for device in devices)
 
 
 def jit_zeros(avals: Sequence[Any], sharding: Any) -> Callable[[], list[jax.Array]]:
@@ -157,13 +158,19 @@ class CompiledSizes(NamedTuple):
     residual_bytes: dict[int, int]
 
 
-class _Lowered(NamedTuple):
-    """A program before XLA, its devices, and a function that puts the compiled one in its place."""
+class _Traced(NamedTuple):
+    """A program that JAX has traced."""
 
-    lowered: Any
-    group: DeviceGroup
-    install: Callable[[Any], None]
-    key: Key | None = None  # the key to keep it by
+    program: Program
+    traced: Any
+    key: Key | None  # the key to keep it by
+
+
+class _Started(NamedTuple):
+    """A program that is being compiled, and its equals for other devices behind it."""
+
+    future: Future[Any]
+    programs: list[_Traced]
 
 
 class _Divided(NamedTuple):
@@ -196,90 +203,90 @@ class _Compiler:
         self._programs = earlier
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
-        self._started: list[tuple[Future[Any], list[_Lowered]]] = []  # each and its equals elsewhere
-        self._by_text: dict[Any, list[_Lowered]] = {}
+        self._started: list[_Started] = []
+        self._by_content: dict[Any, _Started] = {}
         self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
 
     def start(
-        self,
-        function: Any,
-        arguments: Sequence[Any],
-        group: DeviceGroup,
-        options: Options,
-        install: Callable[[Any], None] | None,
+        self, program: Program, arguments: Sequence[Any], results: Sequence[Any]
     ) -> Future[Any] | None:
-        """Starts to compile a program, unless the same one was started for another device, or is kept."""
-        program = function.lower(*arguments)
-        is_portable_here = self._is_shared and install is not None and is_portable(group.devices)
-        key, text = None, ""
-        if is_portable_here or (self._programs is not None and install is not None):
-            text = text_of(program)
-        if self._programs is not None and install is not None:
-            key = identify(program, text, group.devices, options)
-        lowered = _Lowered(program, group, install or (lambda _loaded: None), key)
-        equals = [lowered]
+        """Starts to compile a program, unless an equal one was started for another device, or is kept."""
+        traced: Any = program.jitted.trace(*arguments)
+        devices, options = program.group.devices, tuple(sorted(program.options.items()))
+        # Programs between others take values of several shapes, an executable does not.
+        is_joint = program.kind is not None and program.group.num_replicas > 1
+        is_fixed = bool(program.binds) and not is_joint
+        content = None
+        if is_fixed and self._is_shared and is_portable(devices):
+            kinds = tuple(value.sharding.memory_kind for value in (*arguments, *results))
+            content = identify_jaxpr(traced.jaxpr), program.donated, options, kinds
+        equal, lowered, key = self._by_content.get(content), None, None
+        if equal is None:
+            lowered = traced.lower()
+            if self._programs is not None and is_fixed:
+                key = identify(lowered, text_of(lowered), devices, program.options)
+        elif equal.programs[0].key is not None:
+            key = (*equal.programs[0].key[:-1], _name_places(devices))
+        new = _Traced(program, traced, key)
         if self._programs is not None and (compiled := self._programs.find(key)) is not None:
             future: Future[Any] = Future()
             future.set_result(compiled)
-            lowered.install(compiled)
+            program.function = compiled
             self._compilation.note_kept()
-            self._started.append((future, equals))
-            return future
-        if is_portable_here:
-            numbers = jax_compat.kept_arguments(program)  # the text does not say which these are
-            equals = self._by_text.setdefault(
-                (_digest(text), numbers, tuple(sorted(options.items()))), equals
-            )
-            if equals[0] is not lowered:
-                equals.append(lowered)
-                return None
-        future = self.threads.submit(self._compile, lowered)
-        self._started.append((future, equals))
+        elif equal is None:
+            future = self.threads.submit(self._compile, lowered)
+        else:
+            equal.programs.append(new)
+            return None
+        started = _Started(future, [new])
+        self._started.append(started)
+        if content is not None:
+            self._by_content.setdefault(content, started)
         return future
 
-    def _compile(self, program: _Lowered) -> Any:
+    def _compile(self, lowered: Any) -> Any:
         with self._compilation.program():
-            return program.lowered.compile()
+            return lowered.compile()
 
     def finish(self, chunk_size: int) -> CompiledSizes:
         """Waits for what was started, and loads equal programs for other devices."""
         temporary_bytes: dict[int, int] = {}
-        compiled = [(future.result(), equals) for future, equals in self._started]
+        compiled = [(started.future.result(), started.programs) for started in self._started]
         waiting = [
             (equals[1:], self.threads.submit(self._load, executable, equals[1:]))
             for executable, equals in compiled
             if len(equals) > 1
         ]
         for executable, equals in compiled:
-            for lowered in equals:
-                note_temporaries(temporary_bytes, lowered.group, executable)
+            for traced in equals:
+                note_temporaries(temporary_bytes, traced.program.group, executable)
             self._keep(equals[0], executable)
         loaded = [(programs, future.result()) for programs, future in waiting]
         for programs, functions in loaded:  # only when all is there: until here it can be repeated
-            for program, function in zip(programs, functions, strict=False):
-                program.install(function)
-                self._keep(program, function)
+            for traced, function in zip(programs, functions, strict=False):
+                traced.program.function = function
+                self._keep(traced, function)
         residual_bytes: dict[int, int] = {}
         for (stage, _kind), divided in self.divided.items():
             size = sum(residual.num_bytes for residual in divided) // chunk_size
             residual_bytes[stage] = residual_bytes.get(stage, 0) + size
         return CompiledSizes(temporary_bytes, residual_bytes)
 
-    def _keep(self, program: _Lowered, compiled: Any) -> None:
+    def _keep(self, traced: _Traced, compiled: Any) -> None:
         if self._programs is not None:
-            self._programs.keep(program.key, compiled)
+            self._programs.keep(traced.key, compiled)
 
-    def _load(self, compiled: Any, programs: Sequence[_Lowered]) -> list[Any]:
+    def _load(self, compiled: Any, programs: Sequence[_Traced]) -> list[Any]:
         """Loads a compiled program for the other programs' devices.
 
         Where that cannot be done, they are compiled. Then it returns nothing, as JAX finds them.
         """
         try:
             executable = Executable(compiled)
-            loaded = [executable.load(program.group.devices[0]) for program in programs]
+            loaded = [executable.load(traced.program.group.devices[0]) for traced in programs]
         except Exception:  # any error of JAX or XLA: loading only saves time
-            for program in programs:
-                self._compile(program)
+            for traced in programs:
+                self._compile(traced.traced.lower())
             return []
         self._compilation.note_loaded(len(loaded))
         return loaded
@@ -318,15 +325,8 @@ def compile_ahead(
         def launch(program: Program, arguments: Sequence[Any]) -> list[Any]:
             arguments = [value.wait() if isinstance(value, _Divided) else value for value in arguments]
             results: list[Any] = trace(program, arguments)
-            group = program.group
-            if program not in started and not program.is_compiled and group.is_here:
-                install = functools.partial(setattr, program, "function")
-                is_joint = program.kind is not None and group.num_replicas > 1
-                # Programs between others take values of several shapes, an executable does not.
-                is_fixed = bool(program.binds) and not is_joint
-                started[program] = compiler.start(
-                    program.jitted, arguments, group, program.options, install if is_fixed else None
-                )
+            if program not in started and not program.is_compiled and program.group.is_here:
+                started[program] = compiler.start(program, arguments, results)
             is_chosen = program.kind is not None and isinstance(program.shardings, list)
             if is_chosen and (compiled := started.get(program)) is not None:
                 residuals = [

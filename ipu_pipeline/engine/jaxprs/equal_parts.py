@@ -14,12 +14,12 @@ the scalars that each component gives for them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ipu_pipeline.engine.jaxprs.equality import identify_atom, identify_equation
 from ipu_pipeline.engine.jaxprs.flat import is_var, make_extracted, variables_in
 from ipu_pipeline.engine.jaxprs.partitioning import JOINT, Home, Piece
 from ipu_pipeline.ground.pytrees import num_bytes
@@ -50,15 +50,15 @@ def divide_equal_parts(pieces: Sequence[Piece], replaced: Sequence[Any | None]) 
 
 
 def _find_shared(
-    counts: Mapping[Home, Counter[str]], weights: Mapping[str, int]
-) -> dict[Home, list[Counter[str]]]:
+    counts: Mapping[Home, Counter[Hashable]], weights: Mapping[Hashable, int]
+) -> dict[Home, list[Counter[Hashable]]]:
     """Finds the parts that each home has in common with others: the number of components of each key."""
-    groups: dict[frozenset[Home], dict[str, None]] = {}
+    groups: dict[frozenset[Home], dict[Hashable, None]] = {}
     for home_counts in counts.values():
         for key in home_counts:
             homes = frozenset(home for home, other_counts in counts.items() if key in other_counts)
             groups.setdefault(homes, {})[key] = None
-    shared: dict[Home, list[Counter[str]]] = {home: [] for home in counts}
+    shared: dict[Home, list[Counter[Hashable]]] = {home: [] for home in counts}
     for homes, keys in groups.items():
         num_different = len({frozenset(counts[home].items()) for home in homes})
         num_saved = (num_different - 1) * sum(weights[key] for key in keys)
@@ -84,7 +84,7 @@ class _Component:
     places: list[int] = field(default_factory=list)
     equations: list[int] = field(default_factory=list)
     partials: list[Any] = field(default_factory=list)
-    key: str = ""
+    key: Hashable = None
     weight: int = 0
 
 
@@ -112,11 +112,11 @@ class _Division:
             self._find_components(before, scalars)
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self) -> Counter[Hashable]:
         """The number of components of each key."""
         return Counter(component.key for component in self.components)
 
-    def divide(self, shared: Sequence[Mapping[str, int]]) -> list[Piece]:
+    def divide(self, shared: Sequence[Mapping[Hashable, int]]) -> list[Piece]:
         """Divides the piece into parts that it shares with others, and the rest."""
         if not shared:
             return [self.piece]
@@ -169,7 +169,7 @@ class _Division:
                 components[next(iter(self._roots_of(var)))].partials.append(var)
         numbers = self._number_scalars(scalars)
         for component in components.values():
-            component.key = self._describe(component, numbers, scalars)
+            component.key = self._identify(component, numbers, scalars)
         self.components = list(components.values())
 
     def _find(self, var: Any) -> Any:
@@ -232,30 +232,28 @@ class _Division:
             operands = variables_in(equation.invars)
             new = [var for var in operands if var not in numbers]
             numbers.update((var, scalars.setdefault(var, len(scalars))) for var in new)
-            description = _describe_equation(equation, lambda atom: f"scalar {numbers[atom]}", "")
+            key = identify_equation(equation, numbers.__getitem__)
             for place, var in enumerate(equation.outvars):
-                numbers[var] = scalars.setdefault((description, place), len(scalars))
+                numbers[var] = scalars.setdefault((key, place), len(scalars))
         return numbers
 
-    def _describe(self, component: _Component, fixed: Mapping[Any, int], scalars: dict[Any, int]) -> str:
+    def _identify(
+        self, component: _Component, fixed: Mapping[Any, int], scalars: dict[Any, int]
+    ) -> Hashable:
         """The key of a component: its equations, with its variables numbered in their order."""
         numbers: dict[Any, int] = {}
 
-        def name(atom: Any) -> str:
-            if is_var(atom) and atom in numbers:
-                return str(numbers[atom])
-            if self._roots_of(atom):
-                numbers[atom] = len(numbers)
-                return f"{numbers[atom]}:{_text_of(atom.aval)}"
-            number = fixed[atom] if atom in fixed else scalars.setdefault(atom, len(scalars))
-            return f"scalar {number}"
+        def name(var: Any) -> Hashable:
+            if var in numbers or self._roots_of(var):
+                return numbers.setdefault(var, len(numbers)), var.aval
+            return fixed[var] if var in fixed else scalars.setdefault(var, len(scalars))
 
-        lines = []
+        code = []
         for place in component.equations:
             equation = self._jaxpr.eqns[place]
-            lines.append(_describe_equation(equation, name, " ".join(map(name, equation.outvars))))
+            code.append((identify_equation(equation, name), tuple(map(name, equation.outvars))))
         results = [*(self._jaxpr.outvars[place] for place in component.places), *component.partials]
-        return "\n".join([*lines, " ".join(map(name, results))])
+        return tuple(code), tuple(identify_atom(atom, name) for atom in results)
 
     def _make_part(
         self, components: Sequence[_Component], joined: Sequence[int], partials: Sequence[Any]
@@ -302,16 +300,3 @@ class _Division:
             sent=(*(piece.sent[place - num_results] for place in sent), *partials),
             readers={var: reader for var, reader in piece.readers.items() if var in inputs},
         )
-
-
-@functools.lru_cache(maxsize=1024)
-def _text_of(aval: Any) -> str:
-    return str(aval)  # JAX makes it anew each time, which takes longer than all the rest
-
-
-def _describe_equation(equation: Any, name: Callable[[Any], str], results: str) -> str:
-    operands = [
-        name(atom) if is_var(atom) else f"{atom.val!r}:{_text_of(atom.aval)}" for atom in equation.invars
-    ]
-    parameters = ", ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))
-    return f"{results} = {equation.primitive.name} {' '.join(operands)} {{{parameters}}}"
