@@ -42,6 +42,7 @@ _SMALL: Sequence[tuple[Any, str]] = [
     (0, "pad_token_id layerdrop encoder_layerdrop decoder_layerdrop router_jitter_noise mask_time_prob"),
     (0, "mask_feature_prob stochastic_depth_prob drop_path_rate"),
     (2, "eos_token_id sep_token_id cls_token_id"),
+    (1.0, "pos_embed_rescale"),  # with others it is random
     (False, "use_cache apply_spec_augment use_pretrained_backbone"),
     (IMAGE, "image_size max_length"),
     (16, "num_conv_pos_embeddings num_mel_bins feature_projection_input_dim context_length"),
