@@ -35,10 +35,8 @@ from benchmarks.harness import Row
 MODULE = "benchmarks.zoo.run"
 QUESTION = "zoo"
 TOLERANCE = 1e-4  # of an output or a weight, relative to its 2-norm
-OF_CHANGE = 0.1  # so much of it, for a weight whose gradient is only rounding: of the change of all weights
-IN_FLOAT64 = (
-    1e-10  # what is allowed where float32 rounds too much, as batch normalization of few values does
-)
+IN_FLOAT64 = 1e-10  # where float32 rounds too much, as batch normalization of few values does
+OF_CHANGE = 0.1  # of the change of all weights, added to a weight's 2-norm: its gradient may be rounding
 MOST_SECONDS = 120.0
 LEARNING_RATE = 1.0
 # What takes seconds to load, and is the same for all types.
