@@ -142,7 +142,7 @@ class StepOutputs:
             if part.size is None:
                 results.append(self.unflatten(part.outputs))
                 continue
-            leaves = [_unstack(leaf)[: part.size] for leaf in part.outputs]
+            leaves = [_unstack(leaf, part.size) for leaf in part.outputs]
             results += [self.unflatten([leaf[number] for leaf in leaves]) for number in range(part.size)]
         return results
 
@@ -157,7 +157,7 @@ class StepOutputs:
             return losses
         for part in self.collected:
             if part.loss is not None:
-                losses += [part.loss] if part.size is None else _unstack(part.loss)[: part.size]
+                losses += [part.loss] if part.size is None else _unstack(part.loss, part.size)
         return losses
 
     @functools.cached_property
@@ -219,10 +219,9 @@ class Progress:
 
 
 @apart
-@jax.jit
-def _unstack(stack: Any) -> list[Any]:
+def _unstack(stack: Any, size: int) -> list[Any]:
     # The whole stack, whose length does not depend on the number of micro-batches, so it compiles once.
-    return list(stack)
+    return list(stack)[:size]
 
 
 # Checks.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ipu_pipeline.engine.devices.device_groups import DeviceGroup
 from ipu_pipeline.engine.devices.xla_settings import Options
 from ipu_pipeline.engine.jaxprs.equality import identify as identify_jaxpr
+from ipu_pipeline.engine.jaxprs.flat import calls_back
 from ipu_pipeline.engine.plan.lowering import Layout
 from ipu_pipeline.engine.plan.memory import find_shapes, trace
 from ipu_pipeline.engine.plan.plan import Plan, Program, Value
@@ -28,7 +29,8 @@ from ipu_pipeline.ground.pytrees import num_bytes
 
 # Code that builds a pipeline anew, as an estimator does at each call, cannot know that it is the same: its
 # functions may have closed over other values. So it is traced again, and compared by what XLA would
-# compile: the program's text, constants included, its devices and its options.
+# compile: the program's text, constants included, its devices and its options. Of programs that are equal
+# but for their devices, only the first one's text is made.
 
 Key: TypeAlias = "tuple[Any, ...]"
 
@@ -143,9 +145,10 @@ class Executable:
         return jax_compat.read_executable(self._written, device)
 
 
-# Jitted functions would compile at their first calls, one after another as the step goes along. Here each
-# is lowered with the shapes that it will be called with, and XLA compiles them in threads; the calls find
-# them compiled (JAX keeps an executable with what was lowered).
+# Jitted functions would compile at their first calls, one after another as the step goes along. Here they
+# are lowered with the shapes that they will be called with, in the caller's thread, whose settings of JAX
+# count. XLA compiles them in threads, and the calls find them compiled (JAX keeps an executable with what
+# was lowered). Of equal ones, the others are loaded.
 
 
 class CompiledSizes(NamedTuple):
@@ -204,7 +207,9 @@ class _Compiler:
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ipu-compile")
         self._is_shared = is_shared
         self._started: list[_Started] = []
+        # By what programs compute: the one that is compiled, and the key of one on some device.
         self._by_content: dict[Any, _Started] = {}
+        self._keys: dict[Any, Key | None] = {}
         self.divided: dict[tuple[int, str], list[_Divided]] = {}  # by stage and kind of program
 
     def start(
@@ -217,32 +222,33 @@ class _Compiler:
         is_joint = program.kind is not None and program.group.num_replicas > 1
         is_fixed = bool(program.binds) and not is_joint
         content = None
-        if is_fixed and self._is_shared and is_portable(devices):
+        is_shared = self._is_shared and is_fixed and is_portable(devices)
+        if is_shared and not _reaches_python(traced.jaxpr.jaxpr):
             kinds = tuple(value.sharding.memory_kind for value in (*arguments, *results))
             content = identify_jaxpr(traced.jaxpr), program.donated, options, kinds
-        equal, lowered, key = self._by_content.get(content), None, None
-        if equal is None:
+        lowered, key, equal = None, self._keys.get(content), self._by_content.get(content)
+        if key is not None:
+            key = (*key[:-1], _name_places(devices))
+        elif self._programs is not None and is_fixed:
             lowered = traced.lower()
-            if self._programs is not None and is_fixed:
-                key = identify(lowered, text_of(lowered), devices, program.options)
-        elif equal.programs[0].key is not None:
-            key = (*equal.programs[0].key[:-1], _name_places(devices))
-        new = _Traced(program, traced, key)
+            key = identify(lowered, text_of(lowered), devices, program.options)
+        if content is not None:
+            self._keys.setdefault(content, key)
+        started = _Started(Future[Any](), [_Traced(program, traced, key)])
         if self._programs is not None and (compiled := self._programs.find(key)) is not None:
-            future: Future[Any] = Future()
-            future.set_result(compiled)
+            started.future.set_result(compiled)
             program.function = compiled
             self._compilation.note_kept()
-        elif equal is None:
-            future = self.threads.submit(self._compile, lowered)
-        else:
-            equal.programs.append(new)
+        elif equal is not None:
+            equal.programs.extend(started.programs)
             return None
-        started = _Started(future, [new])
+        else:
+            future = self.threads.submit(self._compile, traced.lower() if lowered is None else lowered)
+            started = started._replace(future=future)
+            if content is not None:  # not of kept ones: what was loaded cannot be written out again
+                self._by_content[content] = started
         self._started.append(started)
-        if content is not None:
-            self._by_content.setdefault(content, started)
-        return future
+        return started.future
 
     def _compile(self, lowered: Any) -> Any:
         with self._compilation.program():
@@ -251,19 +257,24 @@ class _Compiler:
     def finish(self, chunk_size: int) -> CompiledSizes:
         """Waits for what was started, and loads equal programs for other devices."""
         temporary_bytes: dict[int, int] = {}
-        compiled = [(started.future.result(), started.programs) for started in self._started]
+        compiled = [(started.future.result(), *started.programs) for started in self._started]
         waiting = [
-            (equals[1:], self.threads.submit(self._load, executable, equals[1:]))
-            for executable, equals in compiled
-            if len(equals) > 1
+            (others, self.threads.submit(self._load, executable, others))
+            for executable, _first, *others in compiled
+            if others
         ]
-        for executable, equals in compiled:
+        for executable, *equals in compiled:
             for traced in equals:
                 note_temporaries(temporary_bytes, traced.program.group, executable)
             self._keep(equals[0], executable)
-        loaded = [(programs, future.result()) for programs, future in waiting]
-        for programs, functions in loaded:  # only when all is there: until here it can be repeated
-            for traced, function in zip(programs, functions, strict=False):
+        loaded = [(others, future.result()) for others, future in waiting]
+        # Those that cannot be loaded are compiled as well, where JAX finds them.
+        left = [traced for others, functions in loaded if not functions for traced in others]
+        futures = [self.threads.submit(self._compile, traced.traced.lower()) for traced in left]
+        for future in futures:
+            future.result()
+        for others, functions in loaded:  # only when all is there: until here it can be repeated
+            for traced, function in zip(others, functions, strict=False):
                 traced.program.function = function
                 self._keep(traced, function)
         residual_bytes: dict[int, int] = {}
@@ -277,19 +288,18 @@ class _Compiler:
             self._programs.keep(traced.key, compiled)
 
     def _load(self, compiled: Any, programs: Sequence[_Traced]) -> list[Any]:
-        """Loads a compiled program for the other programs' devices.
-
-        Where that cannot be done, they are compiled. Then it returns nothing, as JAX finds them.
-        """
+        """Loads a compiled program for other programs' devices. Returns nothing where it cannot."""
         try:
             executable = Executable(compiled)
             loaded = [executable.load(traced.program.group.devices[0]) for traced in programs]
         except Exception:  # any error of JAX or XLA: loading only saves time
-            for traced in programs:
-                self._compile(traced.traced.lower())
             return []
         self._compilation.note_loaded(len(loaded))
         return loaded
+
+
+def _reaches_python(jaxpr: Any) -> bool:
+    return bool(jaxpr.effects) or any(map(calls_back, jaxpr.eqns))
 
 
 def note_temporaries(temporary_bytes: dict[int, int], group: DeviceGroup, compiled: Any) -> None:

@@ -1,9 +1,7 @@
-"""Equality of jaxprs: keys that are the same for jaxprs that compute the same, of other variables.
+"""Keys of jaxprs: equal if they have the same equations, up to the names of variables.
 
-Their derivatives may be others.
-
-A key has all that XLA's program depends on: primitives, shapes and dtypes, parameters, numbers, constants,
-and which equation reads what. It has no names and no source lines.
+A key has primitives, shapes and dtypes, parameters, numbers, constants, and which equation reads what. It
+has no source lines, and no rules for derivatives: those may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ import numpy as np
 from ipu_pipeline.ground import jax_core
 from ipu_pipeline.ground.pytrees import is_key, is_readable
 
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # made anew each time, and for derivatives only
+# Their parameters are a jaxpr and rules for transformations, which are made anew at each trace.
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
 
 def identify(jaxpr: Any, constants: Sequence[Any] = ()) -> Hashable:
@@ -55,7 +54,7 @@ def identify_atom(atom: Any, name: Callable[[Any], Hashable]) -> Hashable:
 
 
 def _identify(value: Any) -> Hashable:
-    """The key of a parameter or constant; with its type, since 1, 1.0 and True are equal."""
+    """The key of a parameter or constant. To Python 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
     if _is_jaxpr(value):
         return identify(value)
     if isinstance(value, Mapping):
@@ -66,6 +65,8 @@ def _identify(value: Any) -> Hashable:
     if is_array and is_readable(value) and not is_key(value):
         array = np.asarray(value)
         return array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest()
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
     return (type(value), value) if isinstance(value, Hashable) else _Same(value)
 
 

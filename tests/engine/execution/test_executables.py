@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ipu_pipeline import engine
-from ipu_pipeline.engine.execution.compilation import Executable
+from ipu_pipeline.engine.execution.compilation import Executable, KeptPrograms
 from tests.support import beside, models
 from tests.support.compilations import compilations
 
@@ -167,6 +167,36 @@ def test_what_cannot_be_loaded_is_compiled(monkeypatch, no_cache):
 @pytest.mark.thorough
 def test_what_runs_in_the_thread_that_starts_it_is_compiled_apart(no_cache):
     assert len(run(make(), width=2)) == 3 * NUM_STAGES - 1
+
+
+def test_what_was_loaded_is_not_written_out_for_others(no_cache):
+    """A kept program that was loaded itself stood for its equals: the second training failed."""
+    kept = KeptPrograms()
+    for scales in ((1.0, 1.0, 0.5), (0.5, 1.0, 1.0)):
+        with kept.building():
+            run(make(scales=scales))
+
+
+def test_short_programs_are_lowered_with_the_settings_of_the_caller(no_cache):
+    """They were lowered in a thread, in which JAX computes with 32 bits."""
+
+    def stage(x, target):
+        kernel = engine.get_variable("kernel", (3,), dtype="float64")
+        return x * kernel + jnp.argmax(x, -1).astype(x.dtype)[:, None], target
+
+    def last(x, target):
+        return jnp.mean((stage(x, target)[0] - target) ** 2)
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        pipeline = make(stages=[*(named(stage, index) for index in range(3)), named(last, 3)])
+        step = [tuple(rng.normal(size=(2, 2, 3))) for _micro_batch in range(COUNT)]
+        state = pipeline.init(jax.random.key(0), step[0])
+        plain = models.on_one_device(state)
+        state, outputs = pipeline.step(state, step)
+        plain, expected = beside.step_plainly(pipeline, plain, step)
+        models.assert_trees_close(outputs.losses, expected.losses)
+        models.assert_trees_close(state.variables, plain.variables)
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.thorough)])

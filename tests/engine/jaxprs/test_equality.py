@@ -1,4 +1,4 @@
-"""Keys of jaxprs: equal for what computes the same, of other variables; different for all else."""
+"""Keys of jaxprs: equal for equal equations of other variables, and different for others."""
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,9 @@ DIFFERENT = {
     "results": (lambda x, y: (x, y), lambda x, y: (y, x)),
     "number of results": (lambda x, y: x + y, lambda x, y: (x + y, x)),
     "read values": (lambda x, y: (x + 1) * (y + 2) * (x + 1), lambda x, y: (x + 1) * (y + 2) * (y + 2)),
+    "zeros in parameters": tuple(
+        lambda x, y, fill=fill: x.at[5].get(mode="fill", fill_value=fill) for fill in (0.0, -0.0)
+    ),
     "parameters": (lambda x, y: x.sum(0), lambda x, y: x.sum(1)),
     "precisions": (jnp.matmul, lambda x, y: jnp.matmul(x, y, precision="highest")),
     "constants": (lambda x, y: x + np.eye(4), lambda x, y: x + np.ones((4, 4))),
@@ -87,7 +90,7 @@ def test_functions_of_python_cannot_be_compared():
     assert key(call) != key(call)
 
 
-def test_rules_of_derivatives_do_not_count():
+def test_rules_of_transformations_do_not_count():
     def cube(factor):
         @jax.custom_vjp
         def function(x, y):
