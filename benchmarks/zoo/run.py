@@ -189,6 +189,13 @@ def check(kind: str, pipe: Connection) -> None:
         result = train_as(torch.float32, allows, TOLERANCE)
         if not result.startswith("different"):
             return result
+        starts = [make_loss(copy.deepcopy(untouched), list(inputs)) for _seed in range(2)]
+        for seed, start in enumerate(starts):
+            torch.manual_seed(seed)
+            train_plain(start, list(inputs.values()))
+        first, second = (start.model for start in starts)
+        if compare_weights(first, second, dict(untouched.named_parameters()), TOLERANCE) != "equal":
+            tell("torch training", "random")
         jax.config.update("jax_enable_x64", True)
         result = train_as(torch.float64, allows, IN_FLOAT64)
         return "equal in float64" if result == "equal" else result
@@ -198,6 +205,12 @@ def check(kind: str, pipe: Connection) -> None:
         tell("built", str(sum(each.numel() for each in model.parameters())))
         untouched = copy.deepcopy(model)  # RWKV's weights change in inference
         inputs, wanted = models.find_inputs(model)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            again = compare_tensors(copy.deepcopy(model)(**inputs), wanted)
+        if again != "equal":
+            tell("not built", f"random in torch, {again}")
+            return
         tell("torch", ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items()))
     except Exception as error:
         tell("not built", describe(error))

@@ -26,15 +26,25 @@ def block(x, y):
     return jax.grad(lambda x: (jax.nn.softmax(jax.nn.relu(x @ y)) * np.arange(4.0)).sum())(x)
 
 
+def vectorized(x, y):
+    @jax.custom_batching.custom_vmap
+    def function(x):
+        return x @ y
+
+    function.def_vmap(lambda size, are_batched, x: (function(x), True))
+    return function(x)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        vectorized,
         block,
         loop(),
         loop(constant=np.float32("nan")),
         lambda x, y: jax.random.fold_in(jax.random.key(1), 2),
     ],
-    ids=["derivative", "loop", "nan", "random key"],
+    ids=["rule for vmap", "derivative", "loop", "nan", "random key"],
 )
 def test_traced_twice(function):
     assert key(function) == key(function)
