@@ -32,6 +32,7 @@ _SMALL: Sequence[tuple[Any, str]] = [
     (2, "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"),
     (2, "num_encoder_layers num_blocks num_decoder_blocks num_feat_extract_layers num_frames block_size"),
     (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
+    (2, "l_layers r_layers x_layers"),
     (2, "num_key_value_heads num_experts_per_tok num_selected_experts top_k"),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts num_conv_pos_embedding_groups"),
     (8, "head_dim d_kv rotary_dim qk_nope_head_dim v_head_dim qk_rope_head_dim kv_lora_rank q_lora_rank"),
