@@ -196,6 +196,7 @@ def check(kind: str, pipe: Connection) -> None:
         first, second = (start.model for start in starts)
         if compare_weights(first, second, dict(untouched.named_parameters()), TOLERANCE) != "equal":
             tell("torch training", "random")
+            return result
         jax.config.update("jax_enable_x64", True)
         result = train_as(torch.float64, allows, IN_FLOAT64)
         return "equal in float64" if result == "equal" else result

@@ -21,7 +21,7 @@ _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 
 
 def identify(jaxpr: Any, constants: Sequence[Any] = ()) -> Hashable:
-    """The key of a jaxpr. What cannot be compared, such as a function, is only equal to itself."""
+    """The key of a jaxpr, for as long as it lives. What cannot be compared is only equal to itself."""
     if isinstance(jaxpr, jax_core.ClosedJaxpr):
         jaxpr, constants = jaxpr.jaxpr, jaxpr.consts
     numbers: dict[Any, int] = {}
@@ -67,21 +67,8 @@ def _identify(value: Any) -> Hashable:
         return array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest()
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
-    return (type(value), value) if isinstance(value, Hashable) else _Same(value)
+    return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, (jax_core.Jaxpr, jax_core.ClosedJaxpr))
-
-
-class _Same:
-    """A value that is equal to itself only."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value

@@ -75,9 +75,8 @@ def has_nan(value: Any) -> bool:
 def find_nan(evaluated: Evaluated, atom: Atom) -> Origin:
     """Finds where the nan of an atom comes from."""
     flat = evaluated.flat
-    makers = {var: equation for equation in flat.equations for var in equation.outvars}
-    while atom in makers:
-        equation = makers[atom]
+    while atom in flat.makers:
+        equation = flat.equations[flat.makers[atom]]
         operands = [operand for operand in equation.invars if has_nan(evaluated.read(operand))]
         if not operands:
             values = list(map(evaluated.read, equation.invars))
