@@ -169,6 +169,29 @@ def test_what_runs_in_the_thread_that_starts_it_is_compiled_apart(no_cache):
     assert len(run(make(), width=2)) == 3 * NUM_STAGES - 1
 
 
+def test_what_calls_python_is_not_written_out(no_cache, monkeypatch):
+    """Rules of derivatives may do so where stages do not."""
+    written, write = [], Executable.__init__
+
+    def record(executable, compiled):
+        written.append("callback" in compiled.as_text())
+        write(executable, compiled)
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _saved, grad: (jax.pure_callback(np.copy, grad, grad),))
+
+    def call(x, target):
+        return same(block()(x, target)[0]), target
+
+    monkeypatch.setattr(Executable, "__init__", record)
+    run(make(stages=[*(named(call, index) for index in range(3)), named(last_block, 3)]))
+    assert written
+    assert not any(written)
+
+
 def test_what_was_loaded_is_not_written_out_for_others(no_cache):
     """A kept program that was loaded itself stood for its equals: the second training failed."""
     kept = KeptPrograms()
